@@ -1,0 +1,62 @@
+# Two commands for newcomers: `make demo` and `make test`. Everything else is for engineers.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PROTOS := $(wildcard proto/tandem_pb/*.proto)
+
+# One thread for each process: two processes with two threads on two cores run 12 times slower.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help setup demo test lint types proto proto-check docs docs-check format
+
+help:
+	@echo "make demo    install, start a cluster with the demo checkpoint, talk to it, stop it"
+	@echo "make test    install, run the whole test suite"
+	@echo "make lint types proto-check docs-check    what CI checks besides"
+	@echo "make format proto docs                    what mends those"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing tandem (about a minute) ..."
+	$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing tandem and its development tools (about a minute) ..."
+	$(PIP) install --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+setup: $(VENV)/.installed-dev
+
+demo: $(VENV)/.installed
+	$(BIN)/tandem demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+proto: $(VENV)/.installed-dev
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto \
+		--grpc_python_out=proto $(PROTOS)
+
+proto-check: proto
+	git diff --exit-code -- proto
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/generate_configuration.py
+
+docs-check: docs
+	git diff --exit-code -- docs
