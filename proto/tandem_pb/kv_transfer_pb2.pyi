@@ -1,0 +1,89 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class KVLayout(_message.Message):
+    __slots__ = ("protocol_version", "model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "tp_size")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    model_hash: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    tp_size: int
+    def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+
+class KVPeer(_message.Message):
+    __slots__ = ("engine_id", "epoch", "layout", "ranks")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    epoch: int
+    layout: KVLayout
+    ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoints]
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ...) -> None: ...
+
+class RankEndpoints(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "head_start", "head_count", "first_token", "num_tokens", "num_pullers", "repeat_chunks")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STREAM_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_START_FIELD_NUMBER: _ClassVar[int]
+    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLERS_FIELD_NUMBER: _ClassVar[int]
+    REPEAT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    attempt: int
+    epoch: int
+    stream_index: int
+    num_streams: int
+    head_start: int
+    head_count: int
+    first_token: int
+    num_tokens: int
+    num_pullers: int
+    repeat_chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_pullers: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("transfer_id", "attempt", "epoch", "complete")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    attempt: int
+    epoch: int
+    complete: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., complete: bool = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: bool = ...) -> None: ...

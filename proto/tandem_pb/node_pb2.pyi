@@ -1,0 +1,57 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodeRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_ROLE_UNSPECIFIED: _ClassVar[NodeRole]
+    NODE_ROLE_PREFILL: _ClassVar[NodeRole]
+    NODE_ROLE_DECODE: _ClassVar[NodeRole]
+NODE_ROLE_UNSPECIFIED: NodeRole
+NODE_ROLE_PREFILL: NodeRole
+NODE_ROLE_DECODE: NodeRole
+
+class WatchRequest(_message.Message):
+    __slots__ = ("interval_s",)
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    interval_s: float
+    def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
+
+class NodeLoad(_message.Message):
+    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "num_waiting_requests", "num_running_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "fingerprint")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_SINCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    role: NodeRole
+    epoch: int
+    sequence: int
+    draining: bool
+    num_waiting_requests: int
+    num_running_requests: int
+    num_waiting_tokens: int
+    num_free_blocks: int
+    num_total_blocks: int
+    block_size: int
+    prefill_tokens_per_s: float
+    seconds_since_progress: float
+    num_transfers: int
+    model_name: str
+    fingerprint: str
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
