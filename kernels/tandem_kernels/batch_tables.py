@@ -1,0 +1,56 @@
+"""Tensors at fixed addresses: one row per live request, and the inputs of one step.
+
+Life of a row:
+    1. Staged writes fill the row when its request enters.
+    2. `prepare_inputs` reads it for each step the request takes part in.
+    3. `post_update` advances it by what the step computed and sampled.
+    4. The next request to enter overwrites it; nothing is cleared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowTables:
+    """State of every live request, indexed by row. M is the longest sequence.
+
+    Attributes:
+        token_ids: [rows, M] int32, prompt and output tokens.
+        prefill_len: [rows] int32, tokens known when the request entered the row.
+        num_computed: [rows] int32, leading positions whose KV is in the cache.
+        total_len: [rows] int32, known tokens: those given at entry and those sampled since.
+        max_len: [rows] int32, the row writes neither KV nor tokens at or beyond this position.
+        block_table: [rows, max_blocks] int32, block ids in logical order.
+        block_size: Tokens of a KV block.
+    """
+
+    token_ids: Tensor
+    prefill_len: Tensor
+    num_computed: Tensor
+    total_len: Tensor
+    max_len: Tensor
+    block_table: Tensor
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the model and the attention read in one step.
+
+    Attributes:
+        input_ids: [max_tokens] int32, indexed by token of the step.
+        positions: [max_tokens] int64, indexed by token of the step.
+        slot_mapping: [max_tokens] int64, `block * block_size + offset`; -1 writes nothing.
+        seq_lens: [rows] int32, indexed by request of the step; 0 for padding.
+        block_tables: [rows, max_blocks] int32, indexed by request of the step.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor

@@ -1,0 +1,354 @@
+"""Attention of one query token per request over its paged context.
+
+All KV tiles of the batch form one line: request by request, head by head, position by position.
+A fixed number of programs cut the line into equal runs, so the grid depends on nothing but the
+device, every program streams the same number of bytes, and lengths are read on the device:
+
+    request 0                    request 1          request 2
+    |head 0    |head 1    |      |head 0 |head 1 |  |h0|h1|
+    |-----------------|-----------------|-----------------|
+      program 0         program 1         program 2
+
+A program that owns a whole (request, head) writes its output. A cut one leaves a partial softmax
+state in its slot 0 (a run that begins inside a head) or slot 1 (a run that ends inside one). There
+are fewer cuts than programs, so `merge_kernel` has a program for each run that ends in a cut. The
+query heads that share a KV head are the rows of one tile: each byte of the cache is read once.
+
+On Hopper both kernels launch before their predecessor has drained (programmatic dependent
+launch) and wait for its writes where they first need them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.device import num_programs, overlaps_launches
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """How one shape runs best; found by measurement."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def decode_tuning(num_units: int, head_dim: int, dtype: torch.dtype) -> DecodeTuning:
+    """`num_units`: requests times KV heads, which cost the same when contexts are alike."""
+    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    if row_bytes > 512:
+        return DecodeTuning(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
+    if row_bytes > 256:
+        return DecodeTuning(tile=32, num_warps=4, num_stages=5, programs_per_sm=2)
+    if num_units <= 128:
+        return DecodeTuning(tile=64, num_warps=4, num_stages=5, programs_per_sm=1)
+    if num_units <= 256:
+        return DecodeTuning(tile=32, num_warps=2, num_stages=5, programs_per_sm=2)
+    if num_units <= 1024:
+        return DecodeTuning(tile=64, num_warps=2, num_stages=3, programs_per_sm=4)
+    return DecodeTuning(tile=64, num_warps=4, num_stages=5, programs_per_sm=2)
+
+
+@triton.jit
+def _line(
+    seq_lens: tl.tensor,
+    num_reqs: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+) -> tl.tensor:
+    """Lengths [REQS], ends of the requests' stretches of the line [REQS], its whole length."""
+    r = tl.arange(0, REQS)
+    seq_len = tl.load(seq_lens + r, mask=r < num_reqs, other=0)
+    tiles = tl.cdiv(seq_len, TILE) * NUM_KV_HEADS
+    return seq_len, tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
+
+
+@triton.jit
+def _find(ends: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """Request whose stretch holds `place`, and where that stretch begins."""
+    before = ends <= place
+    return tl.sum(before.to(tl.int32), axis=0), tl.max(tl.where(before, ends, 0), axis=0)
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    kv_cache: tl.tensor,
+    block_table: tl.tensor,
+    first_tile: tl.tensor,
+    last_tile: tl.tensor,
+    seq_len: tl.tensor,
+    block_stride: tl.tensor,
+    value_stride: tl.tensor,
+    scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Softmax state (peak, sum, accumulator) of `q` [ROWS, BLOCK_DIM] over tiles of one head.
+
+    `kv_cache` points at the head's keys in block 0; scores are in powers of two.
+    """
+    lane = tl.arange(0, TILE)
+    dim = tl.arange(0, BLOCK_DIM)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    for tile in range(first_tile, last_tile):
+        start = tile * TILE
+        inside = start + lane < seq_len
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+            place = block * block_stride + (start % BLOCK_SIZE + lane) * HEAD_DIM
+        else:
+            position = start + lane
+            block = tl.load(block_table + position // BLOCK_SIZE, mask=inside, other=0)
+            place = block.to(tl.int64) * block_stride + (position % BLOCK_SIZE) * HEAD_DIM
+        mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
+        keys = tl.load(kv_cache + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        peak = higher
+        total = total * shrink + tl.sum(weights, axis=1)
+        values = tl.load(
+            kv_cache + value_stride + place[:, None] + dim[None, :], mask=mask, other=0.0
+        )
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+    return peak, total, acc
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def decode_attention_kernel(
+    q: tl.tensor,
+    kv_cache: tl.tensor,
+    block_tables: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    partial_acc: tl.tensor,
+    partial_state: tl.tensor,
+    num_reqs: tl.tensor,
+    q_stride: tl.tensor,
+    block_stride: tl.tensor,
+    value_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One run of the line a program."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    _, ends, line = _line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS)
+    run = tl.cdiv(line, tl.num_programs(0))
+    here = program * run
+    end = tl.minimum(here + run, line)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, BLOCK_DIM)
+    real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    while here < end:
+        r, begin = _find(ends, here)
+        seq_len = tl.load(seq_lens + r)
+        tiles = tl.cdiv(seq_len, TILE)
+        head = (here - begin) // tiles
+        first_tile = (here - begin) % tiles
+        last_tile = tl.minimum(tiles, first_tile + end - here)
+        query_head = head * GROUP + row[:, None]
+        place = r.to(tl.int64) * q_stride + query_head * HEAD_DIM + dim[None, :]
+        peak, total, acc = _attend(
+            tl.load(q + place, mask=real, other=0.0),
+            kv_cache + head.to(tl.int64) * head_stride,
+            block_tables + r.to(tl.int64) * table_stride,
+            first_tile,
+            last_tile,
+            seq_len,
+            block_stride,
+            value_stride,
+            scale,
+            HEAD_DIM,
+            BLOCK_DIM,
+            BLOCK_SIZE,
+            ROWS,
+            TILE,
+            PRECISION,
+        )
+        if (first_tile == 0) & (last_tile == tiles):
+            to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim[None, :]
+            tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+        else:
+            slot = program * 2 + (first_tile == 0).to(tl.int32)
+            to = (slot * GROUP + row[:, None]) * HEAD_DIM + dim[None, :]
+            tl.store(partial_acc + to, acc, mask=real)
+            state = partial_state + slot * (2 * GROUP) + row
+            tl.store(state, peak, mask=row < GROUP)
+            tl.store(state + GROUP, total, mask=row < GROUP)
+        here += last_tile - first_tile
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def merge_kernel(
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    partial_acc: tl.tensor,
+    partial_state: tl.tensor,
+    num_reqs: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Program (p, g): query head g of the KV head whose first part is the end of run p.
+
+    Outputs of requests without a context become zero, those of request p, p + programs, ... here.
+    """
+    program = tl.program_id(0)
+    g = tl.program_id(1)
+    dim = tl.arange(0, BLOCK_DIM)
+    kind = out.dtype.element_ty
+    seq_len, ends, line = _line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS)
+    request = tl.arange(0, REQS)
+    own = (request % tl.num_programs(0) == program) & (request < num_reqs)
+    if tl.sum((own & (seq_len == 0)).to(tl.int32), axis=0) > 0:
+        for r in range(program, num_reqs, tl.num_programs(0)):
+            if tl.load(seq_lens + r) == 0:
+                for head in range(NUM_KV_HEADS):
+                    to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
+                    tl.store(out + to, tl.zeros([BLOCK_DIM], kind), mask=dim < HEAD_DIM)
+
+    run = tl.cdiv(line, tl.num_programs(0))
+    end = (program + 1) * run
+    if end >= line:
+        return
+    r, begin = _find(ends, end - 1)
+    tiles = tl.cdiv(tl.sum(tl.where(request == r, seq_len, 0), axis=0), TILE)
+    head = (end - 1 - begin) // tiles
+    begin += head * tiles
+    if (begin + tiles == end) | (begin < end - run):
+        return
+    if OVERLAP:
+        gdc_wait()
+    last = (begin + tiles - 1) // run
+    peak = -3.0e38
+    total = 0.0
+    acc = tl.zeros([BLOCK_DIM], tl.float32)
+    for first in range(program, last + 1, PARTS):
+        part = first + tl.arange(0, PARTS)
+        known = part <= last
+        slot = part * 2 + (part == program).to(tl.int32)
+        state = partial_state + slot * (2 * GROUP) + g
+        part_peak = tl.load(state, mask=known, other=-3.0e38)
+        part_total = tl.load(state + GROUP, mask=known, other=0.0)
+        place = (slot * GROUP + g)[:, None] * HEAD_DIM + dim[None, :]
+        real = known[:, None] & (dim < HEAD_DIM)[None, :]
+        parts = tl.load(partial_acc + place, mask=real, other=0.0)
+        higher = tl.maximum(peak, tl.max(part_peak, axis=0))
+        shrink = tl.exp2(peak - higher)
+        part_shrink = tl.exp2(part_peak - higher)
+        total = total * shrink + tl.sum(part_total * part_shrink, axis=0)
+        acc = acc * shrink + tl.sum(parts * part_shrink[:, None], axis=0)
+        peak = higher
+    to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
+    tl.store(out + to, (acc / total).to(kind), mask=dim < HEAD_DIM)
+
+
+def decode_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """One query token per request.
+
+    Args:
+        q: [R, Hq, D], row r belongs to request r of `metadata`; heads of a token adjacent.
+        kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent.
+        metadata: Only block tables and sequence lengths are read.
+        scale: Multiplies the scores.
+        out: [R, Hq, D] contiguous, written completely.
+        tuning: None: the choice for this shape.
+    """
+    num_reqs, num_q_heads, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    group = num_q_heads // num_kv_heads
+    tuning = tuning or decode_tuning(num_reqs * num_kv_heads, head_dim, kv_cache.dtype)
+    programs = num_programs(q.device, tuning.programs_per_sm)
+    partial_acc = torch.empty((programs, 2, group, head_dim), dtype=torch.float32, device=q.device)
+    partial_state = torch.empty((programs, 2, 2, group), dtype=torch.float32, device=q.device)
+    overlap = overlaps_launches(q.device)
+    shape = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": triton.next_power_of_2(head_dim),
+        "TILE": tuning.tile,
+        "REQS": max(16, triton.next_power_of_2(num_reqs)),
+        "OVERLAP": overlap,
+        **({"launch_pdl": True} if overlap else {}),
+    }
+    decode_attention_kernel[(programs,)](
+        q,
+        kv_cache,
+        metadata.block_tables,
+        metadata.seq_lens,
+        out,
+        partial_acc,
+        partial_state,
+        num_reqs,
+        q.stride(0),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        metadata.block_tables.stride(0),
+        scale * LOG2_E,
+        BLOCK_SIZE=block_size,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **shape,
+    )
+    merge_kernel[(programs, group)](
+        metadata.seq_lens,
+        out,
+        partial_acc,
+        partial_state,
+        num_reqs,
+        PARTS=16,
+        num_warps=4,
+        **shape,
+    )

@@ -1,0 +1,22 @@
+"""What launchers ask the device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def num_programs(device: torch.device, programs_per_sm: int) -> int:
+    """Size of a grid that depends on nothing but the device."""
+    if device.type != "cuda":
+        return 2 * programs_per_sm
+    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
+
+
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel may start before its predecessor has drained (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether tensor descriptors load through the bulk copy engine (Hopper and later)."""
+    return overlaps_launches(device)

@@ -1,0 +1,58 @@
+"""The one dispatch table: every operation by the device of its tensors.
+
+CPU tensors run the plain-torch reference, CUDA tensors the Triton kernel of the same name and
+signature. Triton is imported when the first CUDA tensor arrives, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from importlib import import_module
+from typing import Generic, ParamSpec, TypeVar, cast
+
+from torch import Tensor
+
+from tandem_kernels.reference import attention, batch, elementwise, kv_blocks, sampling
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Op(Generic[P, R]):
+    """One operation; its first argument is a positional tensor and decides the device."""
+
+    def __init__(self, reference: Callable[P, R], kernel_module: str) -> None:
+        self.reference = reference
+        self.kernel_module = kernel_module
+        self._kernel: Callable[P, R] | None = None
+        update_wrapper(self, reference)
+
+    @property
+    def kernel(self) -> Callable[P, R]:
+        """The Triton column; imports triton."""
+        if self._kernel is None:
+            module = import_module(f"tandem_kernels.{self.kernel_module}")
+            self._kernel = cast("Callable[P, R]", getattr(module, self.reference.__name__))
+        return self._kernel
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        on_gpu = cast(Tensor, args[0]).is_cuda
+        return self.kernel(*args, **kwargs) if on_gpu else self.reference(*args, **kwargs)
+
+
+rms_norm = Op(elementwise.rms_norm, "rms_norm")
+fused_add_rms_norm = Op(elementwise.fused_add_rms_norm, "rms_norm")
+silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")
+rope_and_cache = Op(elementwise.rope_and_cache, "rope_and_cache")
+paged_attention = Op(attention.paged_attention, "paged_attention")
+prepare_inputs = Op(batch.prepare_inputs, "batch_prep")
+post_update = Op(batch.post_update, "batch_prep")
+apply_staged_writes = Op(batch.apply_staged_writes, "staged_writes")
+add_sparse = Op(sampling.add_sparse, "penalties")
+count_tokens = Op(sampling.count_tokens, "penalties")
+apply_penalties = Op(sampling.apply_penalties, "penalties")
+sample = Op(sampling.sample, "sampling")
+topk_logprobs = Op(sampling.topk_logprobs, "logprobs")
+gather_kv_blocks = Op(kv_blocks.gather_kv_blocks, "kv_blocks")
+scatter_kv_blocks = Op(kv_blocks.scatter_kv_blocks, "kv_blocks")

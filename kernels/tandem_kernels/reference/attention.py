@@ -1,0 +1,129 @@
+"""Attention over a paged KV cache in plain torch.
+
+Decodes of similar length share one batched call: their pages are gathered, the query heads that
+share a KV head become query rows, and what lies beyond a context is zeroed before it is used
+(a page's unwritten tail may hold NaN, and a masked NaN still poisons a sum). Longer queries run
+one request at a time on exactly the tokens of its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+
+def paged_attention(
+    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
+) -> Tensor:
+    """Causal attention of the step's query tokens over their requests' contexts.
+
+    Args:
+        q: [T, Hq, D], Hq a multiple of Hkv; query head h reads KV head `h // (Hq // Hkv)`.
+        kv_cache: [N, 2, Hkv, B, D]; the step's own keys and values are already written.
+        metadata: The ragged batch.
+        scale: Multiplies the scores, usually `D ** -0.5`.
+
+    Returns:
+        [T, Hq, D] in the dtype of `q`. Rows of requests with `seq_lens` 0 are zero.
+    """
+    out = torch.zeros_like(q)
+    seq_lens = metadata.seq_lens.tolist()
+    num_decodes = metadata.num_decodes
+    for requests in _similar_lengths(seq_lens[:num_decodes], kv_cache.shape[3]):
+        _decode(out, q, kv_cache, metadata, requests, scale)
+    if num_decodes < len(seq_lens):
+        bounds = metadata.query_start_loc.tolist()
+        for r in range(num_decodes, len(seq_lens)):
+            start, end = bounds[r], bounds[r + 1]
+            if start < end and seq_lens[r] > 0:
+                k, v = _context(kv_cache, metadata.block_tables[r], seq_lens[r])
+                out[start:end] = _prefill(q[start:end], k, v, scale)
+    return out
+
+
+def _similar_lengths(seq_lens: list[int], block_size: int) -> Iterator[Tensor | slice]:
+    """Split requests into groups whose longest context is at most twice the shortest."""
+    if seq_lens and min(seq_lens) > 0 and max(seq_lens) <= 2 * min(seq_lens) + block_size:
+        yield slice(0, len(seq_lens))
+        return
+    group: list[int] = []
+    order = sorted(range(len(seq_lens)), key=seq_lens.__getitem__)
+    for r in order:
+        if seq_lens[r] == 0:
+            continue
+        if group and seq_lens[r] > 2 * seq_lens[group[0]] + block_size:
+            yield torch.tensor(group)
+            group = []
+        group.append(r)
+    if group:
+        yield torch.tensor(group)
+
+
+def _decode(
+    out: Tensor,
+    q: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    requests: Tensor | slice,
+    scale: float,
+) -> None:
+    """One query token for each of `requests`; request r owns query row r."""
+    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+    seq_lens = metadata.seq_lens[requests]
+    lengths = seq_lens.tolist()
+    num_blocks = -(-max(lengths) // block_size)
+    blocks = metadata.block_tables[requests][:, :num_blocks]
+    mask = None
+    if min(lengths) < num_blocks * block_size:
+        valid = torch.arange(num_blocks * block_size, device=q.device) < seq_lens[:, None]
+        # Entries behind a request's last block name its first block instead, which exists.
+        blocks = torch.where(valid[:, ::block_size], blocks, blocks[:, :1])
+        mask = valid[:, None, None]
+    k, v = kv = _gather(kv_cache, blocks)
+    if mask is not None:
+        for i, length in enumerate(lengths):
+            kv[:, i, :, length:] = 0
+    grouped = q[requests].reshape(len(lengths), num_kv_heads, -1, head_dim)
+    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    out[requests] = attended.reshape(len(lengths), -1, head_dim)
+
+
+def _gather(kv_cache: Tensor, blocks: Tensor) -> Tensor:
+    """Pages of `blocks` [R, n] as [2, R, Hkv, n * B, D], copied once, a (block, head) at a time."""
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    pages = kv_cache.view(num_blocks * 2 * num_kv_heads, block_size, head_dim)
+    head = torch.arange(2 * num_kv_heads, device=blocks.device).view(2, 1, num_kv_heads, 1)
+    chosen = blocks.unsqueeze(1) * (2 * num_kv_heads) + head
+    gathered = pages.index_select(0, chosen.flatten())
+    return gathered.view(2, blocks.shape[0], num_kv_heads, -1, head_dim)
+
+
+def _context(kv_cache: Tensor, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one request, both [Hkv, seq_len, D]."""
+    block_size = kv_cache.shape[3]
+    k, v = _gather(kv_cache, block_table[None, : -(-seq_len // block_size)])[:, 0, :, :seq_len]
+    return k, v
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """`q` [T, Hq, D] over one context [Hkv, L, D]; query i sits at position L - T + i."""
+    num_tokens, seq_len = q.shape[0], k.shape[1]
+    mask = None
+    if num_tokens < seq_len:
+        mask = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=q.device)
+        mask = mask.tril_(seq_len - num_tokens)
+    attended = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return attended[0].transpose(0, 1)

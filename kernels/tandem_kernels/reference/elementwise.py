@@ -1,0 +1,100 @@
+"""Normalisation, activation and rotary embedding in plain torch.
+
+Half precision is computed in float32 and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row of `x` [..., H] to unit mean square, then by `weight` [H]."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add `x` to the residual stream and normalise the sum.
+
+    Args:
+        x: [T, H], output of the previous sublayer.
+        residual: [T, H], the residual stream.
+        weight: [H].
+        eps: Added to the mean square.
+
+    Returns:
+        (normalised sum, sum), both [T, H]. The sum is rounded to the dtype of `x` before it is
+        normalised, so the norm sees what the residual stream carries on. Both inputs' memory
+        may be reused: the caller must not read them again.
+    """
+    residual = residual.add_(x)
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Gated activation: [T, 2I] -> [T, I], `silu(x[:, :I]) * x[:, I:]`."""
+    gate, up = x.chunk(2, dim=-1)
+    if x.dtype == torch.float32:
+        return F.silu(gate).mul_(up)
+    return F.silu(gate.float()).mul_(up).to(x.dtype)
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate queries and keys, and write keys and values into the paged cache.
+
+    Args:
+        q: [T, Hq, D], changed in place.
+        k: [T, Hkv, D].
+        v: [T, Hkv, D].
+        positions: [T] int64.
+        cos_sin_cache: [M, D] float32, cosines in the first half, sines in the second.
+        kv_cache: [N, 2, Hkv, B, D], written at `slot_mapping`.
+        slot_mapping: [T] int64, `block * B + offset`; -1 writes nothing.
+        q_weight: [D] or None, RMSNorm of each query head before the rotation.
+        k_weight: [D] or None, the same for keys.
+        eps: Of those norms.
+
+    Returns:
+        `q`, rotated.
+    """
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    q.copy_(_rotate(q, cos, sin, q_weight, eps))
+    rotated_k = _rotate(k, cos, sin, k_weight, eps).to(kv_cache.dtype)
+    _write_slots(kv_cache, slot_mapping, rotated_k, v)
+    return q
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Rotate the two halves of each head of `x` [T, H, D]; returns float32."""
+    wide = x.float()
+    if weight is not None:
+        wide = rms_norm(wide, weight.float(), eps)
+    first, second = wide.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _write_slots(kv_cache: Tensor, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+    written = slot_mapping >= 0
+    if not bool(written.all()):
+        slot_mapping, k, v = slot_mapping[written], k[written], v[written]
+    block_size = kv_cache.shape[3]
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    offsets = slot_mapping - blocks * block_size
+    by_slot = kv_cache.permute(1, 0, 3, 2, 4)  # [2, N, B, Hkv, D]
+    by_slot[0].index_put_((blocks, offsets), k)
+    by_slot[1].index_put_((blocks, offsets), v.to(kv_cache.dtype))

@@ -1,0 +1,162 @@
+"""From logits to tokens and log-probabilities in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem_kernels.reference.gumbel import gumbel_noise
+
+
+def add_sparse(logits: Tensor, rows: Tensor, cols: Tensor, values: Tensor) -> None:
+    """`logits[rows[e], cols[e]] += values[e]` for each of E entries; the same place may repeat.
+
+    Serves logit bias (finite values) and masking (-inf). `rows` and `cols` are int32 or int64.
+    """
+    logits.index_put_((rows.long(), cols.long()), values.to(logits.dtype), accumulate=True)
+
+
+def count_tokens(output_counts: Tensor, penalty_rows: Tensor, token_ids: Tensor) -> None:
+    """`output_counts[penalty_rows[r], token_ids[r]] += 1`; a -1 on either side is skipped.
+
+    Args:
+        output_counts: [P, V] int32.
+        penalty_rows: [R] int32, row of the penalty tables, -1: the request has no penalties.
+        token_ids: [R] int64, -1: no token. A pair may repeat.
+    """
+    counted = (penalty_rows >= 0) & (token_ids >= 0)
+    place = (penalty_rows[counted].long(), token_ids[counted].long())
+    output_counts.index_put_(place, output_counts.new_ones(()), accumulate=True)
+
+
+def apply_penalties(
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    penalty_rows: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Make tokens that occurred already less likely, in place.
+
+    A token that occurs in the prompt or the output has its logit divided by `repetition` if
+    positive and multiplied by it if not. Then a token of the output loses
+    `presence + frequency * count`.
+
+    Args:
+        logits: [S, V] float32.
+        prompt_mask: [P, ceil(V / 32)] int32; bit `v % 32` of word `v // 32` says that the
+            prompt holds token v.
+        output_counts: [P, V] int32, how often the output holds each token.
+        penalty_rows: [S] int32, row of the two tables; -1 leaves the logits row alone.
+        repetition: [S] float32, 1 is neutral.
+        presence: [S] float32, 0 is neutral.
+        frequency: [S] float32, 0 is neutral.
+    """
+    chosen = (penalty_rows >= 0).nonzero().squeeze(1)
+    if chosen.numel() == 0:
+        return
+    table_row = penalty_rows[chosen].long()
+    counts = output_counts[table_row]
+    bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+    in_prompt = ((prompt_mask[table_row].unsqueeze(-1) >> bit) & 1).bool()
+    in_prompt = in_prompt.flatten(1)[:, : logits.shape[1]]
+
+    scaled = logits[chosen]
+    factor = repetition[chosen].unsqueeze(1).expand_as(scaled)
+    factor = torch.where(in_prompt | (counts > 0), factor, 1.0)
+    scaled = torch.where(scaled > 0, scaled / factor, scaled * factor)
+    scaled -= frequency[chosen].unsqueeze(1) * counts
+    scaled -= presence[chosen].unsqueeze(1) * (counts > 0)
+    logits[chosen] = scaled
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    has_filters: bool = True,
+) -> Tensor:
+    """Draw one token per row by the Gumbel-max trick, keyed by (seed, position, token id).
+
+    Filters apply in this order, each to what the one before left: temperature, min-p, top-k,
+    top-p. Tokens of equal logit stay or go together, so a filter may keep a few tokens more
+    than its number says, and no choice depends on the order of a sort. A row keeps at least
+    its largest logit. NaN counts as -inf.
+
+    Args:
+        logits: [S, V] float32, not changed.
+        temperature: [S] float32; 0 takes the largest logit, the lowest id among equals.
+        top_k: [S] int32, keep the k largest; 0 is off.
+        top_p: [S] float32, keep the smallest set of largest tokens with at least this
+            probability; 1 is off.
+        min_p: [S] float32, keep tokens at least `min_p` times as likely as the likeliest;
+            0 is off.
+        seeds: [S] int64.
+        positions: [S] int64, index that the token will have in its sequence.
+        has_filters: False promises that no row has a filter, and saves looking for one.
+
+    Returns:
+        [S] int64 token ids.
+    """
+    logits = torch.where(logits.isnan(), -torch.inf, logits)
+    tokens = logits.argmax(dim=-1)
+    drawn = (temperature > 0).nonzero().squeeze(1)
+    if drawn.numel() == 0:
+        return tokens
+    chosen = logits[drawn]
+    inverse_t = temperature[drawn].reciprocal().unsqueeze(1)
+    filtered = (top_k[drawn] > 0) | (top_p[drawn] < 1) | (min_p[drawn] > 0)
+    some = filtered.nonzero().squeeze(1)
+    if has_filters and some.numel() > 0:
+        rows = drawn[some]
+        floor = _filter_floor(chosen[some], inverse_t[some], top_k[rows], top_p[rows], min_p[rows])
+        chosen[some] = chosen[some].masked_fill(chosen[some] < floor, -torch.inf)
+    noisy = chosen * inverse_t + gumbel_noise(seeds[drawn], positions[drawn], logits.shape[1])
+    tokens[drawn] = noisy.argmax(dim=-1)
+    return tokens
+
+
+def _filter_floor(
+    logits: Tensor, inverse_t: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """The smallest logit that a row's filters keep: [S, 1] for `logits` [S, V]."""
+    vocab_size = logits.shape[1]
+    ordered = logits.sort(dim=-1, descending=True).values
+    largest = ordered[:, :1]
+    floor = largest + min_p.unsqueeze(1).log() / inverse_t
+    k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long()
+    floor = torch.maximum(floor, ordered.gather(1, k.unsqueeze(1) - 1))
+
+    weights = ((ordered - largest) * inverse_t).exp().masked_fill(ordered < floor, 0.0)
+    mass = weights.double().cumsum(dim=-1)
+    wanted = mass[:, -1:] * top_p.unsqueeze(1)
+    # The first token at which the mass is reached; the tokens of its value all stay.
+    last = (mass < wanted).sum(dim=-1, keepdim=True).clamp(max=vocab_size - 1)
+    nucleus = torch.where(top_p.unsqueeze(1) < 1, ordered.gather(1, last), -torch.inf)
+    return torch.maximum(floor, nucleus)
+
+
+def topk_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of one chosen token and of the k likeliest.
+
+    Args:
+        logits: [S, V] before any processing.
+        token_ids: [S] int64.
+        k: 0 gives the chosen token alone.
+
+    Returns:
+        (ids [S, 1 + k] int64 with the chosen token first, their logprobs [S, 1 + k] float32,
+        ranks [S] int64: 1 + how many tokens are likelier than the chosen one).
+    """
+    wide = logits.float()
+    chosen = token_ids.unsqueeze(1)
+    ids = torch.cat((chosen, wide.topk(k, dim=-1).indices), dim=1)
+    values = wide.gather(1, ids)
+    ranks = (wide > values[:, :1]).sum(dim=-1) + 1
+    return ids, values - wide.logsumexp(dim=-1, keepdim=True), ranks

@@ -1,0 +1,77 @@
+"""RMSNorm, alone and fused with the addition to the residual stream."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def rms_norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    out_stride: tl.tensor,
+    hidden_size: tl.tensor,
+    eps: tl.tensor,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row a program. With a residual, its row becomes the sum, and the sum is normalised."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden_size
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        place = residual + row * residual_stride + column
+        carried = tl.load(place, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + carried.to(tl.float32)).to(value.dtype)
+        tl.store(place, value, mask=inside)
+    wide = value.to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=0) / hidden_size
+    normed = wide * (1.0 / tl.sqrt_rn(mean_square + eps)) * scale
+    tl.store(out + row * out_stride + column, normed.to(value.dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.elementwise.rms_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    hidden_size = x.shape[-1]
+    rows = x.view(-1, hidden_size)
+    if rows.shape[0] > 0:
+        _launch(rows, None, weight, out.view(-1, hidden_size), eps)
+    return out
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `reference.elementwise.fused_add_rms_norm`. The norm lands in the memory of `x`."""
+    if x.shape[0] > 0:
+        _launch(x, residual, weight, x, eps)
+    return x, residual
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    num_rows, hidden_size = x.shape
+    block = triton.next_power_of_2(hidden_size)
+    rms_norm_kernel[(num_rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        hidden_size,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )

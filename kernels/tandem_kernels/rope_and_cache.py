@@ -1,0 +1,153 @@
+"""Rotary embedding of queries and keys, and the write into the paged KV cache, in one pass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from tandem_kernels.device import overlaps_launches
+
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _rotated_halves(
+    place: tl.tensor,
+    weight: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    inside: tl.tensor,
+    half: tl.tensor,
+    eps: tl.tensor,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+) -> tl.tensor:
+    """Load heads at `place` [heads, half], normalise if asked, rotate; two float32 tiles."""
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        mean_square = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF)
+        scale = (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
+        first_weight = tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+        first = first * scale * first_weight[None, :]
+        second = second * scale * second_weight[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def rope_and_cache_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    positions: tl.tensor,
+    cos_sin_cache: tl.tensor,
+    kv_cache: tl.tensor,
+    slot_mapping: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    block_stride: tl.tensor,
+    value_stride: tl.tensor,
+    eps: tl.tensor,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Program (t, j): heads j * HEADS and on of token t, the query's first, then the keys'."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    q_tiles: tl.constexpr = (NUM_Q_HEADS + HEADS - 1) // HEADS
+    half = tl.arange(0, BLOCK_HALF)
+    angle = tl.load(positions + token) * (2 * HALF) + half
+    cos = tl.load(cos_sin_cache + angle, mask=half < HALF, other=0.0)[None, :]
+    sin = tl.load(cos_sin_cache + angle + HALF, mask=half < HALF, other=0.0)[None, :]
+    lane = tl.arange(0, HEADS)
+    if tile < q_tiles:
+        head = tile * HEADS + lane
+        inside = (head < NUM_Q_HEADS)[:, None] & (half < HALF)[None, :]
+        place = q + token * q_stride + head[:, None] * (2 * HALF) + half[None, :]
+        first, second = _rotated_halves(
+            place, q_weight, cos, sin, inside, half, eps, HALF, HAS_NORM
+        )
+        tl.store(place, first.to(q.dtype.element_ty), mask=inside)
+        tl.store(place + HALF, second.to(q.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            head = (tile - q_tiles) * HEADS + lane
+            inside = (head < NUM_KV_HEADS)[:, None] & (half < HALF)[None, :]
+            place = k + token * k_stride + head[:, None] * (2 * HALF) + half[None, :]
+            first, second = _rotated_halves(
+                place, k_weight, cos, sin, inside, half, eps, HALF, HAS_NORM
+            )
+            page = kv_cache + (slot // BLOCK_SIZE) * block_stride
+            row = head[:, None] * BLOCK_SIZE + slot % BLOCK_SIZE
+            to = page + row * (2 * HALF) + half[None, :]
+            kind = kv_cache.dtype.element_ty
+            tl.store(to, first.to(kind), mask=inside)
+            tl.store(to + HALF, second.to(kind), mask=inside)
+            place = v + token * v_stride + head[:, None] * (2 * HALF) + half[None, :]
+            first_value = tl.load(place, mask=inside, other=0.0)
+            second_value = tl.load(place + HALF, mask=inside, other=0.0)
+            tl.store(to + value_stride, first_value.to(kind), mask=inside)
+            tl.store(to + value_stride + HALF, second_value.to(kind), mask=inside)
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """See `reference.elementwise.rope_and_cache`. The heads of one token must be adjacent."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    if num_tokens == 0:
+        return q
+    heads = HEADS_PER_PROGRAM
+    tiles = triton.cdiv(num_q_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    rope_and_cache_kernel[(num_tokens, tiles)](
+        q,
+        k,
+        v,
+        positions,
+        cos_sin_cache,
+        kv_cache,
+        slot_mapping,
+        q_weight,
+        k_weight,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        eps,
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=kv_cache.shape[3],
+        HEADS=heads,
+        HAS_NORM=q_weight is not None,
+        OVERLAP=overlaps_launches(q.device),
+        num_warps=2,
+    )
+    return q
