@@ -1,0 +1,160 @@
+"""The connector contract: how an engine hands KV to, and takes KV from, another node.
+
+Two halves, with vLLM's method names where the meaning is the same:
+
+Scheduler half (one for each engine, in the engine core process)
+    1. `get_num_new_matched_tokens`: how much of this prompt will come from elsewhere?
+    2. `update_state_after_alloc`: blocks exist now; start pulling into them, or offer them.
+    3. `build_connector_meta`: called with every step; tells transfer processes what the step
+       computes and returns what the workers must know.
+    4. `get_finished`: events since the last call; `fileno` wakes the engine when there are any.
+    5. `request_finished`: True while the blocks must stay: they are still being copied out.
+    6. `abort`: stop a transfer; its blocks are free when it is reported aborted or failed.
+
+Worker half (one for each rank, in the worker process)
+    1. `register_kv_caches`: once, after allocation; the handle lets transfer processes map them.
+    2. `start_load_kv`: before the forward pass of a step.
+    3. `save_kv_layer`: after each layer of a step that computes KV for a peer.
+
+vLLM polls its workers for finished transfers. Here transfer processes report to the scheduler
+half directly (`kv_transfer.metadata` says why), so the worker half has no `get_finished`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import msgspec
+
+from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, KVPeer, KVTransferParams
+
+
+class KVCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Lets another process of this host map one rank's KV cache.
+
+    On CPU: the memory file `fd` of process `pid`, layers one after the other.
+    `num_blocks` blocks of `layout.block_bytes` for each layer.
+    """
+
+    rank: int
+    pid: int
+    fd: int
+    num_blocks: int
+
+
+class RequestLike(Protocol):
+    """What a connector reads of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None: ...
+
+
+class ChunkLike(Protocol):
+    """Tokens of one request that a step computes; `block_ids` of the whole prompt so far."""
+
+    @property
+    def request(self) -> RequestLike: ...
+    @property
+    def first_token(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def block_ids(self) -> list[int]: ...
+
+
+class KVConnectorScheduler(ABC):
+    """The half beside the scheduler. All methods return at once."""
+
+    @property
+    @abstractmethod
+    def peer_info(self) -> KVPeer:
+        """This node, as peers must know it; endpoints are filled for producers."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> int:
+        """Tokens beyond `num_computed_tokens` whose KV will come from a peer; 0 for none."""
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: RequestLike, block_ids: list[int], num_external_tokens: int
+    ) -> None:
+        """Blocks for the request exist. Consumer: starts the pull. Producer: makes the offer,
+        and hands over blocks that a cached prefix has filled already."""
+
+    @abstractmethod
+    def build_connector_meta(
+        self, step_id: int, chunks: list[ChunkLike]
+    ) -> KVConnectorMetadata | None:
+        """`chunks`: prompt chunks of this step. None when the workers need not know anything."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Readable when `get_finished` has something to say."""
+
+    @abstractmethod
+    def get_finished(self) -> KVConnectorOutput | None:
+        """Takes and merges the events that arrived. None when there were none."""
+
+    @abstractmethod
+    def request_finished(self, request: RequestLike) -> bool:
+        """The request ended normally. True: keep its blocks until `finished_sending` (or failed
+        or aborted) names its transfer."""
+
+    @abstractmethod
+    def abort(self, request: RequestLike) -> bool:
+        """Calls the transfer off. True: keep the blocks until it is reported aborted or failed;
+        False: nothing was in motion."""
+
+    @abstractmethod
+    def retry(
+        self,
+        request: RequestLike,
+        params: KVTransferParams,
+        block_ids: list[int],
+        num_computed_tokens: int,
+    ) -> None:
+        """A new attempt from another peer into the same blocks. Only after a failure."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> dict[str, float]:
+        """Totals for metrics: bytes, transfers, failures, staged bytes, leases."""
+
+    @property
+    def process_pids(self) -> list[int]:
+        """Of the transfer processes that run now."""
+        return []
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """Restarts or reports transfer processes that died; their transfers fail."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends all transfers and processes. Idempotent."""
+
+
+class KVConnectorWorker(ABC):
+    """The half inside a worker. Nothing here waits."""
+
+    @abstractmethod
+    def register_kv_caches(self, kv_caches: list[Any]) -> KVCacheHandle:
+        """`kv_caches`: one tensor a layer, `[num_blocks, 2, local_kv_heads, block_size,
+        head_dim]`, all views of one shared allocation."""
+
+    @abstractmethod
+    def start_load_kv(self, step_id: int, metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+
+    @abstractmethod
+    def save_kv_layer(self, layer: int) -> None:
+        """The KV of `layer` is computed for all tokens of the step."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Closes sockets. Idempotent."""

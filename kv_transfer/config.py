@@ -1,0 +1,38 @@
+"""Settings of the KV data plane of one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+KVRole = Literal["kv_producer", "kv_consumer"]
+PullTransportName = Literal["h2", "grpcio"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """One node's side of the data plane.
+
+    Attributes:
+        kv_role: `kv_producer` on prefill nodes, `kv_consumer` on decode nodes.
+        host: Address that transfer processes of a producer listen on and are reached at.
+        num_processes: Transfer processes for each tensor-parallel rank.
+        num_streams: PullKV calls for each (request, rank of the peer); a consumer's choice.
+        chunk_bytes: Payload of one wire chunk, about.
+        staging_bytes: Host memory for staged KV in each transfer process.
+        lease_s: Staged KV is dropped when nobody pulls it for this long.
+        stall_timeout_s: A pull that makes no progress for this long fails.
+        pull_transport: What a consumer receives with. `h2`: a small HTTP/2 client that receives in
+            place and takes much less CPU. `grpcio`: for a path through proxies that rewrite
+            HTTP/2. The wire is gRPC with both.
+    """
+
+    kv_role: KVRole
+    host: str = "127.0.0.1"
+    num_processes: int = 1
+    num_streams: int = 4
+    chunk_bytes: int = 1 << 20
+    staging_bytes: int = 256 << 20
+    lease_s: float = 30.0
+    stall_timeout_s: float = 5.0
+    pull_transport: PullTransportName = "h2"

@@ -1,0 +1,55 @@
+"""What can go wrong while KV moves.
+
+KVTransferError
+├── HandshakeMismatch     the two nodes do not fit; names the field
+├── PeerLost              the connection broke or the peer restarted
+├── TransferTimeout       no progress within the limit, or the lease ended
+├── TransferAborted       somebody asked for it
+├── CorruptChunk          checksum, bounds or identity of a chunk is wrong
+└── StagingFull           no staging memory within the limit
+"""
+
+from __future__ import annotations
+
+
+class KVTransferError(Exception):
+    """Base of all transfer failures. `retryable`: another attempt may succeed."""
+
+    retryable = True
+
+
+class HandshakeMismatch(KVTransferError):
+    """The peers differ in `field`; a retry with the same peer cannot help."""
+
+    retryable = False
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(
+            f"KV layouts differ in {field}: this node has {ours!r}, the peer has {theirs!r}; "
+            f"start both tiers with the same model, dtype and tandem version"
+        )
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class PeerLost(KVTransferError):
+    """The connection broke, or the peer is not the process that was greeted."""
+
+
+class TransferTimeout(KVTransferError):
+    """No progress within the limit."""
+
+
+class TransferAborted(KVTransferError):
+    """The transfer was called off."""
+
+    retryable = False
+
+
+class CorruptChunk(KVTransferError):
+    """A chunk whose checksum, bounds or identity is wrong. It was not used."""
+
+
+class StagingFull(KVTransferError):
+    """No staging memory became free within the limit."""

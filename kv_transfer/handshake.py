@@ -1,0 +1,72 @@
+"""Two nodes make sure that they fit before KV moves.
+
+    puller                                   holder of the KV
+    1. Handshake(who I am, my layout) ─────▶ 2. compares; FAILED_PRECONDITION names the field
+    4. compares, and makes sure that this ◀─ 3. who I am, my layout
+       is the process that was greeted
+
+The layouts travel as protobuf; `KVPeer` is the same inside a node.
+"""
+
+from __future__ import annotations
+
+from kv_transfer.errors import PeerLost
+from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import KVPeer
+from tandem_pb import kv_transfer_pb2 as pb
+
+
+def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
+    return pb.KVPeer(
+        engine_id=peer.engine_id,
+        epoch=peer.epoch,
+        layout=pb.KVLayout(
+            protocol_version=peer.layout.protocol_version,
+            model_hash=peer.layout.model_hash,
+            dtype=peer.layout.dtype,
+            num_layers=peer.layout.num_layers,
+            num_kv_heads=peer.layout.num_kv_heads,
+            head_dim=peer.layout.head_dim,
+            block_size=peer.layout.block_size,
+            tp_size=peer.layout.tp_size,
+        ),
+        ranks=[pb.RankEndpoints(addresses=addresses) for addresses in peer.endpoints],
+    )
+
+
+def peer_from_proto(message: pb.KVPeer) -> KVPeer:
+    return KVPeer(
+        engine_id=message.engine_id,
+        epoch=message.epoch,
+        layout=KVLayout(
+            protocol_version=message.layout.protocol_version,
+            model_hash=message.layout.model_hash,
+            dtype=message.layout.dtype,
+            num_layers=message.layout.num_layers,
+            num_kv_heads=message.layout.num_kv_heads,
+            head_dim=message.layout.head_dim,
+            block_size=message.layout.block_size,
+            tp_size=message.layout.tp_size,
+        ),
+        endpoints=tuple(tuple(rank.addresses) for rank in message.ranks),
+    )
+
+
+def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
+    """What the puller makes of an answer.
+
+    Raises:
+        PeerLost: Somebody else answers at this address, or the peer has restarted.
+        HandshakeMismatch: The layouts differ; names the field.
+    """
+    ours.check_compatible(answered.layout)
+    if answered.engine_id != expected.engine_id:
+        raise PeerLost(
+            f"expected engine {expected.engine_id}, but {answered.engine_id} answers; "
+            f"greet the prefill node again"
+        )
+    if answered.epoch != expected.epoch:
+        raise PeerLost(
+            f"engine {expected.engine_id} has restarted (its epoch changed); "
+            f"greet the prefill node again"
+        )

@@ -1,0 +1,136 @@
+"""Starting the processes of a node, and ending with them.
+
+A child is `python -m <module>`: it inherits no state of its parent, no thread and no lock, and
+nothing is pickled. Its configuration is one JSON message on standard input.
+
+    parent                                        child
+    1. ChildProcess.start(module, config) ──────▶ 2. read_config(type): also binds its life to
+                                                     the parent's (PR_SET_PDEATHSIG)
+    3. sentinel (pidfd) is readable  ◀──────────── 4. it ends, for whatever reason
+    5. stop(): SIGTERM, then SIGKILL
+
+Signals: a child has a process group of its own and ignores SIGINT, so a Ctrl-C in the terminal
+reaches only the process that the user started. That one decides, and ends its children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+_PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T")
+
+
+class ChildProcess:
+    """A running child. `sentinel` is a file descriptor that is readable once it has ended."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+        self._process = process
+        self.name = name
+        self.pid = process.pid
+        self.sentinel = os.pidfd_open(process.pid)
+
+    @classmethod
+    def start(
+        cls, module: str, config: Any, name: str, env: dict[str, str] | None = None
+    ) -> ChildProcess:
+        """`config` is anything that msgspec writes as JSON. `env` is added to our own.
+
+        The caller's thread must live as long as the child: the kernel signals the child when
+        the *thread* that started it ends.
+        """
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+            process_group=0,
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(b"%d\n" % os.getpid() + msgspec.json.encode(config))
+            process.stdin.close()
+        except BrokenPipeError:
+            pass
+        return cls(process, name)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def describe_exit(self) -> str:
+        """`worker 0 was killed by SIGKILL` or `worker 0 ended with exit code 1`."""
+        code = self._process.wait()
+        if code < 0:
+            return f"{self.name} was killed by {signal.Signals(-code).name}"
+        return f"{self.name} ended with exit code {code}"
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the child has ended, after at most `timeout_s`."""
+        if self.sentinel >= 0:
+            poller = select.poll()
+            poller.register(self.sentinel, select.POLLIN)
+            poller.poll(max(0.0, timeout_s) * 1000)
+        return self._process.poll() is not None
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ends the child, gently first. Idempotent."""
+        stop_all([self], timeout_s)
+
+    def _terminate(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def _reap(self, timeout_s: float) -> None:
+        if self.sentinel < 0:
+            return
+        if not self.wait(timeout_s):
+            self._process.kill()
+            self._process.wait()
+        os.close(self.sentinel)
+        self.sentinel = -1
+
+
+def stop_all(children: list[ChildProcess], timeout_s: float = 5.0) -> None:
+    """Ends several children at the same time: `timeout_s` is the limit for all together."""
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        child._terminate()
+    for child in children:
+        child._reap(deadline - time.monotonic())
+
+
+def read_config(config_type: type[T]) -> T:
+    """First call of a child: its configuration. Ends this process when the parent has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent_pid = int(sys.stdin.buffer.readline() or 0)
+    die_with_parent(parent_pid)
+    return msgspec.json.decode(sys.stdin.buffer.read(), type=config_type)
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """The kernel sends us SIGKILL when the thread that started us ends.
+
+    `parent_pid`: who started us; it may have ended already. None: whoever is our parent now.
+    """
+    parent_pid = os.getppid() if parent_pid is None else parent_pid
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        raise SystemExit("the parent process has ended")
+
+
+def ipc_address(engine_id: str, purpose: str) -> str:
+    """A ZeroMQ address within this host: Linux abstract sockets leave no file behind."""
+    return f"ipc://@tandem-{engine_id}-{purpose}"

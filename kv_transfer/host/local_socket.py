@@ -1,0 +1,40 @@
+"""ZeroMQ sockets between the processes of one host.
+
+Names of abstract sockets are visible to everybody on the host, so a binding socket accepts
+processes of our own user only. No message is ever dropped: queues have no limit, and whoever
+produces is held back by what it waits for (a ring slot, a step's result, an admitted request).
+"""
+
+from __future__ import annotations
+
+import os
+
+import zmq
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+_LINGER_MS = 2000
+"""How long a closing process waits for its last words to leave."""
+
+
+def bind_socket(context: Context, kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
+    """Raises zmq.ZMQError when another process has this address."""
+    socket = _new_socket(context, kind)
+    socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+    socket.bind(address)
+    return socket
+
+
+def connect_socket(context: Context, kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
+    """The other side may bind later: messages wait until then."""
+    socket = _new_socket(context, kind)
+    socket.connect(address)
+    return socket
+
+
+def _new_socket(context: Context, kind: zmq.SocketType) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)
+    return socket

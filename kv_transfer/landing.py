@@ -1,0 +1,125 @@
+"""Where arriving chunks of one stream belong, and which of them have arrived.
+
+    1. `accept(chunk)`   every field is compared with what was asked for; then its tokens are
+                         written into our blocks
+    2. `end(chunk)`      the sender's last word: `missing` is what has to come once more
+
+A chunk that is foreign, late, twice, out of bounds or of another shape raises `CorruptChunk` and
+changes nothing. Tokens that were not asked for are never written, even if their block was sent.
+"""
+
+from __future__ import annotations
+
+from kv_transfer.cache_view import KVCacheView, WordArray, token_runs, word_dtype
+from kv_transfer.chunk_grid import ChunkGrid
+from kv_transfer.errors import CorruptChunk
+from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.metadata import RecvMeta
+from kv_transfer.wire import Chunk, ChunkHeader
+
+
+class Landing:
+    """One stream of one transfer. `heads` are those that it carries."""
+
+    def __init__(
+        self,
+        meta: RecvMeta,
+        ours: KVLayout,
+        cache: KVCacheView,
+        heads: HeadRange,
+        stream: int,
+        num_streams: int,
+    ) -> None:
+        self.stream = stream
+        self.num_streams = num_streams
+        self.heads = heads
+        self._meta = meta
+        self._ours = ours
+        self._theirs = meta.peer.layout
+        self._cache = cache
+        self._words = word_dtype(ours)
+        self._grid: ChunkGrid | None = None
+        self._missing: set[int] = set()
+
+    @property
+    def missing(self) -> list[int] | None:
+        """Chunk indices that have not arrived; None before the sender has told its grid."""
+        return sorted(self._missing) if self._grid is not None else None
+
+    def accept(self, chunk: Chunk) -> None:
+        """Writes the chunk's tokens. Raises `CorruptChunk` when it is not one that is missing."""
+        header = chunk.header
+        self._check_identity(header)
+        self._check_heads(header)
+        index = self._index_of(header)
+        if index not in self._missing:
+            raise CorruptChunk(f"chunk {index} is not expected here, or came twice")
+        blocks = self._blocks_in(chunk)
+        self._write(header, blocks)
+        self._missing.discard(index)
+
+    def end(self, chunk: Chunk) -> None:
+        """Raises `CorruptChunk` for the end of another stream."""
+        self._check_identity(chunk.header)
+        self._grid_of(chunk.header)
+
+    def _check_identity(self, header: ChunkHeader) -> None:
+        if (header.transfer_id, header.attempt) != (self._meta.transfer_id, self._meta.attempt):
+            raise CorruptChunk("the chunk belongs to another transfer or attempt")
+        if (header.dtype, header.block_size) != (self._theirs.dtype, self._theirs.block_size):
+            raise CorruptChunk("the chunk has another dtype or block size than the peer said")
+
+    def _check_heads(self, header: ChunkHeader) -> None:
+        if HeadRange(header.head_start, header.num_heads) != self.heads:
+            raise CorruptChunk("the chunk carries heads that were not asked for")
+
+    def _grid_of(self, header: ChunkHeader) -> ChunkGrid:
+        if self._grid is None:
+            if header.blocks_per_chunk < 1:
+                raise CorruptChunk("the chunk names no grid")
+            self._grid = ChunkGrid(
+                self._theirs.num_layers,
+                self._theirs.num_blocks_for(self._meta.num_tokens),
+                header.blocks_per_chunk,
+                self._meta.first_token // self._theirs.block_size,
+            )
+            self._missing = set(self._grid.stripe(self.stream, self.num_streams))
+        if self._grid.blocks_per_chunk != header.blocks_per_chunk:
+            raise CorruptChunk("the chunk belongs to another grid than its predecessors")
+        return self._grid
+
+    def _index_of(self, header: ChunkHeader) -> int:
+        """The grid position. The first group may hold blocks before those that we asked for."""
+        grid = self._grid_of(header)
+        group = header.first_block // grid.blocks_per_chunk
+        if header.layer >= grid.num_layers or group >= grid.num_groups:
+            raise CorruptChunk("the chunk lies outside of the prompt")
+        wanted = grid.blocks_of(group)
+        if header.first_block > wanted.start or (
+            header.first_block + header.num_blocks != wanted.stop
+        ):
+            raise CorruptChunk("the chunk does not fill its place in the grid")
+        return grid.index(header.layer, group)
+
+    def _blocks_in(self, chunk: Chunk) -> WordArray:
+        """`[num_blocks, 2, heads, their block size, D]`."""
+        num_blocks = chunk.header.num_blocks
+        expected = num_blocks * 2 * self.heads.count * self._theirs.head_block_bytes
+        if chunk.payload.nbytes != expected:
+            raise CorruptChunk(f"{chunk.payload.nbytes} bytes of KV where {expected} belong")
+        return chunk.payload.view(self._words).reshape(
+            num_blocks, 2, self.heads.count, self._theirs.block_size, self._theirs.head_dim
+        )
+
+    def _write(self, header: ChunkHeader, blocks: WordArray) -> None:
+        size = self._theirs.block_size
+        start = max(header.first_block * size, self._meta.first_token)
+        stop = min((header.first_block + header.num_blocks) * size, self._meta.num_tokens)
+        for run in token_runs(start, stop, size, self._ours.block_size):
+            self._cache.write_run(
+                header.layer,
+                self.heads,
+                blocks[run.source_block - header.first_block],
+                run,
+                self._meta.block_ids[run.target_block],
+            )

@@ -1,0 +1,221 @@
+"""What the scheduler, the workers and the transfer processes of one node say about KV in motion.
+
+Four directions, all msgspec, none with tensors:
+
+    node server ──KVTransferParams──▶ scheduler      this request's KV goes out / comes in
+    scheduler ──TransferCommand──▶ transfer process  over ZeroMQ, at once
+    worker ──StepProgress──▶ transfer process        over ZeroMQ, as layers finish (producer only)
+    transfer process ──TransferEvent──▶ scheduler    over ZeroMQ, at once
+
+Commands and events do not pass through the workers: block ids are the same on every rank, so the
+scheduler addresses transfer processes itself, and an idle engine wakes up on an event instead of
+polling its workers. The workers' loop does no work for KV that arrives.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+
+import msgspec
+
+from kv_transfer.layout import KVLayout
+
+
+class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as seen from the data plane. `endpoints[rank]` are host:port strings."""
+
+    engine_id: str
+    epoch: int
+    layout: KVLayout
+    endpoints: tuple[tuple[str, ...], ...] = ()
+
+
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The P/D part of one request.
+
+    Attributes:
+        do_remote_prefill: On decode: KV of the prompt comes from `peer`.
+        do_remote_decode: On prefill: KV of the prompt is offered to whoever pulls `transfer_id`.
+        transfer_id: 32 hex digits, random for each request.
+        attempt: Grows with every new attempt of the same request.
+        peer: The prefill node (on decode only).
+        num_tokens_held: Leading tokens that the puller has (on prefill only).
+    """
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+    transfer_id: str
+    attempt: int = 0
+    peer: KVPeer | None = None
+    num_tokens_held: int = 0
+
+
+_TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def is_transfer_id(text: str) -> bool:
+    """Whether `text` can name a transfer: 32 lower-case hex digits."""
+    return _TRANSFER_ID.fullmatch(text) is not None
+
+
+class SendMeta(msgspec.Struct, frozen=True, tag="send", array_like=True):
+    """Producer: tokens [first_token, first_token + num_tokens) are computed in step `step_id`.
+
+    `block_ids` are the physical blocks of the whole prompt known so far, by logical index.
+    `is_last` marks the chunk that completes the prompt. `step_id` -1: computed already (a cached
+    prefix), every layer may be read at once.
+    """
+
+    transfer_id: str
+    attempt: int
+    step_id: int
+    first_token: int
+    num_tokens: int
+    block_ids: list[int]
+    is_last: bool
+
+
+class OfferMeta(msgspec.Struct, frozen=True, tag="offer", array_like=True):
+    """Producer: a transfer will come; pulls for it may wait. Starts the lease."""
+
+    transfer_id: str
+    attempt: int
+    num_tokens: int
+    num_tokens_held: int
+
+
+class RecvMeta(msgspec.Struct, frozen=True, tag="recv", array_like=True):
+    """Consumer: pull tokens [first_token, num_tokens) into `block_ids` (by logical index)."""
+
+    transfer_id: str
+    attempt: int
+    peer: KVPeer
+    block_ids: list[int]
+    first_token: int
+    num_tokens: int
+
+
+class AbortMeta(msgspec.Struct, frozen=True, tag="abort", array_like=True):
+    """Either side: stop. Answered by an ABORTED event once no writer is left."""
+
+    transfer_id: str
+    attempt: int
+
+
+class ReleaseMeta(msgspec.Struct, frozen=True, tag="release", array_like=True):
+    """Consumer: tell the peer that its staged KV of this attempt is not needed any more.
+
+    `complete`: all of it has arrived; else the puller gives up. Not answered by an event.
+    """
+
+    transfer_id: str
+    attempt: int
+    peer: KVPeer
+    complete: bool
+
+
+TransferCommand = SendMeta | OfferMeta | RecvMeta | AbortMeta | ReleaseMeta
+
+
+class StepProgress(msgspec.Struct, frozen=True, array_like=True):
+    """Producer's worker: layers [0, num_layers_done) of step `step_id` are in the KV cache."""
+
+    step_id: int
+    num_layers_done: int
+
+
+class TransferEventKind(IntEnum):
+    """What a transfer process reports. All but FIRST_BYTE are terminal for that process's share.
+
+    STAGED: producer has copied all KV out of the blocks; they may be freed.
+    RELEASED: producer: the puller acknowledged, staged memory is free.
+    RECEIVED: consumer has written all of its share into the blocks.
+    """
+
+    FIRST_BYTE = 0
+    STAGED = 1
+    RELEASED = 2
+    RECEIVED = 3
+    FAILED = 4
+    ABORTED = 5
+
+
+class TransferStats(msgspec.Struct, frozen=True, array_like=True):
+    """Measured by one transfer process for one transfer. Times: CLOCK_MONOTONIC seconds."""
+
+    num_bytes: int = 0
+    num_streams: int = 0
+    first_byte_at: float = 0.0
+    last_byte_at: float = 0.0
+
+
+class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
+    """`process` counts over ranks and processes: rank * num_processes + index."""
+
+    kind: TransferEventKind
+    transfer_id: str
+    attempt: int
+    process: int
+    stats: TransferStats = TransferStats()
+    reason: str = ""
+    retryable: bool = True
+
+
+class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
+    """A transfer process about itself: once when it is ready, then after changes.
+
+    Attributes:
+        process: As in `TransferEvent`.
+        generation: Of the process; a restarted one has a higher one.
+        address: host:port that it listens on; empty on consumers.
+        staged_bytes: Host memory that holds staged KV now.
+        leases: Offers and staged KV waiting for a puller now.
+        num_transfers: Transfers in motion now.
+        num_pulls: PullKV calls open now, served or made.
+        bytes_moved: Payload sent (producer) or received (consumer) since it started.
+        corrupt_chunks: Chunks refused since it started.
+        leases_expired: Since it started.
+    """
+
+    process: int
+    generation: int = 0
+    address: str = ""
+    staged_bytes: int = 0
+    leases: int = 0
+    num_transfers: int = 0
+    num_pulls: int = 0
+    bytes_moved: int = 0
+    corrupt_chunks: int = 0
+    leases_expired: int = 0
+
+
+ProcessMessage = TransferEvent | ProcessReport
+
+
+class KVConnectorMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """Rides on `SchedulerOutput.kv` to the workers.
+
+    `save_kv`: this step computes KV that a peer waits for, so report layers as they finish.
+    """
+
+    save_kv: bool = False
+
+
+class KVConnectorOutput(msgspec.Struct, kw_only=True):
+    """Events merged over all processes and ranks, by transfer id.
+
+    finished_sending: producer's blocks are copied out everywhere.
+    finished_recving: consumer's blocks are complete on every rank.
+    failed: transfer id to (reason, retryable); no writer is left.
+    aborted: no writer is left.
+    released: producer's staged memory is free everywhere.
+    stats: for each finished transfer, summed bytes and streams, earliest and latest byte.
+    """
+
+    finished_sending: list[str] = []
+    finished_recving: list[str] = []
+    failed: dict[str, tuple[str, bool]] = {}
+    aborted: list[str] = []
+    released: list[str] = []
+    stats: dict[str, TransferStats] = {}

@@ -1,0 +1,97 @@
+"""One transfer as a whole node sees it: what all of its transfer processes say, merged.
+
+every process answers with exactly one of RELEASED, RECEIVED, FAILED, ABORTED
+outcome    none until all have answered; then ABORTED if that was asked for,
+           FAILED if one failed, else DONE
+is_staged  (producer) every process has copied its share out of the blocks
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kv_transfer.metadata import (
+    KVTransferParams,
+    TransferEvent,
+    TransferEventKind,
+    TransferStats,
+)
+
+
+class Outcome(Enum):
+    DONE = "done"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_ENDS = {
+    TransferEventKind.RELEASED,
+    TransferEventKind.RECEIVED,
+    TransferEventKind.FAILED,
+    TransferEventKind.ABORTED,
+}
+
+
+class NodeTransfer:
+    """`unended`: processes that have not answered yet."""
+
+    def __init__(self, params: KVTransferParams, num_processes: int, is_producer: bool) -> None:
+        self.params = params
+        self.unended = set(range(num_processes))
+        self.failure: tuple[str, bool] | None = None
+        """Reason of the first failure, and whether another attempt may succeed."""
+        self.abort_requested = False
+        self.stats = TransferStats()
+        self.num_announced = 0
+        """Producer: leading tokens that transfer processes know to be computed or scheduled."""
+        self.block_ids: list[int] = []
+        """Producer: the prompt's blocks so far, by logical index."""
+        self._unstaged = set(range(num_processes)) if is_producer else set()
+        self._staged_is_news = is_producer
+
+    @property
+    def is_staged(self) -> bool:
+        return not self._unstaged
+
+    def apply(self, event: TransferEvent) -> None:
+        """Events of processes that have answered already change nothing."""
+        if event.process not in self.unended:
+            return
+        if event.kind is TransferEventKind.STAGED:
+            self._unstaged.discard(event.process)
+        elif event.kind in _ENDS:
+            self._end(event)
+
+    def take_staged(self) -> bool:
+        """True once, when the last process has staged its share and nothing has gone wrong."""
+        if self._unstaged or not self._staged_is_news or self.failure or self.abort_requested:
+            return False
+        self._staged_is_news = False
+        return True
+
+    @property
+    def outcome(self) -> Outcome | None:
+        if self.unended:
+            return None
+        if self.abort_requested:
+            return Outcome.ABORTED
+        return Outcome.FAILED if self.failure is not None else Outcome.DONE
+
+    def _end(self, event: TransferEvent) -> None:
+        self.unended.discard(event.process)
+        self._unstaged.discard(event.process)
+        self.stats = _merge(self.stats, event.stats)
+        went_wrong = event.kind in (TransferEventKind.FAILED, TransferEventKind.ABORTED)
+        if went_wrong and self.failure is None:
+            self.failure = (event.reason or "a transfer process called it off", event.retryable)
+
+
+def _merge(a: TransferStats, b: TransferStats) -> TransferStats:
+    """Bytes and streams add up; the earliest first and the latest last byte count."""
+    firsts = [at for at in (a.first_byte_at, b.first_byte_at) if at > 0]
+    return TransferStats(
+        num_bytes=a.num_bytes + b.num_bytes,
+        num_streams=a.num_streams + b.num_streams,
+        first_byte_at=min(firsts, default=0.0),
+        last_byte_at=max(a.last_byte_at, b.last_byte_at),
+    )

@@ -1,0 +1,84 @@
+"""Consumer: short calls to the transfer processes of peers.
+
+1. `greet`    before the first pull from a process, and again after it was lost
+2. `release`  when a transfer is over, whatever came of it
+3. `forget`   after a peer was lost: the next attempt greets anew
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import grpc
+import grpc.aio
+
+from kv_transfer.channels import CONTROL, ChannelPool, new_channel
+from kv_transfer.errors import PeerLost
+from kv_transfer.handshake import check_peer, peer_from_proto, peer_to_proto
+from kv_transfer.metadata import KVPeer, ReleaseMeta
+from kv_transfer.pull_service import SERVICE
+from tandem_pb import kv_transfer_pb2 as pb
+
+_RELEASE_TIMEOUT_S = 15.0
+
+
+class PeerClient:
+    """`me` is this node, as peers shall know it."""
+
+    def __init__(self, me: KVPeer, timeout_s: float) -> None:
+        self._channels = ChannelPool()
+        self._me = me
+        self._timeout_s = timeout_s
+        self._greeted: set[tuple[str, str, int]] = set()
+        """(address, engine id, epoch) of processes that answered as they should."""
+
+    async def greet(self, peer: KVPeer, address: str) -> None:
+        """Raises `PeerLost` or `HandshakeMismatch`."""
+        key = (address, peer.engine_id, peer.epoch)
+        if key in self._greeted:
+            return
+        # A channel of its own: one that has failed before would answer from its backoff.
+        async with new_channel(address) as channel:
+            answer = await self._handshake(channel, address)
+        check_peer(self._me.layout, peer, peer_from_proto(answer))
+        self._greeted.add(key)
+
+    async def release(self, address: str, meta: ReleaseMeta) -> None:
+        """Waits a while for the peer; one that cannot be reached is left to its lease."""
+        request = pb.ReleaseRequest(
+            transfer_id=meta.transfer_id,
+            attempt=meta.attempt,
+            epoch=meta.peer.epoch,
+            complete=meta.complete,
+        )
+        release: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseRequest, pb.ReleaseReply] = (
+            self._channels.get(address, CONTROL).unary_unary(
+                f"/{SERVICE}/Release",
+                request_serializer=pb.ReleaseRequest.SerializeToString,
+                response_deserializer=pb.ReleaseReply.FromString,
+            )
+        )
+        # The peer's process may be starting again just now: without waiting for the channel to
+        # be ready, the call would be refused from the backoff of an earlier one.
+        with suppress(grpc.aio.AioRpcError):
+            await release(request, timeout=_RELEASE_TIMEOUT_S, wait_for_ready=True)
+
+    def forget(self, addresses: set[str]) -> None:
+        self._greeted = {key for key in self._greeted if key[0] not in addresses}
+
+    async def close_idle(self, idle_s: float) -> None:
+        await self._channels.close_idle(idle_s)
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _handshake(self, channel: grpc.aio.Channel, address: str) -> pb.KVPeer:
+        handshake: grpc.aio.UnaryUnaryMultiCallable[pb.KVPeer, pb.KVPeer] = channel.unary_unary(
+            f"/{SERVICE}/Handshake",
+            request_serializer=pb.KVPeer.SerializeToString,
+            response_deserializer=pb.KVPeer.FromString,
+        )
+        try:
+            return await handshake(peer_to_proto(self._me), timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise PeerLost(f"{address}: {error.code().name}: {error.details()}") from error

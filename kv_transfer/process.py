@@ -1,0 +1,262 @@
+"""The transfer process: `python -m kv_transfer.process`, configuration on standard input.
+
+    1. malloc is told to keep its memory; then everything else is imported
+    2. the worker's KV cache is mapped
+    3. producer: the gRPC server listens. A first `ProcessReport` says that we are ready
+    4. commands from the scheduler half, progress from the worker; events and reports back
+    5. SIGTERM, or the end of the parent
+
+It never sees a token of a prompt, and listens on the configured address only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc.aio
+import msgspec
+import zmq
+
+from kv_transfer.cache_view import KVCacheView
+from kv_transfer.channels import SERVER_OPTIONS
+from kv_transfer.host.child_process import read_config
+from kv_transfer.host.local_socket import bind_socket, connect_socket
+from kv_transfer.host.termination import termination_fd
+from kv_transfer.metadata import (
+    AbortMeta,
+    KVPeer,
+    OfferMeta,
+    ProcessReport,
+    RecvMeta,
+    ReleaseMeta,
+    SendMeta,
+    StepProgress,
+    TransferCommand,
+    TransferEvent,
+)
+from kv_transfer.process_config import TransferProcessConfig
+from kv_transfer.pull_service import PullService
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+from kv_transfer.worker import steps_address
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_REPORT_INTERVAL_S = 0.1
+
+T = TypeVar("T")
+
+
+def keep_freed_memory() -> None:
+    """glibc otherwise returns the pages of every freed message and faults them in again, which
+    halves the rate. Costs some tens of MiB of resident memory. Other C libraries do as they do.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TOP_PAD, 64 << 20)
+
+
+class TransferProcess:
+    """Wires one `KVSender` or `KVReceiver` to the node and to the network."""
+
+    def __init__(self, config: TransferProcessConfig) -> None:
+        self._config = config
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._events = connect_socket(self._context, zmq.SocketType.PUSH, config.events_address)
+        self._changed = asyncio.Event()
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._cache = KVCacheView(config.handle, config.layout)
+        self._me = KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.layout)
+        self._address = ""
+        self._sender: KVSender | None = None
+        self._receiver: KVReceiver | None = None
+
+    async def run(self) -> None:
+        """Until SIGTERM. Raises what went wrong: then the scheduler half starts another one."""
+        asyncio.get_running_loop().add_reader(termination_fd(), self._stop, None)
+        server = await self._start()
+        part = self._sender or self._receiver
+        assert part is not None
+        tasks = [asyncio.create_task(self._report_forever()), asyncio.create_task(part.run())]
+        for task in tasks:
+            task.add_done_callback(self._stop_with)
+        try:
+            await self._end
+        finally:
+            for task in tasks:
+                task.cancel()
+            if server is not None:
+                await server.stop(0)
+            if self._receiver is not None:
+                await self._receiver.close()
+
+    def _stop(self, error: BaseException | None) -> None:
+        if self._end.done():
+            return
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
+
+    def _stop_with(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._stop(task.exception())
+
+    async def _start(self) -> grpc.aio.Server | None:
+        config = self._config
+        server = None
+        if config.transfer.kv_role == "kv_producer":
+            self._sender = KVSender(
+                config.transfer,
+                config.layout,
+                config.rank,
+                config.index,
+                self._cache,
+                self._emit,
+                self._changed.set,
+            )
+            server = await self._listen(self._sender)
+            self._read(
+                steps_address(config.engine_id, config.rank, config.index),
+                StepProgress,
+                self._sender.progress,
+            )
+        else:
+            self._receiver = KVReceiver(
+                config.transfer,
+                self._me,
+                config.rank,
+                config.index,
+                self._cache,
+                self._emit,
+                self._changed.set,
+            )
+        self._read(config.commands_address, TransferCommand, self._obey)
+        self._changed.set()
+        return server
+
+    async def _listen(self, sender: KVSender) -> grpc.aio.Server:
+        """On the port that we had before a restart, if it can be had."""
+        host = self._config.transfer.host
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        service = PullService(self._config.transfer, self._me, sender)
+        server.add_generic_rpc_handlers((service.handlers(),))
+        try:
+            port = server.add_insecure_port(_join(host, self._config.port))
+        except RuntimeError:
+            port = server.add_insecure_port(_join(host, 0))
+        await server.start()
+        self._address = _join(host, port)
+        return server
+
+    def _obey(self, command: TransferCommand) -> None:
+        if self._sender is not None:
+            self._obey_as_producer(self._sender, command)
+        elif self._receiver is not None:
+            self._obey_as_consumer(self._receiver, command)
+
+    @staticmethod
+    def _obey_as_producer(sender: KVSender, command: TransferCommand) -> None:
+        match command:
+            case SendMeta():
+                sender.send(command)
+            case OfferMeta():
+                sender.offer(command)
+            case AbortMeta():
+                sender.abort(command)
+
+    @staticmethod
+    def _obey_as_consumer(receiver: KVReceiver, command: TransferCommand) -> None:
+        match command:
+            case RecvMeta():
+                receiver.receive(command)
+            case ReleaseMeta():
+                receiver.release(command)
+            case AbortMeta():
+                receiver.abort(command)
+
+    def _emit(self, event: TransferEvent) -> None:
+        self._events.send(self._encoder.encode(event))
+
+    def _read(self, address: str, kind: object, handle: Callable[[T], None]) -> None:
+        """Calls `handle` for every message that arrives at `address`."""
+        decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        socket = bind_socket(self._context, zmq.SocketType.PULL, address)
+
+        def drain() -> None:
+            # The descriptor tells of changes only, so nothing may be left behind.
+            while True:
+                try:
+                    handle(decoder.decode(socket.recv(zmq.NOBLOCK)))
+                except zmq.Again:
+                    return
+                except Exception as error:
+                    self._stop(error)
+                    return
+
+        loop = asyncio.get_running_loop()
+        loop.add_reader(socket.fileno(), drain)
+        loop.call_soon(drain)
+
+    async def _report_forever(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            self._events.send(self._encoder.encode(self._report()))
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+
+    def _report(self) -> ProcessReport:
+        config = self._config
+        if self._sender is not None:
+            sender = self._sender
+            return ProcessReport(
+                config.process,
+                config.generation,
+                self._address,
+                staged_bytes=sender.pool.used,
+                leases=sender.num_transfers,
+                num_transfers=sender.num_transfers,
+                num_pulls=sender.num_pulls,
+                bytes_moved=sender.bytes_sent,
+                leases_expired=sender.leases_expired,
+            )
+        assert self._receiver is not None
+        receiver = self._receiver
+        return ProcessReport(
+            config.process,
+            config.generation,
+            num_transfers=receiver.num_transfers,
+            num_pulls=receiver.num_pulls,
+            bytes_moved=receiver.bytes_received,
+            corrupt_chunks=receiver.corrupt_chunks,
+        )
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _run(config: TransferProcessConfig) -> None:
+    await TransferProcess(config).run()
+
+
+def main() -> None:
+    keep_freed_memory()
+    config = read_config(TransferProcessConfig)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(levelname)s kv transfer {config.engine_id}/{config.process}: %(message)s",
+    )
+    time.sleep(config.start_delay_s)
+    asyncio.run(_run(config))
+
+
+if __name__ == "__main__":
+    main()

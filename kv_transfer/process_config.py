@@ -1,0 +1,50 @@
+"""What a transfer process is told at its start."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.host.child_process import ipc_address
+from kv_transfer.layout import KVLayout
+
+
+class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer process.
+
+    Attributes:
+        index: Of this process among those of its rank.
+        generation: Grows with every restart, so that commands to a dead process reach nobody.
+        port: To listen on (producer). 0: any.
+        start_delay_s: It waits so long before it starts, because its predecessors died young.
+    """
+
+    transfer: KVTransferConfig
+    engine_id: str
+    epoch: int
+    layout: KVLayout
+    handle: KVCacheHandle
+    index: int
+    generation: int = 0
+    port: int = 0
+    start_delay_s: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.handle.rank
+
+    @property
+    def process(self) -> int:
+        """Counts over ranks and processes, as in `TransferEvent`."""
+        return self.rank * self.transfer.num_processes + self.index
+
+    @property
+    def commands_address(self) -> str:
+        """The scheduler half tells this process here what to do."""
+        return ipc_address(self.engine_id, f"kv-commands-{self.process}-{self.generation}")
+
+    @property
+    def events_address(self) -> str:
+        """All transfer processes of the node report here."""
+        return ipc_address(self.engine_id, "kv-events")

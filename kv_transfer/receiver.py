@@ -1,0 +1,340 @@
+"""Consumer: pulls KV into blocks of this rank.
+
+    1. RecvMeta    layouts are compared, the peer's processes are greeted (once), streams open
+    2. FIRST_BYTE  the first KV has been written
+    3. the end     RECEIVED when every stream is complete; FAILED for the first error, or silence;
+                   ABORTED on AbortMeta. Reported when no stream is left that could write.
+
+Writes happen on the event loop, in one piece for each chunk: a cancelled stream writes nothing
+more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+
+from kv_transfer.cache_view import KVCacheView
+from kv_transfer.channels import slot_of
+from kv_transfer.chunk_grid import num_streams_for, streams_of
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.errors import KVTransferError, PeerLost, TransferTimeout
+from kv_transfer.h2_transport import H2PullTransport
+from kv_transfer.landing import Landing
+from kv_transfer.layout import HeadRange, KVLayout, head_sources
+from kv_transfer.metadata import (
+    AbortMeta,
+    KVPeer,
+    RecvMeta,
+    ReleaseMeta,
+    TransferEvent,
+    TransferEventKind,
+    TransferStats,
+)
+from kv_transfer.peer_client import PeerClient
+from kv_transfer.pull_stream import PullStream
+from kv_transfer.pull_transport import GrpcPullTransport, PullTransport
+from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+
+_IDLE_S = 600.0
+"""Connections that were not used for so long are closed; longer than a transfer can take."""
+
+logger = logging.getLogger(__name__)
+
+_EVENT_OF = {
+    KVTransferState.DONE: TransferEventKind.RECEIVED,
+    KVTransferState.FAILED: TransferEventKind.FAILED,
+    KVTransferState.ABORTED: TransferEventKind.ABORTED,
+}
+
+
+class RecvTransfer:
+    """One transfer of one process: its streams, and what was measured."""
+
+    def __init__(self, meta: RecvMeta) -> None:
+        self.meta = meta
+        self.streams: list[PullStream] = []
+        self.num_bytes = 0
+        self.first_byte_at = 0.0
+        self.last_byte_at = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self.has_begun = False
+        self.abort_requested = False
+
+    @property
+    def stats(self) -> TransferStats:
+        return TransferStats(
+            self.num_bytes, len(self.streams), self.first_byte_at, self.last_byte_at
+        )
+
+    def count(self, num_bytes: int) -> bool:
+        """Whether these were the first."""
+        self.last_byte_at = time.monotonic()
+        self.num_bytes += num_bytes
+        if self.first_byte_at > 0:
+            return False
+        self.first_byte_at = self.last_byte_at
+        return True
+
+    def silent_streams(self, timeout_s: float) -> list[PullStream]:
+        horizon = time.monotonic() - timeout_s
+        return [
+            stream
+            for stream in self.streams
+            if not stream.is_done and stream.last_heard_at < horizon
+        ]
+
+
+class KVReceiver:
+    """One transfer process of one rank. `emit` takes events for the scheduler half."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        me: KVPeer,
+        rank: int,
+        index: int,
+        cache: KVCacheView,
+        emit: Callable[[TransferEvent], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._me = me
+        self._rank = rank
+        self._index = index
+        self._process = rank * config.num_processes + index
+        self._cache = cache
+        self._emit_event = emit
+        self._on_change = on_change
+        self._peers = PeerClient(me, config.stall_timeout_s)
+        self._transport: PullTransport = (
+            H2PullTransport() if config.pull_transport == "h2" else GrpcPullTransport()
+        )
+        self._transfers: TransferTable[RecvTransfer] = TransferTable()
+        self._releases: set[asyncio.Task[None]] = set()
+        self.bytes_received = 0
+        self.corrupt_chunks = 0
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def num_pulls(self) -> int:
+        return sum(
+            not stream.is_done for transfer in self._transfers for stream in transfer.streams
+        )
+
+    # What the scheduler says ------------------------------------------------------------------
+
+    def receive(self, meta: RecvMeta) -> None:
+        transfer = RecvTransfer(meta)
+        with suppress(LateMessage):
+            self._transfers.open(meta.transfer_id, meta.attempt, transfer)
+            transfer.task = asyncio.create_task(self._run(transfer))
+            self._on_change()
+
+    def abort(self, meta: AbortMeta) -> None:
+        transfer = self._transfers.find(meta.transfer_id, meta.attempt)
+        if transfer is not None and transfer.task is not None:
+            transfer.abort_requested = True
+            transfer.task.cancel()
+            if not transfer.has_begun:
+                # A task that is cancelled before its first step never takes it.
+                self._end(transfer, KVTransferState.ABORTED)
+        elif not self._transfers.is_late(meta.transfer_id, meta.attempt):
+            self._transfers.refuse(meta.transfer_id, meta.attempt)
+            self._emit_event(
+                TransferEvent(
+                    TransferEventKind.ABORTED, meta.transfer_id, meta.attempt, self._process
+                )
+            )
+
+    def release(self, meta: ReleaseMeta) -> None:
+        for rank in meta.peer.endpoints:
+            for address in rank:
+                task = asyncio.create_task(self._peers.release(address, meta))
+                self._releases.add(task)
+                task.add_done_callback(self._releases.discard)
+
+    async def run(self) -> None:
+        """Housekeeping until cancelled."""
+        while True:
+            await asyncio.sleep(_IDLE_S / 10)
+            await self._peers.close_idle(_IDLE_S)
+            await self._transport.close_idle(_IDLE_S)
+
+    async def close(self) -> None:
+        """Ends all transfers without a word: the node is going."""
+        tasks = [transfer.task for transfer in self._transfers if transfer.task is not None]
+        for task in [*tasks, *self._releases]:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
+        await self._transport.close()
+        await self._peers.close()
+
+    # One transfer -----------------------------------------------------------------------------
+
+    async def _run(self, transfer: RecvTransfer) -> None:
+        meta = transfer.meta
+        transfer.has_begun = True
+        try:
+            self._transfers.activate(meta.transfer_id, meta.attempt)
+            await self._pull(transfer)
+        except asyncio.CancelledError:
+            if transfer.abort_requested:
+                self._end(transfer, KVTransferState.ABORTED)
+            else:
+                self._end(transfer, KVTransferState.FAILED, "the connection was given up")
+        except KVTransferError as error:
+            self._end(transfer, KVTransferState.FAILED, str(error), error.retryable)
+            if isinstance(error, PeerLost | TransferTimeout):
+                await self._forget_peer(transfer)
+        except Exception as error:
+            logger.exception("transfer %s failed unexpectedly", meta.transfer_id)
+            self._end(transfer, KVTransferState.FAILED, repr(error))
+        else:
+            self._end(transfer, KVTransferState.DONE)
+
+    async def _pull(self, transfer: RecvTransfer) -> None:
+        meta = transfer.meta
+        try:
+            self._cache.check_block_ids(meta.block_ids)
+        except ValueError as error:
+            raise KVTransferError(str(error)) from error
+        self._me.layout.check_compatible(meta.peer.layout)
+        transfer.streams = self._plan(transfer)
+        addresses = {stream.address for stream in transfer.streams}
+        await _all_or_none([self._peers.greet(meta.peer, address) for address in addresses])
+        self._on_change()
+        for stream in transfer.streams:
+            stream.last_heard_at = time.monotonic()
+        pulls = [stream.run(self._transport) for stream in transfer.streams]
+        await _first_of(_all_or_none(pulls), self._watch(transfer))
+
+    def _plan(self, transfer: RecvTransfer) -> list[PullStream]:
+        """The streams of this process, from every rank of the peer that holds heads of ours."""
+        meta, ours = transfer.meta, self._me.layout
+        streams = []
+        for peer_rank, heads in head_sources(ours, self._rank, meta.peer.layout):
+            addresses = meta.peer.endpoints[peer_rank]
+            num_streams = self._num_streams(meta, heads, len(addresses))
+            for number in streams_of(num_streams, self._index, self._config.num_processes):
+                landing = Landing(meta, ours, self._cache, heads, number, num_streams)
+                streams.append(
+                    PullStream(
+                        meta,
+                        landing,
+                        addresses[number % len(addresses)],
+                        slot_of(number, len(addresses)),
+                        self._num_pullers(meta.peer.layout, peer_rank),
+                        lambda num_bytes: self._count(transfer, num_bytes),
+                        self._refused,
+                    )
+                )
+        return streams
+
+    def _num_streams(self, meta: RecvMeta, heads: HeadRange, sender_processes: int) -> int:
+        theirs = meta.peer.layout
+        num_blocks = theirs.num_blocks_for(meta.num_tokens) - meta.first_token // theirs.block_size
+        num_bytes = theirs.num_layers * num_blocks * 2 * heads.count * theirs.head_block_bytes
+        return num_streams_for(
+            self._config.num_streams, num_bytes, self._config.chunk_bytes, sender_processes
+        )
+
+    def _num_pullers(self, theirs: KVLayout, peer_rank: int) -> int:
+        """Our ranks that read from `peer_rank`."""
+        ours = self._me.layout
+        return sum(
+            source == peer_rank
+            for rank in range(ours.tp_size)
+            for source, _ in head_sources(ours, rank, theirs)
+        )
+
+    async def _watch(self, transfer: RecvTransfer) -> None:
+        """Raises when one of the streams has gone silent."""
+        limit_s = self._config.stall_timeout_s
+        while True:
+            await asyncio.sleep(limit_s / 10)
+            silent = transfer.silent_streams(limit_s)
+            if silent:
+                raise TransferTimeout(f"{silent[0].address} said nothing for {limit_s:g} s")
+
+    def _count(self, transfer: RecvTransfer, num_bytes: int) -> None:
+        self.bytes_received += num_bytes
+        self._on_change()
+        if transfer.count(num_bytes):
+            self._emit(TransferEventKind.FIRST_BYTE, transfer)
+
+    def _refused(self) -> None:
+        self.corrupt_chunks += 1
+        self._on_change()
+
+    def _end(
+        self,
+        transfer: RecvTransfer,
+        state: KVTransferState,
+        reason: str = "",
+        retryable: bool = True,
+    ) -> None:
+        meta = transfer.meta
+        self._transfers.end(meta.transfer_id, meta.attempt, state)
+        self._emit(_EVENT_OF[state], transfer, reason, retryable)
+        self._on_change()
+
+    def _emit(
+        self,
+        kind: TransferEventKind,
+        transfer: RecvTransfer,
+        reason: str = "",
+        retryable: bool = True,
+    ) -> None:
+        meta = transfer.meta
+        self._emit_event(
+            TransferEvent(
+                kind,
+                meta.transfer_id,
+                meta.attempt,
+                self._process,
+                transfer.stats,
+                reason,
+                retryable,
+            )
+        )
+
+    async def _forget_peer(self, lost: RecvTransfer) -> None:
+        """Addresses that other transfers are reading from are left to them."""
+        busy = {
+            stream.address
+            for transfer in self._transfers
+            if transfer is not lost
+            for stream in transfer.streams
+        }
+        addresses = {address for rank in lost.meta.peer.endpoints for address in rank}
+        self._peers.forget(addresses - busy)
+        await self._transport.forget(addresses - busy)
+
+
+async def _all_or_none(parts: list[Coroutine[None, None, None]]) -> None:
+    """Runs all. The first error cancels the rest; returns or raises when all have ended."""
+    if parts:
+        await _run_until([asyncio.create_task(part) for part in parts], asyncio.FIRST_EXCEPTION)
+
+
+async def _first_of(*parts: Coroutine[None, None, None]) -> None:
+    """Runs all. The first that ends cancels the rest; returns or raises when all have ended."""
+    await _run_until([asyncio.create_task(part) for part in parts], asyncio.FIRST_COMPLETED)
+
+
+async def _run_until(tasks: list[asyncio.Task[None]], when: str) -> None:
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=when)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,228 @@
+"""One transfer on the producer's side, as one transfer process sees it.
+
+    prompt  |─── held by the puller ───|── staged ──|── computed ──|── announced ──|──────|
+                                                     per layer      a step that is running
+
+    1. `announce`   a step (or a cached prefix) will have computed tokens up to here
+    2. `advance`    layers of that step are done: whole chunks become ready, layer by layer
+    3. `pop_ready` / `add_staged`   by the sender, as staging memory allows
+    4. `Pull`s read staged chunks in the order in which they were staged
+
+A chunk becomes ready when all of its tokens are computed, so a chunk that two steps share waits
+for the second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kv_transfer.chunk_grid import ChunkGrid
+from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
+from kv_transfer.staging import StagedChunk
+
+_COMPUTED_ALREADY = -1
+
+
+class SentChunk:
+    """A staged chunk, and how many pulls have carried it."""
+
+    __slots__ = ("chunk", "index", "num_sent")
+
+    def __init__(self, index: int, chunk: StagedChunk) -> None:
+        self.index = index
+        self.chunk = chunk
+        self.num_sent = 0
+
+
+class SendTransfer:
+    """Readiness and staged chunks of one transfer. `process` of `num_processes` of its rank."""
+
+    def __init__(
+        self,
+        offer: OfferMeta,
+        layout: KVLayout,
+        blocks_per_chunk: int,
+        process: int,
+        num_processes: int,
+    ) -> None:
+        self.transfer_id = offer.transfer_id
+        self.attempt = offer.attempt
+        self.num_tokens = offer.num_tokens
+        self.grid = ChunkGrid(
+            num_layers=layout.num_layers,
+            num_blocks=layout.num_blocks_for(offer.num_tokens),
+            blocks_per_chunk=blocks_per_chunk,
+            first_block=offer.num_tokens_held // layout.block_size,
+        )
+        self.block_ids: list[int] = []
+        self.staged: list[SentChunk] = []
+        """In the order in which they were staged, which is the order in which they are sent."""
+        self.pulls: set[Pull] = set()
+        self.lease_ends_at = 0.0
+        self.num_bytes_sent = 0
+        self.num_pulls_seen = 0
+        self.end_reason = ""
+        """Not empty once the transfer has ended: pulls stop with it."""
+        self._block_size = layout.block_size
+        self._share = (process, num_processes)
+        self._num_unstaged = sum(1 for _ in self.grid.stripe(*self._share))
+        self._computed = 0
+        """Leading tokens that every layer has."""
+        self._steps: deque[tuple[int, int]] = deque()
+        """(step, tokens computed when it is done), steps that may still be running."""
+        self._next_group = [self.grid.first_group] * layout.num_layers
+        self._ready: deque[tuple[int, int]] = deque()
+
+    @property
+    def is_staged(self) -> bool:
+        return self._num_unstaged == 0
+
+    @property
+    def has_ready(self) -> bool:
+        return bool(self._ready)
+
+    def announce(self, send: SendMeta, progress: StepProgress) -> None:
+        """Raises ValueError for tokens that leave a gap, or are computed twice: their first KV
+        may be on its way already, from blocks that changed meanwhile."""
+        stop = send.first_token + send.num_tokens
+        self.block_ids = send.block_ids
+        if send.step_id == _COMPUTED_ALREADY:
+            self._computed = max(self._computed, stop)
+        elif send.first_token != self._announced:
+            raise ValueError(
+                f"step {send.step_id} begins at token {send.first_token}, but "
+                f"{self._announced} tokens were announced before"
+            )
+        else:
+            self._steps.append((send.step_id, stop))
+        self.advance(progress)
+
+    def advance(self, progress: StepProgress) -> None:
+        """Queues all chunks that became ready."""
+        if self.is_staged:
+            return
+        num_layers = self.grid.num_layers
+        while self._steps and _has_done(progress, self._steps[0][0], num_layers - 1):
+            self._computed = max(self._computed, self._steps.popleft()[1])
+        for layer in range(num_layers):
+            self._queue_ready(layer, self._computed_in(layer, progress))
+
+    def pop_ready(self) -> tuple[int, int]:
+        """(layer, group) to stage next; must then be given to `add_staged`."""
+        return self._ready.popleft()
+
+    def blocks_of(self, group: int) -> list[int]:
+        """Physical blocks of a ready group."""
+        blocks = self.grid.blocks_of(group)
+        return self.block_ids[blocks.start : blocks.stop]
+
+    def next_size(self) -> int:
+        """Blocks of the chunk that `pop_ready` would return."""
+        return len(self.grid.blocks_of(self._ready[0][1]))
+
+    def add_staged(self, index: int, chunk: StagedChunk) -> None:
+        self.staged.append(SentChunk(index, chunk))
+        self._num_unstaged -= 1
+        for pull in self.pulls:
+            if pull.wants(index):
+                pull.wake.set()
+
+    def end(self, reason: str) -> None:
+        self.end_reason = reason
+        self._ready.clear()
+        for pull in self.pulls:
+            pull.wake.set()
+
+    @property
+    def _announced(self) -> int:
+        return self._steps[-1][1] if self._steps else self._computed
+
+    def _computed_in(self, layer: int, progress: StepProgress) -> int:
+        tokens = self._computed
+        for step_id, stop in self._steps:
+            if not _has_done(progress, step_id, layer):
+                break
+            tokens = max(tokens, stop)
+        return tokens
+
+    def _queue_ready(self, layer: int, num_tokens: int) -> None:
+        share, num_shares = self._share
+        group = self._next_group[layer]
+        while group < self.grid.num_groups:
+            stop_token = min(self.grid.blocks_of(group).stop * self._block_size, self.num_tokens)
+            if stop_token > num_tokens:
+                break
+            if self.grid.index(layer, group) % num_shares == share:
+                self._ready.append((layer, group))
+            group += 1
+        self._next_group[layer] = group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullWish:
+    """What one PullKV call asks for.
+
+    Attributes:
+        heads: Global heads.
+        stream, num_streams: As in `kv_transfer.chunk_grid`.
+        first_token, num_tokens: Tokens [first_token, num_tokens) of the prompt.
+        num_pullers: Calls that carry each chunk, this one included.
+        repeat: Only these chunks, once more; empty for all of the stream.
+    """
+
+    heads: HeadRange
+    stream: int
+    num_streams: int
+    first_token: int
+    num_tokens: int
+    num_pullers: int = 1
+    repeat: frozenset[int] = frozenset()
+
+
+class Pull:
+    """One PullKV call that reads from a transfer. `wake` is set when there is more to see."""
+
+    def __init__(self, transfer: SendTransfer, wish: PullWish, first_block: int) -> None:
+        self.transfer = transfer
+        self.wish = wish
+        self.first_block = first_block
+        """Of the sender's; the puller holds those before."""
+        self.wake = asyncio.Event()
+        self.is_writing = False
+        self._wanted = {
+            index
+            for index in transfer.grid.starting_at(first_block).stripe(
+                wish.stream, wish.num_streams
+            )
+            if not wish.repeat or index in wish.repeat
+        }
+        self._cursor = 0
+
+    def wants(self, index: int) -> bool:
+        return index in self._wanted
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._wanted
+
+    def staged(self) -> Iterator[SentChunk]:
+        """Chunks of this stream that are staged and were not returned before."""
+        chunks = self.transfer.staged
+        while self._cursor < len(chunks):
+            entry = chunks[self._cursor]
+            self._cursor += 1
+            if entry.index in self._wanted:
+                self._wanted.discard(entry.index)
+                yield entry
+
+
+def _has_done(progress: StepProgress, step_id: int, layer: int) -> bool:
+    """Whether `layer` of step `step_id` is in the cache, as far as `progress` tells. Steps run
+    in order, so a later step's progress says that all earlier ones are done."""
+    if step_id == progress.step_id:
+        return layer < progress.num_layers_done
+    return step_id < progress.step_id

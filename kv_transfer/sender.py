@@ -1,0 +1,397 @@
+"""Producer: copies KV out of the blocks as layers finish, and keeps it until it was pulled.
+
+    1. OfferMeta      a transfer opens; its lease starts; pulls that came early go on
+    2. SendMeta,      chunks become ready; `_stage_ready` copies them into staging memory, those
+       StepProgress   of transfers with a waiting puller first
+    3. all staged     STAGED: the blocks may be freed
+    4. pulls          read staged chunks; each message that leaves renews the lease
+    5. the end        Release ──▶ RELEASED, AbortMeta ──▶ ABORTED, lease over ──▶ FAILED:
+                      staged memory is free, open pulls stop
+
+Everything runs on one event loop and nothing is awaited between looking at a block and having
+copied it, so once a transfer has ended, nobody reads its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from kv_transfer.cache_view import KVCacheView
+from kv_transfer.chunk_grid import blocks_per_chunk
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.errors import CorruptChunk, KVTransferError
+from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.metadata import (
+    AbortMeta,
+    OfferMeta,
+    SendMeta,
+    StepProgress,
+    TransferEvent,
+    TransferEventKind,
+    TransferStats,
+)
+from kv_transfer.send_transfer import Pull, PullWish, SendTransfer, SentChunk
+from kv_transfer.staging import StagingPool
+from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+from kv_transfer.wire import HEADER, ChunkHeader, ChunkKind, decode_chunk, encode_chunk
+
+_RESERVE_CHUNKS = 4
+_EVENT_OF = {
+    KVTransferState.DONE: TransferEventKind.RELEASED,
+    KVTransferState.FAILED: TransferEventKind.FAILED,
+    KVTransferState.ABORTED: TransferEventKind.ABORTED,
+}
+
+
+class KVSender:
+    """One transfer process of one rank. `emit` takes events for the scheduler half."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        layout: KVLayout,
+        rank: int,
+        index: int,
+        cache: KVCacheView,
+        emit: Callable[[TransferEvent], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._heads = layout.heads_of_rank(rank)
+        self._index = index
+        self._process = rank * config.num_processes + index
+        self._cache = cache
+        self._emit_event = emit
+        self._on_change = on_change
+        self._blocks_per_chunk = blocks_per_chunk(config.chunk_bytes, layout.block_bytes)
+        chunk_bytes = HEADER.size + self._blocks_per_chunk * layout.block_bytes
+        self.pool = StagingPool(
+            config.staging_bytes,
+            min(_RESERVE_CHUNKS * chunk_bytes, config.staging_bytes // 2),
+        )
+        self._transfers: TransferTable[SendTransfer] = TransferTable()
+        self._early_pulls: dict[str, set[asyncio.Event]] = {}
+        """Pulls that came before their offer, by transfer id."""
+        self._progress = StepProgress(0, 0)
+        self._work = asyncio.Event()
+        self.num_pulls = 0
+        self.bytes_sent = 0
+        self.leases_expired = 0
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._transfers)
+
+    # What the scheduler and the worker say ----------------------------------------------------
+
+    def offer(self, meta: OfferMeta) -> None:
+        transfer = SendTransfer(
+            meta,
+            self._layout,
+            self._blocks_per_chunk,
+            self._index,
+            self._config.num_processes,
+        )
+        try:
+            self._transfers.open(meta.transfer_id, meta.attempt, transfer)
+        except LateMessage as error:
+            self._emit(
+                TransferEventKind.FAILED, transfer, reason=f"the puller gave up before: {error}"
+            )
+            return
+        self._renew(transfer)
+        self._report_if_staged(transfer)
+        for early in self._early_pulls.pop(meta.transfer_id, ()):
+            early.set()
+        self._on_change()
+
+    def send(self, meta: SendMeta) -> None:
+        transfer = self._transfers.find(meta.transfer_id, meta.attempt)
+        if transfer is None:
+            return
+        self._transfers.activate(meta.transfer_id, meta.attempt)
+        self._renew(transfer)
+        try:
+            self._cache.check_block_ids(meta.block_ids)
+            transfer.announce(meta, self._progress)
+        except ValueError as error:
+            self._end(transfer, KVTransferState.FAILED, str(error))
+        self._work.set()
+
+    def progress(self, progress: StepProgress) -> None:
+        """Only ever grows; older messages may come late."""
+        now = (self._progress.step_id, self._progress.num_layers_done)
+        if (progress.step_id, progress.num_layers_done) <= now:
+            return
+        self._progress = progress
+        for transfer in self._transfers:
+            transfer.advance(progress)
+        self._work.set()
+
+    def abort(self, meta: AbortMeta) -> None:
+        transfer = self._transfers.find(meta.transfer_id, meta.attempt)
+        if transfer is not None:
+            self._end(transfer, KVTransferState.ABORTED, "called off by the prefill node")
+        elif not self._transfers.is_late(meta.transfer_id, meta.attempt):
+            self._transfers.refuse(meta.transfer_id, meta.attempt)
+            self._emit_event(
+                TransferEvent(
+                    TransferEventKind.ABORTED, meta.transfer_id, meta.attempt, self._process
+                )
+            )
+
+    # What pullers ask -------------------------------------------------------------------------
+
+    def find(self, transfer_id: str, attempt: int) -> SendTransfer | None:
+        """Raises `LateMessage` when this attempt has ended."""
+        if self._transfers.is_late(transfer_id, attempt):
+            raise LateMessage(f"transfer {transfer_id} attempt {attempt} has ended")
+        return self._transfers.find(transfer_id, attempt)
+
+    @contextmanager
+    def awaiting_offer(self, transfer_id: str) -> Iterator[asyncio.Event]:
+        """The event is set when the transfer is offered."""
+        early = asyncio.Event()
+        self._early_pulls.setdefault(transfer_id, set()).add(early)
+        try:
+            yield early
+        finally:
+            waiting = self._early_pulls.get(transfer_id, set())
+            waiting.discard(early)
+            if not waiting:
+                self._early_pulls.pop(transfer_id, None)
+
+    def open_pull(self, transfer: SendTransfer, wish: PullWish) -> Pull:
+        """Raises KVTransferError when this process does not hold what is asked for."""
+        self._check_wish(transfer, wish)
+        pull = Pull(transfer, wish, wish.first_token // self._layout.block_size)
+        transfer.pulls.add(pull)
+        transfer.num_pulls_seen += 1
+        self._transfers.activate(transfer.transfer_id, transfer.attempt)
+        self._renew(transfer)
+        self.num_pulls += 1
+        self._work.set()
+        self._on_change()
+        return pull
+
+    def close_pull(self, pull: Pull) -> None:
+        pull.transfer.pulls.discard(pull)
+        self.num_pulls -= 1
+        self._on_change()
+
+    def message_for(self, pull: Pull, entry: SentChunk) -> bytes:
+        """Raises `CorruptChunk` for a repeat of what was displaced from staging memory."""
+        message = entry.chunk.message
+        if message is None:
+            raise CorruptChunk("the chunk has left staging memory and cannot be repeated")
+        blocks = pull.transfer.grid.blocks_of(pull.transfer.grid.position(entry.index)[1])
+        num_held = max(0, pull.first_block - blocks.start)
+        if pull.wish.heads == self._heads and num_held == 0:
+            return message
+        return _narrow(message, self._layout, self._heads, pull.wish.heads, num_held)
+
+    def was_sent(self, pull: Pull, entry: SentChunk, num_bytes: int) -> None:
+        transfer = pull.transfer
+        self._renew(transfer)
+        transfer.num_bytes_sent += num_bytes
+        self.bytes_sent += num_bytes
+        self._on_change()
+        if pull.wish.repeat:
+            return
+        entry.num_sent += 1
+        if entry.num_sent >= pull.wish.num_pullers:
+            self.pool.mark_sent(entry.chunk)
+            self._work.set()
+
+    def release(self, transfer_id: str, attempt: int, complete: bool) -> bool:
+        """The puller needs no more. False: unknown, or ended before; it cannot come back."""
+        transfer = self._transfers.find(transfer_id, attempt)
+        if transfer is None:
+            self._transfers.refuse(transfer_id, attempt)
+            return False
+        if not complete:
+            self._end(transfer, KVTransferState.FAILED, "the puller gave up", retryable=False)
+            return True
+        if not transfer.is_staged:
+            self._emit(TransferEventKind.STAGED, transfer)
+        self._transfers.activate(transfer_id, attempt)
+        self._end(transfer, KVTransferState.DONE, "released")
+        return True
+
+    # Tasks ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Stages and sweeps until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._stage_forever())
+            tasks.create_task(self._sweep_forever())
+
+    async def _stage_forever(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            if self._stage_ready():
+                self._work.set()
+                await asyncio.sleep(0)
+
+    def _stage_ready(self) -> bool:
+        """Copies one chunk of each transfer that has one ready and may stage it. False when
+        none could: more room, progress or a puller sets `_work` again."""
+        any_staged = False
+        for transfer in sorted(self._transfers, key=lambda transfer: not transfer.pulls):
+            if transfer.has_ready and self._stage_one(transfer):
+                any_staged = True
+        return any_staged
+
+    def _stage_one(self, transfer: SendTransfer) -> bool:
+        num_bytes = HEADER.size + transfer.next_size() * self._layout.block_bytes
+        try:
+            if not self.pool.take_credit(num_bytes, is_awaited=bool(transfer.pulls)):
+                return False
+        except KVTransferError as error:
+            self._end(transfer, KVTransferState.FAILED, str(error), retryable=False)
+            return False
+        layer, group = transfer.pop_ready()
+        parts = self._cache.read_blocks(layer, transfer.blocks_of(group))
+        message = encode_chunk(self._header(transfer, layer, group), parts)
+        transfer.add_staged(transfer.grid.index(layer, group), self.pool.hold(message))
+        self._report_if_staged(transfer)
+        self._on_change()
+        return True
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self._config.lease_s / 4))
+            now = time.monotonic()
+            for transfer in self._transfers:
+                if any(not pull.is_writing for pull in transfer.pulls):
+                    self._renew(transfer)
+                elif transfer.lease_ends_at <= now:
+                    self.leases_expired += 1
+                    self._end(
+                        transfer,
+                        KVTransferState.FAILED,
+                        f"nobody pulled for {self._config.lease_s:g} s: the lease has ended",
+                    )
+
+    # Small parts ------------------------------------------------------------------------------
+
+    def _check_wish(self, transfer: SendTransfer, wish: PullWish) -> None:
+        processes = self._config.num_processes
+        is_ours = self._heads.start <= wish.heads.start and wish.heads.stop <= self._heads.stop
+        if wish.heads.count < 1 or not is_ours:
+            raise KVTransferError(f"this rank holds {self._heads}, not {wish.heads}")
+        if wish.num_streams < 1 or wish.num_streams % processes != 0:
+            raise KVTransferError(f"{wish.num_streams} streams, but {processes} processes here")
+        if wish.stream >= wish.num_streams or wish.stream % processes != self._index:
+            raise KVTransferError(f"stream {wish.stream} is not for process {self._index}")
+        if wish.num_tokens != transfer.num_tokens:
+            raise KVTransferError(
+                f"the prompt has {transfer.num_tokens} tokens here and {wish.num_tokens} there"
+            )
+        if wish.first_token // self._layout.block_size < transfer.grid.first_block:
+            raise KVTransferError("tokens are asked for that the puller was said to hold")
+
+    def _header(self, transfer: SendTransfer, layer: int, group: int) -> ChunkHeader:
+        blocks = transfer.grid.blocks_of(group)
+        return ChunkHeader(
+            kind=ChunkKind.DATA,
+            dtype=self._layout.dtype,
+            transfer_id=transfer.transfer_id,
+            attempt=transfer.attempt,
+            layer=layer,
+            first_block=blocks.start,
+            num_blocks=len(blocks),
+            head_start=self._heads.start,
+            num_heads=self._heads.count,
+            block_size=self._layout.block_size,
+            blocks_per_chunk=self._blocks_per_chunk,
+        )
+
+    def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:
+        """A message without KV."""
+        return encode_chunk(
+            ChunkHeader(
+                kind=kind,
+                dtype=self._layout.dtype,
+                transfer_id=transfer_id,
+                attempt=attempt,
+                block_size=self._layout.block_size,
+                blocks_per_chunk=self._blocks_per_chunk,
+            )
+        )
+
+    def _renew(self, transfer: SendTransfer) -> None:
+        transfer.lease_ends_at = time.monotonic() + self._config.lease_s
+
+    def _report_if_staged(self, transfer: SendTransfer) -> None:
+        if transfer.is_staged:
+            self._emit(TransferEventKind.STAGED, transfer)
+
+    def _end(
+        self,
+        transfer: SendTransfer,
+        state: KVTransferState,
+        reason: str,
+        retryable: bool = True,
+    ) -> None:
+        if self._transfers.end(transfer.transfer_id, transfer.attempt, state) is None:
+            return
+        transfer.end(reason)
+        for entry in transfer.staged:
+            self.pool.drop(entry.chunk)
+        transfer.staged.clear()
+        self._emit(_EVENT_OF[state], transfer, reason, retryable)
+        self._work.set()
+        self._on_change()
+
+    def _emit(
+        self,
+        kind: TransferEventKind,
+        transfer: SendTransfer,
+        reason: str = "",
+        retryable: bool = True,
+    ) -> None:
+        stats = TransferStats(
+            num_bytes=transfer.num_bytes_sent, num_streams=transfer.num_pulls_seen
+        )
+        self._emit_event(
+            TransferEvent(
+                kind,
+                transfer.transfer_id,
+                transfer.attempt,
+                self._process,
+                stats,
+                "" if kind is TransferEventKind.RELEASED else reason,
+                retryable,
+            )
+        )
+
+
+def _narrow(
+    message: bytes, layout: KVLayout, held: HeadRange, wanted: HeadRange, num_blocks_held: int
+) -> bytes:
+    """The same chunk without what the puller does not want: heads of its other ranks, and leading
+    blocks that it has."""
+    chunk = decode_chunk(np.frombuffer(message, np.uint8))
+    header = chunk.header
+    blocks = chunk.payload.reshape(header.num_blocks, 2, held.count, layout.head_block_bytes)
+    first = wanted.start - held.start
+    part = blocks[num_blocks_held:, :, first : first + wanted.count].copy()
+    return encode_chunk(
+        replace(
+            header,
+            first_block=header.first_block + num_blocks_held,
+            num_blocks=header.num_blocks - num_blocks_held,
+            head_start=wanted.start,
+            num_heads=wanted.count,
+        ),
+        [part],
+    )

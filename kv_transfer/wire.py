@@ -1,0 +1,138 @@
+"""One message of a PullKV stream: a fixed header, then raw KV.
+
+    0   magic "TDKV"        16  first block     header: 64 bytes, little-endian
+    4   version             ...                 payload: [blocks, 2, heads, block_size, head_dim]
+    5   kind                                    of one layer, heads and blocks as the header says
+    60  crc32c of header[0:60] and payload
+
+Positions are logical: blocks count from the start of the prompt in the sender's block size, heads
+over all ranks of a node. A receiver maps them to blocks of its own, so a confused sender cannot
+write into another request.
+
+Kinds: DATA carries KV. HEARTBEAT says that the sender lives but has nothing yet. END is the last
+message of a complete stream; a stream that ends without it is broken.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.errors import CorruptChunk
+
+MAGIC = b"TDKV"
+VERSION = 1
+HEADER = struct.Struct("<4sBBBxI16sIIIHHIII4xI")
+_CRC_AT = HEADER.size - 4
+
+DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3}
+_DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
+
+ByteArray = npt.NDArray[np.uint8]
+AnyArray = npt.NDArray[np.generic]
+
+
+class ChunkKind(IntEnum):
+    DATA = 0
+    HEARTBEAT = 1
+    END = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkHeader:
+    """Says what the payload is.
+
+    Attributes:
+        transfer_id: 32 hex digits.
+        first_block, num_blocks: In blocks of the sender, counted from the start of the prompt.
+        head_start, num_heads: Global KV heads.
+        block_size: Tokens in one block of the sender.
+        blocks_per_chunk: The sender's grid, see `kv_transfer.chunk_grid`.
+    """
+
+    kind: ChunkKind
+    dtype: str
+    transfer_id: str
+    attempt: int
+    layer: int = 0
+    first_block: int = 0
+    num_blocks: int = 0
+    head_start: int = 0
+    num_heads: int = 0
+    block_size: int = 0
+    blocks_per_chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A message that passed all checks. `payload` is a view of the message."""
+
+    header: ChunkHeader
+    payload: ByteArray
+
+
+def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
+    """`parts`: C-contiguous arrays that make up the payload in order."""
+    fields = (
+        MAGIC,
+        VERSION,
+        header.kind,
+        DTYPE_CODES[header.dtype],
+        header.attempt,
+        bytes.fromhex(header.transfer_id),
+        header.layer,
+        header.first_block,
+        header.num_blocks,
+        header.head_start,
+        header.num_heads,
+        header.block_size,
+        header.blocks_per_chunk,
+        sum(part.nbytes for part in parts),
+    )
+    crc = google_crc32c.value(HEADER.pack(*fields, 0)[:_CRC_AT])
+    for part in parts:
+        crc = google_crc32c.extend(crc, part)
+    return b"".join((HEADER.pack(*fields, crc), *(part.data for part in parts)))
+
+
+def decode_chunk(message: ByteArray) -> Chunk:
+    """Raises `CorruptChunk` unless every byte is as it was sent."""
+    if len(message) < HEADER.size:
+        raise CorruptChunk(f"a message of {len(message)} bytes cannot hold a header")
+    (magic, version, kind, dtype, *numbers, payload_bytes, crc) = HEADER.unpack_from(message.data)
+    if magic != MAGIC or version != VERSION:
+        raise CorruptChunk(f"not a chunk of version {VERSION}")
+    if payload_bytes != len(message) - HEADER.size:
+        raise CorruptChunk(
+            f"{len(message) - HEADER.size} bytes follow a header that announces {payload_bytes}"
+        )
+    payload = message[HEADER.size :]
+    if google_crc32c.extend(google_crc32c.value(message[:_CRC_AT]), payload) != crc:
+        raise CorruptChunk("the checksum does not match")
+    return Chunk(_header_of(kind, dtype, numbers), payload)
+
+
+def _header_of(kind: int, dtype: int, numbers: list[int | bytes]) -> ChunkHeader:
+    if kind > max(ChunkKind) or dtype not in _DTYPE_NAMES:
+        raise CorruptChunk(f"unknown kind {kind} or dtype {dtype}")
+    attempt, transfer_id, layer, first, blocks, head, heads, block_size, per_chunk = numbers
+    assert isinstance(transfer_id, bytes)
+    return ChunkHeader(
+        kind=ChunkKind(kind),
+        dtype=_DTYPE_NAMES[dtype],
+        transfer_id=transfer_id.hex(),
+        attempt=int(attempt),
+        layer=int(layer),
+        first_block=int(first),
+        num_blocks=int(blocks),
+        head_start=int(head),
+        num_heads=int(heads),
+        block_size=int(block_size),
+        blocks_per_chunk=int(per_chunk),
+    )
