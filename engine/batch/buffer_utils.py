@@ -1,0 +1,140 @@
+"""Two kinds of per-row tensors, told apart by who owns the truth.
+
+    HostBackedTensor     the host owns it: write `np`, then `publish()` copies it to the device
+    StagedWriteTensor    the device owns it: the host stages ragged writes, `apply()` carries all
+                         of them over in one operation
+
+Kernels change a `StagedWriteTensor` between two applies (a sampled token is appended, a count
+advances), so the host must never copy the whole of it. All device memory keeps its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem_kernels import ops
+
+_TORCH_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+}
+
+
+_ALIGNMENT = 16
+"""Bytes. Kernels are compiled anew for addresses that are less aligned than others before."""
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A device copy of a temporary array. The host does not wait for it."""
+    return _staged(array, device).to(device, non_blocking=True)
+
+
+def to_device_together(
+    arrays: Sequence[npt.NDArray[Any]], device: torch.device
+) -> list[torch.Tensor]:
+    """Device copies of several temporary arrays, in one transfer."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) for array in arrays)]) * _ALIGNMENT
+    packed = np.empty(int(starts[-1]), np.uint8)
+    for start, array in zip(starts[:-1].tolist(), arrays, strict=True):
+        packed[start : start + array.nbytes] = array.view(np.uint8)
+    on_device = to_device(packed, device)
+    return [
+        on_device[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype])
+        for start, array in zip(starts[:-1].tolist(), arrays, strict=True)
+    ]
+
+
+def upload(array: npt.NDArray[Any], target: torch.Tensor) -> None:
+    """`target[:] = array`, after what the device does now. The host does not wait for it."""
+    target.copy_(_staged(array, target.device), non_blocking=True)
+
+
+def _staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """On the way to a GPU: in pinned memory, which torch gives to nobody else before the copy
+    has ended."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+class HostBackedTensor:
+    """`np` is the truth. `tensor` is what kernels of the next step read, after `publish()`."""
+
+    def __init__(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, device: torch.device
+    ) -> None:
+        self.np: npt.NDArray[Any] = np.zeros(shape, dtype)
+        self.tensor = torch.zeros(shape, dtype=_TORCH_DTYPES[self.np.dtype], device=device)
+        self._changed = False
+
+    def write(self, index: Any, value: Any) -> None:
+        """`np[index] = value`, to be published."""
+        self.np[index] = value
+        self._changed = True
+
+    def publish(self) -> None:
+        if self._changed:
+            upload(self.np, self.tensor)
+            self._changed = False
+
+
+class StagedWriteTensor:
+    """`tensor` `[rows, columns]` or `[rows]`; the host knows only what it stages.
+
+    Writes staged between two applies must not overlap: the kernel does them all at once.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int] | tuple[int], dtype: npt.DTypeLike, device: torch.device
+    ) -> None:
+        self._dtype = np.dtype(dtype)
+        self._device = device
+        self.tensor = torch.zeros(shape, dtype=_TORCH_DTYPES[self._dtype], device=device)
+        self._base = self.tensor if len(shape) == 2 else self.tensor.unsqueeze(1)
+        self._rows: list[int] = []  # [edits]
+        self._starts: list[int] = []  # [edits]
+        self._cu_lens: list[int] = [0]  # [edits + 1]
+        self._values: list[npt.NDArray[Any]] = []  # [edits], ragged
+
+    def stage_write(self, row: int, start: int, values: Sequence[int] | npt.NDArray[Any]) -> None:
+        """`tensor[row, start : start + len(values)] = values`.
+
+        Raises:
+            IndexError: The values do not lie inside the row.
+        """
+        num_rows, num_columns = self._base.shape
+        if not 0 <= row < num_rows or start < 0 or start + len(values) > num_columns:
+            raise IndexError(
+                f"columns {start} to {start + len(values)} of row {row} are outside "
+                f"a table of {num_rows} rows and {num_columns} columns"
+            )
+        if len(values) == 0:
+            return
+        self._rows.append(row)
+        self._starts.append(start)
+        self._cu_lens.append(self._cu_lens[-1] + len(values))
+        self._values.append(np.asarray(values, self._dtype))
+
+    def stage_value(self, row: int, value: int) -> None:
+        """`tensor[row] = value`, for a tensor of one column."""
+        self.stage_write(row, 0, (value,))
+
+    def apply(self) -> None:
+        """Carries over what was staged. Nothing staged costs nothing."""
+        if not self._rows:
+            return
+        edits = (self._rows, self._starts, self._cu_lens)
+        arrays = [np.array(numbers, np.int32) for numbers in edits]
+        arrays.append(np.concatenate(self._values))
+        ops.apply_staged_writes(self._base, *to_device_together(arrays, self._device))
+        self._rows.clear()
+        self._starts.clear()
+        self._values.clear()
+        self._cu_lens[:] = [0]

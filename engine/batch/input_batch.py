@@ -1,0 +1,263 @@
+"""One step's batch, gathered from rows.
+
+    1. `order_batch` decides who is in the step and in which order (host, numpy).
+    2. `InputBuffers.load` uploads row numbers and bounds, unless they are those of the last step.
+    3. `InputBuffers.gather` fills the model's inputs from the rows, at fixed addresses: one
+       operation on the device, which a CUDA graph may hold.
+    4. The `InputBatch` describes the result until the step's tokens are read.
+
+Order of requests, so that every group is a slice:
+
+    0 ............... num_decodes ......... num_sampled ............ num_reqs
+    |  one token each  | chunks that end     | chunks that leave       |
+    |  (all sample)    | a prefill (sample)  | a rest (do not sample)  |
+
+Long prompts without a cached beginning may be asked to come last; attention treats them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch.buffer_utils import upload
+from engine.batch.states import RequestState
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.batch_tables import RowTables, StepInputs
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+_NO_ROW = -1
+_ALIGNED_INTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOrder:
+    """Who computes how much. Arrays are indexed by position in the batch."""
+
+    rows: Int32Array
+    """batch position -> row."""
+    query_lens: Int32Array
+    num_decodes: int
+    num_sampled: int
+    whole_prompt_lens: tuple[int, ...] = ()
+    """Of the last requests; see `order_batch`."""
+
+
+def order_batch(
+    decode_rows: Int32Array,
+    prefill_chunks: list[tuple[int, int]],
+    states: RequestState,
+    whole_prompts_from: int | None = None,
+) -> BatchOrder:
+    """Decodes first. A chunk of one token that ends its prefill runs as a decode: so does the
+    first step of a request whose KV came from a peer.
+
+    Args:
+        whole_prompts_from: Chunks of so many tokens or more that begin their sequence come last,
+            if no other chunk must; None: they are like all others.
+
+    Raises:
+        RowError: A chunk is empty, goes beyond its prefill, or belongs to nobody.
+    """
+    as_decode: list[int] = []
+    ending: list[tuple[int, int]] = []
+    leaving: list[tuple[int, int]] = []
+    for row, length in prefill_chunks:
+        states.check_chunk(row, length)
+        if length < states.num_uncomputed_prefill(row):
+            leaving.append((row, length))
+        elif length == 1:
+            as_decode.append(row)
+        else:
+            ending.append((row, length))
+    whole_prompt_lens: tuple[int, ...] = ()
+    if whole_prompts_from is not None:
+        ending, whole_prompt_lens = _whole_prompts_last(ending, leaving, states, whole_prompts_from)
+    num_decodes = len(decode_rows) + len(as_decode)
+    chunks = np.array(ending + leaving, np.int32).reshape(-1, 2)
+    return BatchOrder(
+        rows=np.concatenate([decode_rows, np.array(as_decode, np.int32), chunks[:, 0]]),
+        query_lens=np.concatenate([np.ones(num_decodes, np.int32), chunks[:, 1]]),
+        num_decodes=num_decodes,
+        num_sampled=num_decodes + len(ending),
+        whole_prompt_lens=whole_prompt_lens,
+    )
+
+
+def _whole_prompts_last(
+    ending: list[tuple[int, int]],
+    leaving: list[tuple[int, int]],
+    states: RequestState,
+    min_tokens: int,
+) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    """`ending` in a new order, and the lengths of the whole prompts at the end of the batch."""
+
+    def is_whole(chunk: tuple[int, int]) -> bool:
+        return chunk[1] >= min_tokens and states.num_computed_np[chunk[0]] == 0
+
+    if not all(map(is_whole, leaving)):
+        return ending, ()
+    ending = sorted(ending, key=is_whole)
+    return ending, tuple(chunk[1] for chunk in ending + leaving if is_whole(chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """R requests with T tokens, the first `num_sampled` of which get a new token.
+
+    `_np` arrays are on the host and indexed by position in the batch. Tensors are views of the
+    input buffers: the next `prepare` overwrites them.
+    """
+
+    rows_np: Int32Array
+    """[R], batch position -> row."""
+    seq_lens_np: Int32Array
+    """[R], context with this step's tokens."""
+    num_decodes: int
+    num_sampled: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    whole_prompt_lens: tuple[int, ...]
+    """Of the last requests, which attention treats apart."""
+    idx_mapping: torch.Tensor
+    """[R] int32, batch position -> row."""
+    query_start_loc: torch.Tensor
+    """[R + 1] int32."""
+    input_ids: torch.Tensor
+    """[T] int32."""
+    positions: torch.Tensor
+    """[T] int64."""
+    slot_mapping: torch.Tensor
+    """[T] int64."""
+    seq_lens: torch.Tensor
+    """[R] int32."""
+    block_tables: torch.Tensor
+    """[R, max_blocks] int32."""
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.rows_np)
+
+    @property
+    def logits_indices(self) -> torch.Tensor:
+        """[num_sampled], the last token of each request that samples."""
+        return self.query_start_loc[1 : self.num_sampled + 1] - 1
+
+    def attention_metadata(self) -> AttentionMetadata:
+        return AttentionMetadata(
+            block_tables=self.block_tables,
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            num_decodes=self.num_decodes,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            whole_prompt_lens=self.whole_prompt_lens,
+        )
+
+
+class InputBuffers:
+    """Inputs of the model at fixed addresses, for up to `max_num_reqs` requests."""
+
+    def __init__(
+        self, max_num_reqs: int, max_num_tokens: int, max_num_blocks: int, device: torch.device
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.max_num_tokens = max_num_tokens
+        self._max_num_reqs = max_num_reqs
+        # Row numbers, then bounds, so that one copy carries both; the bounds begin at an address
+        # as aligned as the first.
+        self._bounds_at = -(-max_num_reqs // _ALIGNED_INTS) * _ALIGNED_INTS
+        self._order = zeros(self._bounds_at + max_num_reqs + 1)
+        self._loaded: Int32Array = np.zeros(0, np.int32)
+        """What `_order` begins with."""
+        self._inputs = StepInputs(
+            input_ids=zeros(max_num_tokens),
+            positions=zeros(max_num_tokens, dtype=torch.int64),
+            slot_mapping=zeros(max_num_tokens, dtype=torch.int64),
+            seq_lens=zeros(max_num_reqs),
+            block_tables=zeros(max_num_reqs, max_num_blocks),
+        )
+
+    def prepare(self, order: BatchOrder, states: RequestState, tables: RowTables) -> InputBatch:
+        """Loads and gathers a batch that is not empty. Raises `ValueError` like `load`."""
+        batch = self.load(order, states, len(order.rows))
+        self.gather(len(order.rows), tables)
+        return batch
+
+    def load(self, order: BatchOrder, states: RequestState, num_padded: int) -> InputBatch:
+        """The batch, whose inputs `gather(num_padded)` will fill; requests behind it are nobody's.
+
+        Raises:
+            ValueError: More tokens than the buffers hold.
+        """
+        num_reqs = len(order.rows)
+        bounds = np.zeros(num_padded + 1, np.int32)
+        np.cumsum(order.query_lens, out=bounds[1 : num_reqs + 1])
+        num_tokens = int(bounds[num_reqs])
+        bounds[num_reqs + 1 :] = num_tokens
+        if num_tokens > self.max_num_tokens:
+            raise ValueError(
+                f"a step of {num_tokens} tokens is larger than max_num_batched_tokens "
+                f"({self.max_num_tokens})"
+            )
+        self._upload(order.rows, bounds)
+        seq_lens = states.num_computed_np[order.rows] + order.query_lens
+        return self._batch(order, seq_lens, num_reqs, num_tokens)
+
+    def load_padding(self, num_reqs: int) -> InputBatch:
+        """`num_reqs` decodes that are nobody's: what a graph is recorded with."""
+        self._upload(np.zeros(0, np.int32), np.zeros(num_reqs + 1, np.int32))
+        nobody = np.full(num_reqs, _NO_ROW, np.int32)
+        order = BatchOrder(nobody, np.ones(num_reqs, np.int32), num_reqs, num_reqs)
+        return self._batch(order, np.ones(num_reqs, np.int32), num_reqs, num_reqs)
+
+    def gather(self, num_reqs: int, tables: RowTables) -> None:
+        """Fills the inputs of what was loaded."""
+        ops.prepare_inputs(
+            self._idx_mapping(num_reqs), self._query_start_loc(num_reqs), tables, self._inputs
+        )
+
+    def _idx_mapping(self, num_reqs: int) -> torch.Tensor:
+        return self._order[:num_reqs]
+
+    def _query_start_loc(self, num_reqs: int) -> torch.Tensor:
+        return self._order[self._bounds_at : self._bounds_at + num_reqs + 1]
+
+    def _upload(self, rows: Int32Array, bounds: Int32Array) -> None:
+        order = np.full(self._bounds_at + len(bounds), _NO_ROW, np.int32)
+        order[: len(rows)] = rows
+        order[self._bounds_at :] = bounds
+        if not np.array_equal(order, self._loaded[: len(order)]):
+            upload(order, self._order[: len(order)])
+            self._loaded = order
+
+    def _batch(
+        self, order: BatchOrder, seq_lens: Int32Array, num_reqs: int, num_tokens: int
+    ) -> InputBatch:
+        inputs = self._inputs
+        return InputBatch(
+            rows_np=order.rows,
+            seq_lens_np=seq_lens,
+            num_decodes=order.num_decodes,
+            num_sampled=order.num_sampled,
+            num_tokens=num_tokens,
+            max_query_len=int(order.query_lens.max()),
+            max_seq_len=int(seq_lens.max()),
+            whole_prompt_lens=order.whole_prompt_lens,
+            idx_mapping=self._idx_mapping(num_reqs),
+            query_start_loc=self._query_start_loc(num_reqs),
+            input_ids=inputs.input_ids[:num_tokens],
+            positions=inputs.positions[:num_tokens],
+            slot_mapping=inputs.slot_mapping[:num_tokens],
+            seq_lens=inputs.seq_lens[:num_reqs],
+            block_tables=inputs.block_tables[:num_reqs],
+        )

@@ -1,0 +1,115 @@
+"""One permanent row for each live request: its tokens and how far they are computed.
+
+Life of a row:
+    1. `add_request` stages the known tokens and counts; the row is live.
+    2. `apply_staged_writes` carries them to the device, once for all requests of a step.
+    3. Each step computes `n` tokens of the row: `advance` notes it on the host, and on the device
+       `ops.post_update` moves `num_computed` by `n` and appends the sampled token.
+    4. `remove_request`: it finished, was aborted, or is preempted. Coming back is 1 again, with
+       the tokens generated so far as part of its prefill.
+
+    token_ids[row]   0 ............. prompt_len ........ prefill_len ......... total_len
+                     |    prompt     | output known when | sampled in this row |
+                     |               | the row was taken |                     |
+                     0 ............................. num_computed ...
+                     |        KV is in the cache     | still to compute
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch.block_table import BlockTables
+from engine.batch.buffer_utils import HostBackedTensor, StagedWriteTensor
+from engine.sched.output import NewRequestData
+from tandem_kernels.batch_tables import RowTables
+
+
+class RowError(RuntimeError):
+    """A step message names a row that cannot be meant: the worker and the scheduler disagree."""
+
+
+class RequestState:
+    """All arrays are indexed by row. Tensors named without a suffix live on the device."""
+
+    def __init__(self, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
+        rows = max_num_reqs
+        self.max_num_reqs = max_num_reqs
+        # Owned by the device: post_update appends tokens and advances counts.
+        self.token_ids = StagedWriteTensor((rows, max_model_len), np.int32, device)
+        self.num_computed = StagedWriteTensor((rows,), np.int32, device)
+        self.total_len = StagedWriteTensor((rows,), np.int32, device)
+        # Owned by the host: fixed while the row is live.
+        self.prefill_len = HostBackedTensor(rows, np.int32, device)
+        self.max_len = HostBackedTensor(rows, np.int32, device)
+        # Host only.
+        self.epoch_np = np.zeros(rows, np.int64)
+        self.is_live_np = np.zeros(rows, np.bool_)
+        self.num_computed_np = np.zeros(rows, np.int32)
+        """Once all given steps have run. Exact while a decoding row computes one token a step;
+        with draft tokens it would be an upper bound. Sizes things, decides nothing on a token."""
+
+    def add_request(self, new: NewRequestData) -> None:
+        """Raises `RowError` when the row is not free."""
+        self._check(new.row, live=False)
+        tokens = np.frombuffer(new.prefill_token_ids, "<i4")
+        self.token_ids.stage_write(new.row, 0, tokens)
+        self.num_computed.stage_value(new.row, new.num_computed_tokens)
+        self.total_len.stage_value(new.row, len(tokens))
+        self.prefill_len.write(new.row, len(tokens))
+        self.max_len.write(new.row, new.max_len)
+        self.epoch_np[new.row] = new.epoch
+        self.num_computed_np[new.row] = new.num_computed_tokens
+        self.is_live_np[new.row] = True
+
+    def apply_staged_writes(self) -> None:
+        self.token_ids.apply()
+        self.num_computed.apply()
+        self.total_len.apply()
+        self.prefill_len.publish()
+        self.max_len.publish()
+
+    def remove_request(self, row: int) -> None:
+        """Raises `RowError` when nobody has the row."""
+        self._check(row, live=True)
+        self.is_live_np[row] = False
+
+    def check_live(self, row: int) -> None:
+        """Raises `RowError` when nobody has the row."""
+        self._check(row, live=True)
+
+    def check_chunk(self, row: int, length: int) -> None:
+        """Raises `RowError` when the row's prefill has not `length` tokens left."""
+        self._check(row, live=True)
+        left = self.num_uncomputed_prefill(row)
+        if not 0 < length <= left:
+            raise RowError(f"row {row} has {left} tokens to compute, not {length}")
+
+    def num_uncomputed_prefill(self, row: int) -> int:
+        """Tokens of the prefill that no step has computed yet."""
+        return int(self.prefill_len.np[row]) - int(self.num_computed_np[row])
+
+    def advance(self, rows: npt.NDArray[np.int32], query_lens: npt.NDArray[np.int32]) -> None:
+        """A step computes `query_lens[i]` tokens of `rows[i]`."""
+        self.num_computed_np[rows] += query_lens
+
+    def row_tables(self, block_tables: BlockTables) -> RowTables:
+        """What the batch kernels read and write."""
+        return RowTables(
+            token_ids=self.token_ids.tensor,
+            prefill_len=self.prefill_len.tensor,
+            num_computed=self.num_computed.tensor,
+            total_len=self.total_len.tensor,
+            max_len=self.max_len.tensor,
+            block_table=block_tables.tensor,
+            block_size=block_tables.block_size,
+        )
+
+    def _check(self, row: int, live: bool) -> None:
+        if not 0 <= row < self.max_num_reqs:
+            raise RowError(f"row {row} does not exist; there are {self.max_num_reqs}")
+        if self.is_live_np[row] != live:
+            state = "is in use" if self.is_live_np[row] else "is free"
+            raise RowError(f"row {row} {state} (epoch {self.epoch_np[row]})")

@@ -1,0 +1,160 @@
+"""Frozen configuration of one engine. Torch-free; crosses processes as JSON.
+
+`ModelConfig` holds what the architecture is, read once from `config.json`
+(`engine.models.checkpoint`); the rest says how the engine runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.layout import KVLayout
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+Device = Literal["cpu", "cuda"]
+LoadFormat = Literal["safetensors", "dummy"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+AttentionBackend = Literal["auto", "triton"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's frequency-dependent scaling of rotary frequencies (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama family.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        served_model_name: The name clients use.
+        architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`.
+        attention_bias: q, k, v projections have a bias (Qwen2).
+        qk_norm: RMSNorm over each head of q and k before RoPE (Qwen3).
+        max_model_len: Prompt plus output tokens at most.
+        eos_token_ids: From generation_config.json, else config.json.
+        model_hash: Equal exactly for nodes that compute the same KV.
+    """
+
+    path: str
+    served_model_name: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    attention_bias: bool
+    qk_norm: bool
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: Dtype
+    load_format: LoadFormat
+    model_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """KV cache. `num_blocks` None: sized from free memory after a profiling run.
+
+    `kv_cache_memory_bytes` limits one rank's cache; None takes `memory_utilization` of what the
+    device has (GPU) or a tenth of free memory (CPU), but never more than all rows could use.
+    """
+
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Tensor parallelism within one node."""
+
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    Attributes:
+        max_num_seqs: Running requests at most.
+        max_num_batched_tokens: Tokens computed in one step at most.
+        enable_chunked_prefill: Prompts may be split over steps. Off: a prompt longer than the
+            budget is refused.
+        long_prefill_token_threshold: A prompt takes at most this much of one step; 0: no limit.
+        policy: Order of waiting requests and of victims of preemption.
+        async_scheduling: Decide the next step while workers compute one. Without, the scheduler
+            waits for each result.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """Where workers compute.
+
+    Attributes:
+        num_threads: torch threads of each worker; more than cores / processes is slower.
+        first_gpu: Rank r computes on GPU `first_gpu + r` of those that the process may see.
+        enforce_eager: Launch every kernel by itself instead of CUDA graphs.
+        cudagraph_capture_sizes: Batches that get a graph; empty: chosen for `max_num_seqs`.
+        attention_backend: On a GPU. `triton`: always our own kernels; `auto`: another's where it
+            is faster.
+    """
+
+    device: Device = "cpu"
+    num_threads: int = 1
+    first_gpu: int = 0
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    attention_backend: AttentionBackend = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that one engine is. `engine_id` names its sockets and appears in logs."""
+
+    engine_id: str
+    epoch: int
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    kv_transfer: KVTransferConfig | None = None
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The layout that peers compare."""
+        return KVLayout(
+            model_hash=self.model.model_hash,
+            dtype=self.model.dtype,
+            num_layers=self.model.num_layers,
+            num_kv_heads=self.model.num_kv_heads,
+            head_dim=self.model.head_dim,
+            block_size=self.cache.block_size,
+            tp_size=self.parallel.tensor_parallel_size,
+        )

@@ -1,0 +1,135 @@
+"""One engine without its process: scheduler, executor and connector, and the order of a step.
+
+    schedule ──▶ execute_model ──▶ (workers) ──▶ collect ──▶ update_from_output
+       ▲                                                            │
+       └───────────── as soon as the batch queue has room ◀─────────┘
+
+The batch queue holds the steps that workers have and that are not updated yet. Its size is the
+number of steps in flight: with 1 the scheduler waits for each result, with 2 it decides step N+1
+while the workers compute step N.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.executor.abstract import Executor, ReportProgress
+from engine.messages import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    PrefillLocally,
+    RetryRemotePrefill,
+    SupplyFirstToken,
+)
+from engine.outputs import ModelRunnerOutput
+from engine.request import Request
+from engine.sched.output import SchedulerOutput
+from engine.sched.scheduler import Scheduler
+from kv_transfer.base import KVConnectorScheduler
+from kv_transfer.factory import create_scheduler_connector
+
+RequestMessage = (
+    EngineCoreRequest | AbortRequests | SupplyFirstToken | RetryRemotePrefill | PrefillLocally
+)
+
+
+class EngineCore:
+    """Nothing here waits: every method returns at once."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        report: ReportProgress,
+    ) -> None:
+        """Loads the model. `executor` belongs to the caller, also when this fails."""
+        caches = executor.initialize(report)
+        self.num_blocks = caches.num_blocks
+        self.connector: KVConnectorScheduler | None = None
+        if config.kv_transfer is not None:
+            self.connector = create_scheduler_connector(
+                config.kv_transfer,
+                config.engine_id,
+                config.epoch,
+                config.kv_layout,
+                caches.handles,
+            )
+        self.scheduler = Scheduler(config, caches.num_blocks, self.connector)
+        self._executor = executor
+        self._batch_queue: deque[SchedulerOutput] = deque()
+        self._batch_queue_size = 2 if config.scheduler.async_scheduling else 1
+        self._results = EngineCoreOutputs()
+        """What happened since the last step."""
+
+    def handle(self, message: RequestMessage) -> None:
+        """Requests come, are advised on, and go. What that ends comes out of the next `step`."""
+        scheduler = self.scheduler
+        match message:
+            case EngineCoreRequest():
+                self._add(scheduler.add_request(Request(message)))
+            case AbortRequests(request_ids):
+                self._add(scheduler.abort_requests(request_ids))
+            case SupplyFirstToken(request_id, token_id):
+                self._add(scheduler.supply_first_token(request_id, token_id))
+            case RetryRemotePrefill(request_id, params):
+                self._add(scheduler.retry_remote(request_id, params))
+            case PrefillLocally(request_id):
+                self._add(scheduler.prefill_locally(request_id))
+
+    def step(self) -> EngineCoreOutputs:
+        """Takes what has arrived and keeps the batch queue full. Call whenever something
+        happened. Raises EngineDeadError."""
+        for output in self._executor.collect():
+            self._add(self._finish_step(output))
+        if self.connector is not None:
+            events = self.connector.get_finished()
+            if events is not None:
+                self._add(self.scheduler.update_from_connector(events))
+        self._fill_batch_queue()
+        results, self._results = self._results, EngineCoreOutputs()
+        results.timestamp = time.monotonic()
+        return results
+
+    def _add(self, more: EngineCoreOutputs) -> None:
+        self._results.outputs.extend(more.outputs)
+        self._results.kv_results.extend(more.kv_results)
+
+    def _finish_step(self, output: ModelRunnerOutput) -> EngineCoreOutputs:
+        step = self._batch_queue.popleft()
+        if output.step_id != step.step_id:
+            raise EngineDeadError(
+                f"the workers answered step {output.step_id} where step {step.step_id} was due; "
+                f"this is a fault of tandem: please report it with the log"
+            )
+        return self.scheduler.update_from_output(step, output)
+
+    def _fill_batch_queue(self) -> None:
+        while len(self._batch_queue) < self._batch_queue_size:
+            step = self.scheduler.schedule()
+            if step is None:
+                return
+            self._batch_queue.append(step)
+            self._executor.execute_model(step)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is known and no step is in flight. KV may still be on its way out."""
+        return not self._batch_queue and not self.scheduler.has_unfinished_requests()
+
+    def check_empty(self) -> None:
+        """For an idle engine: when no KV is on its way either, nothing may be left of requests
+        and transfers that have ended. Raises RuntimeError naming what is."""
+        if self.connector is not None and self.connector.counters.get("live_transfers"):
+            return
+        left = self.scheduler.check_empty()
+        if left:
+            raise RuntimeError(f"an idle engine still holds {', '.join(left)}")
+
+    def shutdown(self) -> None:
+        """Ends all transfers. Idempotent."""
+        if self.connector is not None:
+            self.connector.shutdown()

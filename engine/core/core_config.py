@@ -1,0 +1,18 @@
+"""What the engine core process is told at its start."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+
+CORE_MODULE = "engine.core.core_proc"
+"""Run as `python -m`."""
+
+
+class CoreProcConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`client_address`: where the node server listens for us."""
+
+    engine: EngineConfig
+    client_address: str
+    log_level: int

@@ -1,0 +1,184 @@
+"""The engine core's process: `python -m engine.core.core_proc`.
+
+    1. reads its configuration, connects to the node server
+    2. starts workers and connector ──▶ LoadProgress, then EngineReady
+    3. sleeps until something is readable: a message of the node server, a step's result, a
+       transfer event, the end of a child, SIGTERM. Then one `EngineCore.step`.
+    4. ShutdownEngine or SIGTERM: ends its children, exit code 0
+       anything wrong: EngineDead with the reason first, exit code 1
+
+While starting, SIGTERM simply ends this process, and the kernel its children.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+import msgspec
+import zmq
+
+from engine.core.core import EngineCore
+from engine.core.core_config import CoreProcConfig
+from engine.errors import EngineDeadError
+from engine.executor.abstract import PollSource
+from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.messages import (
+    EngineCoreOutputs,
+    EngineDead,
+    EngineReady,
+    FromEngineCore,
+    LoadProgress,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    ShutdownEngine,
+    ToEngineCore,
+)
+from engine.outputs import SchedulerStats
+from kv_transfer.host.child_process import read_config
+from kv_transfer.host.local_socket import connect_socket
+from kv_transfer.host.termination import termination_fd
+
+_STATS_INTERVAL_S = 0.1
+"""While busy. An engine that becomes idle reports at once."""
+_CHECK_CONNECTOR_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCoreProc:
+    """The loop around an `EngineCore`."""
+
+    def __init__(self, config: CoreProcConfig) -> None:
+        self._config = config.engine
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._client = connect_socket(self._context, zmq.DEALER, config.client_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._messages = msgspec.msgpack.Decoder(ToEngineCore)
+        self._executor = MultiprocExecutor(config.engine, self._context)
+        self._core: EngineCore | None = None
+        self._stats = SchedulerStats()
+        self._stats_sent_at = 0.0
+        self._connector_checked_at = 0.0
+
+    def run(self) -> int:
+        """The exit code."""
+        try:
+            core = self._core = EngineCore(self._config, self._executor, self._report)
+            self._serve(core)
+        except EngineDeadError as error:
+            return self._die(str(error))
+        except Exception as error:
+            logger.exception("the engine core failed")
+            return self._die(f"the engine core failed: {type(error).__name__}: {error}")
+        finally:
+            if self._core is not None:
+                self._core.shutdown()
+            self._executor.shutdown()
+            self._context.destroy()
+        return 0
+
+    def _die(self, reason: str) -> int:
+        logger.error("engine %s is dead: %s", self._config.engine_id, reason)
+        self._send(EngineDead(reason))
+        return 1
+
+    def _serve(self, core: EngineCore) -> None:
+        """Returns when told to stop."""
+        termination = termination_fd()
+        poller = zmq.Poller()
+        for source in self._poll_sources(core, termination):
+            poller.register(source, zmq.POLLIN)
+        self._send(self._ready(core))
+        while True:
+            ready = dict(poller.poll(self._timeout_ms(core)))
+            if termination in ready:
+                return
+            if self._client in ready and not self._handle_messages(core):
+                return
+            self._check_connector(core)
+            self._send_results(core, core.step())
+
+    def _poll_sources(self, core: EngineCore, termination: int) -> list[PollSource]:
+        sources = [self._client, *self._executor.poll_sources, termination]
+        if core.connector is not None:
+            sources.append(core.connector.fileno())
+        return sources
+
+    def _ready(self, core: EngineCore) -> EngineReady:
+        return EngineReady(
+            num_blocks=core.num_blocks,
+            peer=core.connector.peer_info if core.connector is not None else None,
+            worker_pids=self._executor.worker_pids,
+            transfer_pids=core.connector.process_pids if core.connector is not None else [],
+        )
+
+    def _timeout_ms(self, core: EngineCore) -> int | None:
+        """Until something must be looked at without being asked; None: sleep until woken."""
+        now = time.monotonic()
+        waits = []
+        if self._executor.deadline is not None:
+            waits.append(self._executor.deadline - now)
+        if core.connector is not None:
+            waits.append(self._connector_checked_at + _CHECK_CONNECTOR_INTERVAL_S - now)
+        return max(0, int(min(waits) * 1000) + 1) if waits else None
+
+    def _check_connector(self, core: EngineCore) -> None:
+        now = time.monotonic()
+        if core.connector is None or now < self._connector_checked_at + _CHECK_CONNECTOR_INTERVAL_S:
+            return
+        self._connector_checked_at = now
+        core.connector.check_alive()
+
+    def _handle_messages(self, core: EngineCore) -> bool:
+        """All that have arrived. Whether to go on."""
+        while True:
+            try:
+                message: ToEngineCore = self._messages.decode(self._client.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
+            if not self._handle(core, message):
+                return False
+
+    def _handle(self, core: EngineCore, message: ToEngineCore) -> bool:
+        match message:
+            case ShutdownEngine():
+                return False
+            case ResetPrefixCache():
+                self._send(PrefixCacheReset(core.scheduler.reset_prefix_cache()))
+            case _:
+                core.handle(message)
+        return True
+
+    def _send_results(self, core: EngineCore, results: EngineCoreOutputs) -> None:
+        now = results.timestamp
+        if core.is_idle or now >= self._stats_sent_at + _STATS_INTERVAL_S:
+            stats = core.scheduler.stats()
+            if stats != self._stats:
+                self._stats, self._stats_sent_at = stats, now
+                results.stats = stats
+        if results.outputs or results.kv_results or results.stats is not None:
+            self._send(results)
+        if core.is_idle and logger.isEnabledFor(logging.DEBUG):
+            core.check_empty()
+
+    def _report(self, stage: str, fraction: float) -> None:
+        self._send(LoadProgress(stage, fraction))
+
+    def _send(self, message: FromEngineCore) -> None:
+        self._client.send(self._encoder.encode(message))
+
+
+def main() -> None:
+    config = read_config(CoreProcConfig)
+    logging.basicConfig(
+        level=config.log_level,
+        format=f"%(asctime)s %(levelname)s engine core of {config.engine.engine_id}: %(message)s",
+        stream=sys.stderr,
+    )
+    sys.exit(EngineCoreProc(config).run())
+
+
+if __name__ == "__main__":
+    main()

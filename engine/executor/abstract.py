@@ -1,0 +1,70 @@
+"""What the engine core needs of the workers, wherever they run.
+
+    1. `initialize`      loads the model, sizes and allocates the KV cache on every rank
+    2. `execute_model`   hands a step to all ranks and returns at once
+    3. one of `poll_sources` becomes readable; `collect` takes the results that are there
+    4. `shutdown`
+
+Several steps may be between 2 and 3; their results come in the order of the steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from engine.outputs import ModelRunnerOutput
+from engine.sched.output import SchedulerOutput
+from kv_transfer.base import KVCacheHandle
+
+ReportProgress = Callable[[str, float], None]
+"""(stage, fraction in 0..1)"""
+
+PollSource = zmq.Socket[bytes] | int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCaches:
+    """`num_blocks` of each rank, and `handles[rank]`."""
+
+    num_blocks: int
+    handles: list[KVCacheHandle]
+
+
+class Executor(ABC):
+    """All ranks of one engine. Any method may raise `EngineDeadError`."""
+
+    @abstractmethod
+    def initialize(self, report: ReportProgress) -> KVCaches:
+        """Returns when every rank can execute steps."""
+
+    @abstractmethod
+    def execute_model(self, step: SchedulerOutput) -> None:
+        """Hands out `step`. Its result comes through `collect`."""
+
+    @abstractmethod
+    def collect(self) -> list[ModelRunnerOutput]:
+        """Results that have arrived. Raises when a rank has died or hangs."""
+
+    @property
+    @abstractmethod
+    def poll_sources(self) -> list[PollSource]:
+        """Readable when `collect` has something to say."""
+
+    @property
+    @abstractmethod
+    def deadline(self) -> float | None:
+        """CLOCK_MONOTONIC seconds at which `collect` must be called even if nothing was readable;
+        None while nothing is in flight."""
+
+    @property
+    @abstractmethod
+    def worker_pids(self) -> list[int]:
+        """Processes that the executor started, by rank."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends all ranks. Idempotent, also in the middle of `initialize`."""

@@ -1,0 +1,66 @@
+"""One rank in this process: for tests and for stepping through a model in a debugger."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from engine.config import EngineConfig
+from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
+from engine.outputs import ModelRunnerOutput
+from engine.sched.output import SchedulerOutput
+from engine.worker.async_output import AsyncOutput
+from engine.worker.worker import Worker
+
+
+class UniprocExecutor(Executor):
+    """Steps are started inside `execute_model`; on the CPU they end there, too."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.parallel.tensor_parallel_size != 1:
+            raise ValueError("one process has one rank; use MultiprocExecutor")
+        self._worker = Worker(config, rank=0, rendezvous="")
+        self._outputs: deque[AsyncOutput] = deque()
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def initialize(self, report: ReportProgress) -> KVCaches:
+        self._worker.init_device()
+        self._worker.load_model(lambda fraction: report("loading weights", fraction))
+        num_blocks = self._worker.determine_num_blocks()
+        handle = self._worker.initialize_kv_cache(num_blocks)
+        self._worker.capture_model(report)
+        return KVCaches(num_blocks, [handle])
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        self._outputs.append(self._worker.start_step(step))
+        os.eventfd_write(self._event_fd, 1)
+
+    def collect(self) -> list[ModelRunnerOutput]:
+        """Waits for the oldest step only, so that the device has another one to go on with."""
+        if not self._outputs:
+            return []
+        os.eventfd_read(self._event_fd)
+        results = [self._outputs.popleft().get_output()]
+        while self._outputs and self._outputs[0].is_ready:
+            results.append(self._outputs.popleft().get_output())
+        if self._outputs:
+            os.eventfd_write(self._event_fd, 1)
+        return results
+
+    @property
+    def poll_sources(self) -> list[PollSource]:
+        return [self._event_fd]
+
+    @property
+    def deadline(self) -> float | None:
+        return None
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [os.getpid()]
+
+    def shutdown(self) -> None:
+        if self._event_fd >= 0:
+            self._worker.shutdown()
+            os.close(self._event_fd)
+            self._event_fd = -1

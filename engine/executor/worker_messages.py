@@ -1,0 +1,78 @@
+"""Between the engine core's executor and its worker processes. msgspec, never pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.executor.message_queue import MessageQueueHandle
+from engine.outputs import ModelRunnerOutput
+from engine.sched.output import SchedulerOutput
+from kv_transfer.base import KVCacheHandle
+
+
+class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a worker process is told at its start."""
+
+    engine: EngineConfig
+    rank: int
+    rendezvous: str
+    queue: MessageQueueHandle
+    reply_address: str
+    log_level: int
+
+
+# To all workers, through the ring -------------------------------------------------------------
+
+
+class InitializeKVCache(msgspec.Struct, tag="kv_cache", array_like=True):
+    """`num_blocks`: what the rank with the least memory has room for."""
+
+    num_blocks: int
+
+
+class ExecuteStep(msgspec.Struct, tag="step", array_like=True):
+    step: SchedulerOutput
+
+
+class StopWorker(msgspec.Struct, tag="stop", array_like=True):
+    pass
+
+
+WorkerCommand = InitializeKVCache | ExecuteStep | StopWorker
+
+# From a worker, over a socket -----------------------------------------------------------------
+
+
+class WorkerProgress(msgspec.Struct, tag="progress", array_like=True):
+    rank: int
+    stage: str
+    fraction: float
+
+
+class WorkerLoaded(msgspec.Struct, tag="loaded", array_like=True):
+    """The model is there, and so much room is left for the KV cache."""
+
+    rank: int
+    num_blocks: int
+
+
+class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
+    rank: int
+    handle: KVCacheHandle
+
+
+class StepDone(msgspec.Struct, tag="step", array_like=True):
+    """From rank 0 only: all ranks sample the same tokens."""
+
+    output: ModelRunnerOutput
+
+
+class WorkerFailed(msgspec.Struct, tag="failed", array_like=True):
+    """Last words."""
+
+    rank: int
+    reason: str
+
+
+WorkerReply = WorkerProgress | WorkerLoaded | WorkerReady | StepDone | WorkerFailed

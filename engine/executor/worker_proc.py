@@ -1,0 +1,139 @@
+"""The process of one rank.
+
+    1. reads its configuration, attaches to the ring, connects its replies
+    2. device, model, profiling run ──▶ WorkerLoaded
+    3. InitializeKVCache ──▶ WorkerReady
+       (on a GPU kernels are compiled and CUDA graphs recorded in between)
+    4. ExecuteStep, again and again: each is started before the tokens of the one before are
+       awaited, which another thread does; rank 0 answers each with StepDone
+    5. StopWorker, or the engine core ends, and the kernel ends us with it
+
+Whatever goes wrong is reported as WorkerFailed; then the process ends with exit code 1. A worker
+never goes on after an error: its rows would not be those of the other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+import msgspec
+import zmq
+
+from engine.executor.message_queue import MessageQueueReader
+from engine.executor.result_thread import ResultThread
+from engine.executor.worker_messages import (
+    ExecuteStep,
+    InitializeKVCache,
+    StepDone,
+    WorkerCommand,
+    WorkerFailed,
+    WorkerLoaded,
+    WorkerProcConfig,
+    WorkerProgress,
+    WorkerReady,
+    WorkerReply,
+)
+from engine.worker.async_output import AsyncOutput
+from engine.worker.worker import Worker
+from kv_transfer.host.child_process import read_config
+from kv_transfer.host.local_socket import connect_socket
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerProc:
+    """Runs a `Worker` on what the ring says."""
+
+    def __init__(self, config: WorkerProcConfig) -> None:
+        self._rank = config.rank
+        self._parent_pid = os.getppid()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._replies = connect_socket(self._context, zmq.PUSH, config.reply_address)
+        self._queue = MessageQueueReader(
+            self._context, config.queue, config.rank, self._check_alive
+        )
+        self._commands = msgspec.msgpack.Decoder(WorkerCommand)
+        self._replies_lock = threading.Lock()
+        """The results' thread replies too."""
+        self._worker = Worker(config.engine, config.rank, config.rendezvous)
+        self._results = ResultThread(self._finish_step)
+
+    def run(self) -> None:
+        """Returns when told to stop."""
+        try:
+            self._start()
+            while self._handle(self._next_command()):
+                pass
+        except Exception as error:
+            logger.exception("worker %d failed", self._rank)
+            self._reply(WorkerFailed(self._rank, f"{type(error).__name__}: {error}"))
+            raise SystemExit(1) from error
+        finally:
+            self._results.close()
+            self._worker.shutdown()
+            self._queue.close()
+            self._context.destroy()
+
+    def _start(self) -> None:
+        self._report("starting device", 0.0)
+        self._worker.init_device()
+        self._worker.load_model(lambda fraction: self._report("loading weights", fraction))
+        self._report("measuring memory", 0.0)
+        self._reply(WorkerLoaded(self._rank, self._worker.determine_num_blocks()))
+
+    def _handle(self, command: WorkerCommand) -> bool:
+        """Whether to go on."""
+        match command:
+            case ExecuteStep(step):
+                self._results.put(self._worker.start_step(step))
+            case InitializeKVCache(num_blocks):
+                handle = self._worker.initialize_kv_cache(num_blocks)
+                self._worker.capture_model(self._report)
+                self._reply(WorkerReady(self._rank, handle))
+            case _:
+                return False
+        return True
+
+    def _finish_step(self, output: AsyncOutput) -> None:
+        """In the results' thread."""
+        result = output.get_output()
+        if self._rank == 0:
+            self._reply(StepDone(result))
+
+    def _next_command(self) -> WorkerCommand:
+        message = self._queue.dequeue()
+        assert message is not None
+        command: WorkerCommand = self._commands.decode(message)
+        return command
+
+    def _report(self, stage: str, fraction: float) -> None:
+        self._reply(WorkerProgress(self._rank, stage, fraction))
+
+    def _reply(self, reply: WorkerReply) -> None:
+        message = msgspec.msgpack.encode(reply)
+        with self._replies_lock:
+            self._replies.send(message)
+
+    def _check_alive(self) -> None:
+        """Whether there is anything to wait for."""
+        self._results.check()
+        if os.getppid() != self._parent_pid:
+            raise SystemExit("the engine core has ended")
+
+
+def main() -> None:
+    config = read_config(WorkerProcConfig)
+    logging.basicConfig(
+        level=config.log_level,
+        format=f"%(asctime)s %(levelname)s worker {config.rank} of {config.engine.engine_id}: "
+        "%(message)s",
+        stream=sys.stderr,
+    )
+    WorkerProc(config).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""The engine as the node server sees it: requests in, streams of tokens and text out.
+
+    1. `AsyncLLM.start` loads the model in other processes
+    2. `generate` hands a request to the engine core and returns its stream
+    3. iterating gives `RequestOutput`s; closing, cancelling or forgetting the stream aborts
+    4. the engine dies, or is given up: every stream raises EngineDeadError at once
+    5. `shutdown`
+
+On a decode node `supply_first_token` puts the prefill node's token into the stream, and
+`wait_kv_result`, `retry_remote` and `prefill_locally` steer what becomes of the transfer. All
+methods are for the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.frontend.core_client import EngineCoreClient
+from engine.frontend.detokenizer import Decoder
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.request_stream import KVResults, RequestState, RequestStream
+from engine.messages import (
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FromEngineCore,
+    KVTransferResult,
+    LoadProgress,
+    PrefillLocally,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    RetryRemotePrefill,
+    SupplyFirstToken,
+)
+from engine.outputs import SchedulerStats, TokenLogprobs
+from kv_transfer.metadata import KVTransferParams
+
+OnProgress = Callable[[LoadProgress], None]
+
+
+class AsyncLLM:
+    """Use `start`. `tokenizer` None: streams carry tokens and no text."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_progress: OnProgress | None = None,
+        tokenizer: Decoder | None = None,
+    ) -> None:
+        self.config = config
+        self.stats = SchedulerStats()
+        """The latest."""
+        self.dead_reason = ""
+        self._on_progress = on_progress
+        self._tokenizer = tokenizer
+        self._states: dict[str, RequestState] = {}
+        """Requests that the engine core works on, by request id."""
+        self._kv_results: dict[str, KVResults] = {}
+        """Requests whose KV is or was in motion, by request id."""
+        self._resets: list[asyncio.Future[bool]] = []
+        """Asked for and not answered, oldest first."""
+        self._dead = asyncio.Event()
+        self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self._client = EngineCoreClient(config, self._on_message, self._on_dead)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        on_progress: OnProgress | None = None,
+        tokenizer: Decoder | None = None,
+    ) -> AsyncLLM:
+        """Returns when the engine can serve. Raises EngineDeadError naming what went wrong and
+        the cure; then, and when cancelled, nothing is left running."""
+        llm = cls(config, on_progress, tokenizer)
+        try:
+            await llm._ready
+        except asyncio.CancelledError:
+            llm._client.close(grace_s=0.0)
+            raise
+        except BaseException:
+            llm._client.close()
+            raise
+        return llm
+
+    @property
+    def ready(self) -> EngineReady:
+        """What the engine said when it had started."""
+        return self._ready.result()
+
+    @property
+    def core_pid(self) -> int:
+        """Process id of the engine core."""
+        return self._client.pid
+
+    @property
+    def is_dead(self) -> bool:
+        """The engine has died or was shut down."""
+        return self._dead.is_set()
+
+    async def wait_dead(self) -> str:
+        """Returns the reason when the engine has died or was shut down."""
+        await self._dead.wait()
+        return self.dead_reason
+
+    def generate(self, request: GenerationRequest) -> RequestStream:
+        """Hands the request to the engine now; iterate over what is returned. Raises
+        EngineDeadError, and ValueError when a request of this id is running."""
+        self._check_alive()
+        request_id = request.request_id
+        if request_id in self._states or request_id in self._kv_results:
+            raise ValueError(f"request id {request_id} is in use; ids must be unique")
+        state = RequestState(OutputProcessor(request, self._tokenizer))
+        self._states[request_id] = state
+        if request.kv_transfer_params is not None:
+            self._kv_results[request_id] = KVResults(request.kv_transfer_params)
+        self._client.send(_to_core(request))
+        return RequestStream(state, self._on_stream_closed)
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request, and its KV transfer, wherever it is. Its stream ends with
+        finish_reason `abort`. Nothing happens when it is not known (any more)."""
+        state = self._states.get(request_id)
+        if state is not None:
+            self._forget(state)
+            state.queue.put_nowait(state.processor.process([], finish_reason="abort"))
+        elif request_id not in self._kv_results:
+            return
+        self._end_kv(request_id, "the request was aborted")
+        self._client.send(AbortRequests([request_id]))
+
+    def supply_first_token(
+        self, request_id: str, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> None:
+        """The prefill node's token goes to the stream at once, and to the engine core unless it
+        is the last. Ignored when the stream has a token already, or has ended."""
+        state = self._states.get(request_id)
+        if state is None or state.processor.num_output_tokens > 0:
+            return
+        output = state.processor.process_first_token(token_id, logprobs)
+        state.queue.put_nowait(output)
+        if output.finished:
+            self._forget(state)
+            self._client.send(AbortRequests([request_id]))
+        else:
+            self._client.send(SupplyFirstToken(request_id, token_id))
+
+    def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
+        """Pull again, from another peer or with a new attempt."""
+        if request_id in self._states:
+            self._client.send(RetryRemotePrefill(request_id, params))
+
+    def prefill_locally(self, request_id: str) -> None:
+        """Give up on remote KV and compute the prompt here."""
+        if request_id in self._states:
+            self._client.send(PrefillLocally(request_id))
+
+    async def wait_kv_result(self, request_id: str) -> KVTransferResult:
+        """What became of the next attempt of this request. Raises EngineDeadError.
+
+        On a decode node results end with the stream. On a prefill node exactly one comes, mostly
+        after the stream: wait for it or `abort`. For a request that has ended the answer is a
+        failure that says so.
+        """
+        self._check_alive()
+        results = self._kv_results.get(request_id)
+        if results is None:
+            return _ended(request_id, "the request has ended")
+        result = await results.get()
+        if results.outlive_stream and self._kv_results.get(request_id) is results:
+            del self._kv_results[request_id]
+        return result
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False: running requests hold blocks; try again later."""
+        self._check_alive()
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resets.append(answer)
+        self._client.send(ResetPrefixCache())
+        return await answer
+
+    def give_up(self, reason: str) -> None:
+        """From now on the engine counts as dead: streams raise EngineDeadError. For one that
+        hangs; `shutdown` ends its processes."""
+        self._on_dead(reason)
+
+    async def shutdown(self) -> None:
+        """Ends the engine and its processes. Streams that still run raise EngineDeadError.
+        Idempotent."""
+        self._on_dead("the engine was shut down")
+        await self._client.shutdown()
+
+    def _check_alive(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError(self.dead_reason)
+
+    def _on_stream_closed(self, state: RequestState) -> None:
+        if self._states.get(state.request_id) is state:
+            self.abort(state.request_id)
+
+    def _forget(self, state: RequestState) -> None:
+        """The engine core is, or soon will be, done with the request."""
+        del self._states[state.request_id]
+        results = self._kv_results.get(state.request_id)
+        if results is not None and not results.outlive_stream:
+            self._end_kv(state.request_id, "the request has ended")
+
+    def _end_kv(self, request_id: str, reason: str) -> None:
+        results = self._kv_results.pop(request_id, None)
+        if results is not None:
+            results.put(_ended(request_id, reason))
+
+    def _on_message(self, message: FromEngineCore) -> None:
+        match message:
+            case EngineCoreOutputs():
+                self._on_outputs(message)
+            case LoadProgress():
+                if self._on_progress is not None:
+                    self._on_progress(message)
+            case EngineReady():
+                if not self._ready.done():
+                    self._ready.set_result(message)
+            case PrefixCacheReset(ok):
+                answer = self._resets.pop(0)
+                if not answer.done():
+                    answer.set_result(ok)
+
+    def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.stats is not None:
+            self.stats = outputs.stats
+        for output in outputs.outputs:
+            self._on_output(output)
+        for result in outputs.kv_results:
+            results = self._kv_results.get(result.request_id)
+            if results is not None:
+                results.put(result)
+
+    def _on_output(self, output: EngineCoreOutput) -> None:
+        state = self._states.get(output.request_id)
+        if state is None:
+            return
+        num_known = _num_known_tokens(state, output)
+        processed = state.processor.process(
+            output.new_token_ids[num_known:],
+            output.logprobs[num_known:] if output.logprobs else None,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            num_cached_tokens=output.num_cached_tokens,
+            queue_s=output.queue_s,
+            error=output.error,
+        )
+        state.queue.put_nowait(processed)
+        if processed.finished:
+            self._forget(state)
+            if not output.finish_reason:
+                self._client.send(AbortRequests([output.request_id]))
+
+    def _on_dead(self, reason: str) -> None:
+        if self.is_dead:
+            return
+        self.dead_reason = reason
+        self._dead.set()
+        for state in self._states.values():
+            state.queue.put_nowait(EngineDeadError(reason))
+        for results in self._kv_results.values():
+            results.put(EngineDeadError(reason))
+        for answer in self._resets:
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))
+        if not self._ready.done():
+            self._ready.set_exception(EngineDeadError(reason))
+        self._states.clear()
+        self._kv_results.clear()
+        self._resets.clear()
+
+
+def _num_known_tokens(state: RequestState, output: EngineCoreOutput) -> int:
+    """Leading tokens of `output` that the stream has: the peer's first token and our engine's own
+    may cross on their way when the prompt is computed on both sides. They are the same token."""
+    if output.num_cached_tokens is None:
+        return 0
+    return max(0, state.processor.num_output_tokens - output.num_output_tokens_before)
+
+
+def _to_core(request: GenerationRequest) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        eos_token_ids=request.eos_token_ids,
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        kv_transfer_params=request.kv_transfer_params,
+    )
+
+
+def _ended(request_id: str, reason: str) -> KVTransferResult:
+    return KVTransferResult(request_id, 0, ok=False, reason=reason, retryable=False)

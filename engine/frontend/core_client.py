@@ -1,0 +1,124 @@
+"""The node server's end of the engine core process.
+
+1. `EngineCoreClient(...)` binds a socket and starts the process
+2. messages arrive through `on_message`, in the event loop, progress first
+3. the process ends, or says that it will: `on_dead`, once, with the reason
+4. `shutdown`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.core.core_config import CORE_MODULE, CoreProcConfig
+from engine.messages import EngineDead, FromEngineCore, ShutdownEngine, ToEngineCore
+from kv_transfer.host.child_process import ChildProcess, ipc_address
+from kv_transfer.host.local_socket import bind_socket
+
+_LAST_WORDS_S = 0.3
+"""A process that has ended may have said why, and the message may still be on its way."""
+_SHUTDOWN_TIMEOUT_S = 15.0
+
+
+class EngineCoreClient:
+    """Must be made inside the event loop that it serves."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_message: Callable[[FromEngineCore], None],
+        on_dead: Callable[[str], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_dead = on_dead
+        self._encoder = msgspec.msgpack.Encoder()
+        self._messages = msgspec.msgpack.Decoder(FromEngineCore)
+        self._ended = asyncio.Event()
+        self._is_dead = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        address = ipc_address(config.engine_id, f"{config.epoch:x}-core")
+        self._socket = bind_socket(self._context, zmq.DEALER, address)
+        self._child = ChildProcess.start(
+            CORE_MODULE,
+            CoreProcConfig(
+                engine=config,
+                client_address=address,
+                log_level=logging.getLogger().getEffectiveLevel(),
+            ),
+            "the engine core",
+        )
+        self.pid = self._child.pid
+        self._loop.add_reader(self._socket.fileno(), self._receive)
+        self._loop.add_reader(self._child.sentinel, self._on_end)
+
+    def send(self, message: ToEngineCore) -> None:
+        """Returns at once. A dead engine hears nothing, nor one that died a moment ago, of whose
+        end we have not heard yet."""
+        if self._is_dead:
+            return
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        if self._socket.poll(0):
+            # Sending has taken the edge that would have announced this message.
+            self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Takes all there is: ZeroMQ's descriptor announces changes, not messages."""
+        while not self._socket.closed:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message: FromEngineCore = self._messages.decode(data)
+            if isinstance(message, EngineDead):
+                self._die(message.reason)
+            else:
+                self._on_message(message)
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._child.sentinel)
+        self._ended.set()
+        self._loop.call_later(_LAST_WORDS_S, self._after_last_words)
+
+    def _after_last_words(self) -> None:
+        self._receive()
+        self._die(self._child.describe_exit())
+
+    def _die(self, reason: str) -> None:
+        if not self._is_dead:
+            self._is_dead = True
+            self._on_dead(reason)
+
+    async def shutdown(self) -> None:
+        """Asks the process to end and sees that it does. Idempotent."""
+        if self._socket.closed:
+            return
+        try:
+            self.send(ShutdownEngine())
+            async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
+                await self._ended.wait()
+        except TimeoutError:
+            await asyncio.to_thread(self._child.stop)
+        finally:
+            self.close()
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Ends the process without asking; it has `grace_s` to end by itself. Idempotent."""
+        if self._socket.closed:
+            return
+        self._is_dead = True
+        self._loop.remove_reader(self._socket.fileno())
+        if self._child.sentinel >= 0:
+            self._loop.remove_reader(self._child.sentinel)
+        self._child.stop(grace_s)
+        self._socket.close(linger=0)
+        self._context.term()

@@ -1,0 +1,156 @@
+"""The engine's state as Prometheus metrics, under vLLM's names where it has one.
+
+Read from `SchedulerStats` at the moment of a scrape; nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.config import EngineConfig
+from engine.messages import EngineReady
+from engine.outputs import SchedulerStats
+
+LABELS = ("model_name", "engine")
+
+
+def _bounds(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
+TTFT_BUCKETS = _bounds(
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
+)
+ITL_BUCKETS = _bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
+LATENCY_BUCKETS = _bounds(
+    "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+)
+TOKEN_BUCKETS = tuple(float(1 << i) for i in range(18))
+
+
+class EngineLike(Protocol):
+    """What is needed of `AsyncLLM`."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def stats(self) -> SchedulerStats: ...
+    @property
+    def ready(self) -> EngineReady: ...
+    @property
+    def is_dead(self) -> bool: ...
+
+
+class EngineCollector(Collector):
+    """One engine's metrics, with labels `model_name` and `engine` (always 0: one a process)."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._labels = metric_labels(engine.config)
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._engine.stats
+        yield from self._gauges(stats)
+        yield from self._counters(stats)
+        yield from self._by_source(stats)
+        yield from self._kv_transfer(stats.kv_transfer)
+        yield self._cache_config()
+
+    def _gauges(self, stats: SchedulerStats) -> Iterable[Metric]:
+        ready = self._engine.ready
+        total = stats.num_total_blocks or ready.num_blocks
+        free = stats.num_free_blocks if stats.num_total_blocks else total
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests in the running batch.", stats.num_running),
+            ("vllm:num_requests_waiting", "Requests that wait to run.", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", 1 - free / max(total, 1)),
+            (
+                "tandem_requests_waiting_for_remote_kvs",
+                "Requests whose KV is on its way from a prefill node.",
+                stats.num_waiting_for_remote_kvs,
+            ),
+            ("tandem_waiting_tokens", "Prompt tokens not yet computed.", stats.num_waiting_tokens),
+            ("tandem_kv_blocks_free", "KV blocks that nobody uses.", free),
+            ("tandem_kv_blocks_total", "KV blocks.", total),
+            ("tandem_rows_free", "Rows of the workers' tables that are free.", stats.num_free_rows),
+            (
+                "tandem_delayed_frees",
+                "Ended requests whose blocks a transfer still holds.",
+                stats.num_delayed_frees,
+            ),
+            (
+                "tandem_prefill_tokens_per_second",
+                "Prompt tokens computed a second, lately.",
+                stats.prefill_tokens_per_s,
+            ),
+            ("tandem_engine_up", "1 while the engine lives.", float(not self._engine.is_dead)),
+        ):
+            yield self._gauge(name, text, value)
+
+    def _counters(self, stats: SchedulerStats) -> Iterable[Metric]:
+        prompt = stats.prompt_tokens_computed + stats.prompt_tokens_cached
+        for name, text, value in (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found cached.", stats.prefix_cache_hits),
+            (
+                "vllm:external_prefix_cache_hits",
+                "Prompt tokens whose KV came from a prefill node.",
+                stats.prompt_tokens_transferred,
+            ),
+            ("vllm:num_preemptions", "Requests put back to make room.", stats.num_preemptions),
+            (
+                "vllm:prompt_tokens",
+                "Prompt tokens of all requests.",
+                prompt + stats.prompt_tokens_transferred,
+            ),
+            ("vllm:prompt_tokens_cached", "Prompt tokens cached.", stats.prompt_tokens_cached),
+            ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("tandem_engine_steps", "Steps of the engine.", stats.num_steps),
+        ):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+    def _by_source(self, stats: SchedulerStats) -> Iterable[Metric]:
+        tokens = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source",
+            "Where the KV of prompt tokens came from.",
+            labels=(*LABELS, "source"),
+        )
+        for source, value in (
+            ("local_compute", stats.prompt_tokens_computed),
+            ("local_cache_hit", stats.prompt_tokens_cached),
+            ("external_kv_transfer", stats.prompt_tokens_transferred),
+        ):
+            tokens.add_metric((*self._labels, source), value)
+        yield tokens
+
+    def _kv_transfer(self, counters: Mapping[str, float]) -> Iterable[Metric]:
+        """The connector's own names; some fall again, so none is declared a counter."""
+        for name, value in counters.items():
+            yield self._gauge(f"tandem_kv_transfer_{name}", "Of the KV data plane.", value)
+
+    def _cache_config(self) -> Metric:
+        blocks = str(self._engine.ready.num_blocks)
+        block_size = str(self._engine.config.cache.block_size)
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Size of the KV cache.",
+            labels=(*LABELS, "block_size", "num_gpu_blocks"),
+        )
+        info.add_metric((*self._labels, block_size, blocks), 1)
+        return info
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(name, text, labels=LABELS)
+        gauge.add_metric(self._labels, value)
+        return gauge
+
+
+def metric_labels(config: EngineConfig) -> tuple[str, str]:
+    """Values of `LABELS`."""
+    return (config.model.served_model_name, "0")

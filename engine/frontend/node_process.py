@@ -1,0 +1,78 @@
+"""What the two node processes do alike: say how far they are, log, stop on SIGTERM.
+
+Standard output has one JSON object a line, for whoever started the process; people read the log
+on standard error. Exit codes: 0 stopped as asked, 1 could not start or the engine died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import signal
+import sys
+
+from engine.config import EngineConfig
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages import LoadProgress
+
+_GC_THRESHOLDS = (50_000, 20, 50)
+"""Young objects of one large request must not make the collector walk everything again."""
+
+
+def emit(event: str, **facts: object) -> None:
+    """Tells the supervisor."""
+    print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def setup_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+
+
+class StopSignal:
+    """SIGTERM or SIGINT, as something to wait for. A second one is not special."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked.set)
+
+    @property
+    def is_set(self) -> bool:
+        return self._asked.is_set()
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
+
+async def start_engine(
+    config: EngineConfig, tokenizer: Tokenizer | None, stop: StopSignal
+) -> AsyncLLM | None:
+    """The engine, ready; None when we were told to stop meanwhile. Raises EngineDeadError."""
+    starting = asyncio.create_task(AsyncLLM.start(config, _report, tokenizer))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+    if starting.cancelled():
+        return None
+    engine = starting.result()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    return engine
+
+
+def _report(progress: LoadProgress) -> None:
+    emit("progress", stage=progress.stage, fraction=round(progress.fraction, 4))

@@ -1,0 +1,153 @@
+"""What a node tells about itself: load reports, and whether it is healthy.
+
+Both kinds of node serve `NodeStatus.Watch`: one report at once, one every interval, and one soon
+after every change (`notify`), at most every 20 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from engine.config import EngineConfig
+from engine.messages import EngineReady
+from engine.outputs import SchedulerStats
+from kv_transfer.layout import KVLayout
+from tandem_pb import node_pb2, node_pb2_grpc
+
+_DEFAULT_INTERVAL_S = 0.25
+_MIN_INTERVAL_S = 0.02
+
+
+class EngineLike(Protocol):
+    """What is needed of `AsyncLLM`."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def stats(self) -> SchedulerStats: ...
+    @property
+    def ready(self) -> EngineReady: ...
+    @property
+    def is_dead(self) -> bool: ...
+    @property
+    def dead_reason(self) -> str: ...
+    def give_up(self, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class NodeWork:
+    """What the node server knows before its engine does. Changed by its owner alone.
+
+    Attributes:
+        draining: No new requests, please.
+        num_queued: Requests that the engine does not have yet.
+        num_computing: Requests that wait for the engine's next step and nothing else. Those that
+            wait for KV from elsewhere do not count.
+    """
+
+    draining: bool = False
+    num_queued: int = 0
+    num_computing: int = 0
+
+
+class NodeStatus:
+    """Load and health of one engine. `describe` numbers its reports."""
+
+    def __init__(self, engine: EngineLike, role: node_pb2.NodeRole, stuck_after_s: float) -> None:
+        self.work = NodeWork()
+        self._engine = engine
+        self._role = role
+        self._stuck_after_s = stuck_after_s
+        self._sequence = 0
+        self._busy_since = time.monotonic()
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something changed that watchers should hear of before the next interval."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Returns after a change, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def load(self) -> node_pb2.NodeLoad:
+        """A report. Newer ones have greater `sequence`."""
+        self._sequence += 1
+        config, stats, work = self._engine.config, self._engine.stats, self.work
+        total = stats.num_total_blocks or self._engine.ready.num_blocks
+        return node_pb2.NodeLoad(
+            node_id=config.engine_id,
+            role=self._role,
+            epoch=config.epoch,
+            sequence=self._sequence,
+            draining=work.draining,
+            num_waiting_requests=stats.num_waiting + work.num_queued,
+            num_running_requests=stats.num_running,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_free_blocks=stats.num_free_blocks if stats.num_total_blocks else total,
+            num_total_blocks=total,
+            block_size=config.cache.block_size,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            seconds_since_progress=self.seconds_since_progress(),
+            num_transfers=stats.num_waiting_for_remote_kvs + stats.num_delayed_frees,
+            model_name=config.model.served_model_name,
+            fingerprint=fingerprint(config.kv_layout),
+        )
+
+    def seconds_since_progress(self) -> float:
+        """0 while there is nothing to compute."""
+        now = time.monotonic()
+        stats = self._engine.stats
+        if stats.num_running == 0 and self.work.num_computing == 0:
+            self._busy_since = now
+        return now - max(stats.last_step_at, self._busy_since)
+
+    def fault(self) -> str:
+        """Why this node cannot serve; empty while it can."""
+        if self._engine.is_dead:
+            return f"the engine has died: {self._engine.dead_reason}"
+        stuck_s = self.seconds_since_progress()
+        if stuck_s > self._stuck_after_s:
+            return f"the engine has work but made no step for {stuck_s:.0f} s"
+        return ""
+
+    def give_up_if_stuck(self) -> None:
+        """What a stuck engine should have answered fails now, and can be tried elsewhere; the
+        node ends as with a dead one."""
+        if not self._engine.is_dead and (fault := self.fault()):
+            self._engine.give_up(fault)
+
+
+class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
+    """Serves `Watch`."""
+
+    def __init__(self, status: NodeStatus) -> None:
+        self._status = status
+
+    async def Watch(
+        self,
+        request: node_pb2.WatchRequest,
+        context: grpc.aio.ServicerContext[node_pb2.WatchRequest, node_pb2.NodeLoad],
+    ) -> AsyncIterator[node_pb2.NodeLoad]:
+        interval_s = request.interval_s if request.interval_s > 0 else _DEFAULT_INTERVAL_S
+        interval_s = max(interval_s, _MIN_INTERVAL_S)
+        while True:
+            yield self._status.load()
+            await asyncio.sleep(_MIN_INTERVAL_S)
+            await self._status.wait_change(interval_s - _MIN_INTERVAL_S)
+
+
+def fingerprint(layout: KVLayout) -> str:
+    """Equal for nodes whose KV fits together; block size and TP size may differ."""
+    return f"{layout.protocol_version}-{layout.dtype}-{layout.model_hash}"

@@ -1,0 +1,145 @@
+"""Tokens of one request as they leave the engine, to what a client reads.
+
+One `OutputProcessor` for each request:
+
+    1. `process` with each output of the engine core, or `process_first_token` with the token
+       that a prefill node sampled; gives new tokens and text
+    2. a stop string becomes complete: `finished`, and the caller aborts in the engine core
+    3. the core says why it ended: `finished`; text that was kept back is given
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.frontend.detokenizer import Decoder, Detokenizer, StopStringMatcher
+from engine.frontend.input_processor import GenerationRequest
+from engine.outputs import TokenLogprobs
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What is new since the last one.
+
+    Attributes:
+        text: Certain text only: never half a character, never a part of a stop string.
+        logprobs: One for each of `token_ids`, or None when not asked for.
+        finish_reason: `stop`, `length`, `abort` or `error`; None while it goes on.
+        stop_reason: The stop string or stop token id that ended it, if one of the request's did.
+        num_cached_tokens: With the first output: prompt tokens that were not computed.
+        queue_s: With the first output: seconds until first scheduled.
+        error: With finish_reason `error`: what was wrong and what to do.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+    queue_s: float = 0.0
+    error: str = ""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class OutputStream(Protocol):
+    """Outputs of one request, in order; the last is `finished`."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    async def __anext__(self) -> RequestOutput: ...
+    def close(self) -> None:
+        """Aborts the request unless it has ended. Idempotent."""
+
+
+class OutputProcessor:
+    """Text and end of one request. `tokenizer` None: no text, and stop strings never match."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Decoder | None) -> None:
+        self.request_id = request.request_id
+        self._sampling = request.sampling
+        self._eos_token_ids = () if request.sampling.ignore_eos else request.eos_token_ids
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._matcher = StopStringMatcher(request.sampling.stop)
+        self.num_output_tokens = 0
+        self.finished = False
+
+    def process(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        *,
+        finish_reason: str = "",
+        stop_reason: int | str | None = None,
+        num_cached_tokens: int | None = None,
+        queue_s: float = 0.0,
+        error: str = "",
+    ) -> RequestOutput:
+        """`finish_reason` empty: not the end yet, as far as the core knows."""
+        used, text = self._add_text(token_ids, ends_with_stop_token=finish_reason == "stop")
+        if finish_reason and self._matcher.matched is None:
+            text += self._flush()
+        if self._matcher.matched is not None:
+            finish_reason, stop_reason = "stop", self._matcher.matched
+        self.finished = bool(finish_reason)
+        return RequestOutput(
+            request_id=self.request_id,
+            token_ids=token_ids[:used],
+            text=text,
+            logprobs=logprobs[:used] if logprobs else None,
+            finish_reason=finish_reason or None,
+            stop_reason=stop_reason,
+            num_cached_tokens=num_cached_tokens,
+            queue_s=queue_s,
+            error=error,
+        )
+
+    def process_first_token(
+        self, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> RequestOutput:
+        """Token one from a prefill node, before the core knows it. `finished` when it is also
+        the last: an end-of-sequence token, a stop token, or the only one allowed."""
+        sampling = self._sampling
+        finish_reason, stop_reason = "", None
+        if token_id in self._eos_token_ids:
+            finish_reason = "stop"
+        elif token_id in sampling.stop_token_ids:
+            finish_reason, stop_reason = "stop", token_id
+        elif sampling.max_tokens == 1:
+            finish_reason = "length"
+        return self.process(
+            [token_id],
+            [logprobs] if logprobs is not None else None,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _add_text(self, token_ids: list[int], *, ends_with_stop_token: bool) -> tuple[int, str]:
+        """(tokens used, text): fewer than given when a stop string ends the text before.
+
+        A stop token itself has no text. Before `min_tokens` stop strings do not count.
+        """
+        text = ""
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            self.num_output_tokens += 1
+            if self._detokenizer is None or (ends_with_stop_token and index == last):
+                continue
+            piece = self._detokenizer.push(token_id)
+            if self.num_output_tokens <= self._sampling.min_tokens:
+                text += piece
+                continue
+            text += self._matcher.push(piece)
+            if self._matcher.matched is not None:
+                return index + 1, text
+        return len(token_ids), text
+
+    def _flush(self) -> str:
+        """The rest of the text. A stop string may still become complete in it."""
+        rest = self._detokenizer.flush() if self._detokenizer is not None else ""
+        return self._matcher.push(rest) + self._matcher.flush()

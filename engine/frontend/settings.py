@@ -1,0 +1,301 @@
+"""Settings of a node's engine: one definition gives the flag, the environment variable and the
+helm value.
+
+`PrefillNodeSettings` and `DecodeNodeSettings` extend this with what only they need. A flag wins
+over the environment. A Python identifier `max_num_seqs` is the flag `--max-num-seqs` and the
+variable `TANDEM_MAX_NUM_SEQS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+
+from engine.config import (
+    AttentionBackend,
+    CacheConfig,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
+from engine.models.checkpoint import load_model_config, resolve_model
+from kv_transfer.config import KVRole, KVTransferConfig
+
+_GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
+_EPOCH_BITS = 63
+"""One bit less than the wire has, so that every language's signed integers hold it."""
+
+_EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
+
+
+class SettingsError(Exception):
+    """Settings that do not fit together. The message says how to mend it."""
+
+
+class EngineSettings(BaseSettings):
+    """What both kinds of node can be told about their engine."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_show_env_vars=True,
+        cli_avoid_json=True,
+        extra="ignore",
+        protected_namespaces=(),
+    )
+
+    model: str = Field(description="Folder of a Hugging Face checkpoint, or a name on the hub.")
+    served_model_name: str | None = Field(
+        default=None, description="Name that clients use. Default: the checkpoint's folder name."
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="Type of weights and KV cache. auto: what the checkpoint says. "
+        "Prefill and decode nodes must agree.",
+    )
+    load_format: LoadFormat = Field(
+        default="safetensors",
+        description="dummy: random weights instead of the checkpoint's, for measurements.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompt and answer together, in tokens, at most. Default: what the model can.",
+    )
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="Workers that share each layer, one for each GPU."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute. auto: cuda where there is a GPU, else cpu."
+    )
+    num_threads: int = Field(
+        default=1,
+        ge=1,
+        description="Threads of each worker on CPU. More threads than cores, over all workers of "
+        "the machine, make everything many times slower.",
+    )
+    first_gpu: int = Field(
+        default=0,
+        ge=0,
+        description="GPU of the first worker, counted from 0; the others follow it. Two nodes may "
+        "share one: give each a part of it with --memory-utilization.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="On a GPU: launch kernels one by one instead of CUDA graphs. Starts sooner, "
+        "decodes slower.",
+    )
+    cudagraph_capture_sizes: tuple[int, ...] = Field(
+        default=(),
+        description="Batch sizes that get a CUDA graph. Default: chosen for --max-num-seqs.",
+    )
+    attention_backend: AttentionBackend = Field(
+        default="auto",
+        description="On a GPU. triton: our own kernels for everything. auto: cuDNN for long "
+        "prompts, where it is faster.",
+    )
+    async_scheduling: bool | None = Field(
+        default=None,
+        description="Decide the next step while one is computed. Default: on a GPU, not on CPU.",
+    )
+    block_size: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Tokens in one KV block. Prefill and decode nodes may differ.",
+    )
+    enable_prefix_caching: bool = Field(
+        default=True, description="Keep KV of finished requests for prompts that begin the same."
+    )
+    num_blocks: int | None = Field(
+        default=None, ge=1, description="KV blocks. Default: as many as fit into memory."
+    )
+    kv_cache_memory_bytes: int | None = Field(
+        default=None, ge=1, description="Memory of each worker's KV cache. Default: measured."
+    )
+    memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="Share of the GPU's memory that a worker may use."
+    )
+    max_num_seqs: int = Field(default=256, ge=1, description="Requests that run at once, at most.")
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, description="Tokens computed in one step, at most."
+    )
+    enable_chunked_prefill: bool = Field(
+        default=True,
+        description="Split long prompts over steps. Off: longer prompts than one step are refused.",
+    )
+    long_prefill_token_threshold: int = Field(
+        default=0, ge=0, description="A prompt takes at most this much of one step. 0: no limit."
+    )
+    scheduling_policy: SchedulingPolicy = Field(
+        default="fcfs",
+        description="fcfs: in order of arrival. priority: smaller `priority` of requests first.",
+    )
+    kv_host: str | None = Field(
+        default=None,
+        description="Address of this host at which decode nodes fetch KV from a prefill node. "
+        "Default: --host.",
+    )
+    kv_processes: int = Field(default=1, ge=1, description="KV transfer processes of each worker.")
+    kv_streams: int = Field(
+        default=4, ge=1, le=64, description="Connections over which one request's KV is pulled."
+    )
+    kv_chunk_bytes: int = Field(
+        default=1 << 20, ge=4096, le=4 << 20, description="Size of a piece of KV on the wire."
+    )
+    kv_staging_bytes: int = Field(
+        default=256 << 20,
+        ge=1 << 20,
+        description="Host memory of each transfer process for KV on its way.",
+    )
+    kv_lease_s: float = Field(
+        default=30.0, gt=0, description="KV that nobody takes for so long is dropped, in seconds."
+    )
+    kv_stall_timeout_s: float = Field(
+        default=5.0, gt=0, description="A transfer without progress for so long has failed."
+    )
+    max_waiting_requests: int = Field(
+        default=1024, ge=1, description="More requests than this in the queue are refused."
+    )
+    stuck_after_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="An engine that has work but makes no step for so long is given up: the node "
+        "ends with an error, to be started again. Must exceed the longest step.",
+    )
+    drain_timeout_s: float = Field(
+        default=120.0, ge=0, description="After SIGTERM, running requests have so long to end."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="How much is logged, on standard error. Never prompt text."
+    )
+
+    @classmethod
+    def from_args(cls, program: str, args: list[str] | None = None) -> Self:
+        """Settings from flags and environment. Prints help or the error and exits on its own.
+
+        `args` None: the process's own.
+        """
+        source: Any = CliSettingsSource(
+            cls,
+            cli_prog_name=program,
+            cli_parse_args=True if args is None else args,
+            formatter_class=_HelpFormatter,
+        )
+        try:
+            return cls(_cli_settings_source=source)
+        except ValidationError as error:
+            print(_describe(program, error), file=sys.stderr)
+            raise SystemExit(2) from None
+
+    def to_engine_config(self, kv_role: KVRole | None) -> EngineConfig:
+        """Finds and reads the checkpoint. Raises `CheckpointError`. May download."""
+        folder = resolve_model(self.model, load_format=self.load_format)
+        model = load_model_config(
+            folder,
+            dtype=self.dtype,
+            served_model_name=self.served_model_name,
+            max_model_len=self.max_model_len,
+            load_format=self.load_format,
+        )
+        return self._engine_config(model, kv_role)
+
+    def _engine_config(self, model: ModelConfig, kv_role: KVRole | None) -> EngineConfig:
+        device = self._device_config()
+        return EngineConfig(
+            engine_id=f"{kv_role or 'engine'}-{secrets.token_hex(6)}",
+            epoch=secrets.randbits(_EPOCH_BITS) | 1,
+            model=model,
+            cache=CacheConfig(
+                block_size=self.block_size,
+                enable_prefix_caching=self.enable_prefix_caching,
+                num_blocks=self.num_blocks,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                memory_utilization=self.memory_utilization,
+            ),
+            parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                enable_chunked_prefill=self.enable_chunked_prefill,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                policy=self.scheduling_policy,
+                async_scheduling=(
+                    device.device == "cuda"
+                    if self.async_scheduling is None
+                    else self.async_scheduling
+                ),
+            ),
+            device=device,
+            kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
+        )
+
+    def _device_config(self) -> DeviceConfig:
+        return DeviceConfig(
+            device=detect_device() if self.device == "auto" else self.device,
+            num_threads=self.num_threads,
+            first_gpu=self.first_gpu,
+            enforce_eager=self.enforce_eager,
+            cudagraph_capture_sizes=self.cudagraph_capture_sizes,
+            attention_backend=self.attention_backend,
+        )
+
+    def _kv_transfer_config(self, kv_role: KVRole) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_role=kv_role,
+            host=self._kv_host(kv_role),
+            num_processes=self.kv_processes,
+            num_streams=self.kv_streams,
+            chunk_bytes=self.kv_chunk_bytes,
+            staging_bytes=self.kv_staging_bytes,
+            lease_s=self.kv_lease_s,
+            stall_timeout_s=self.kv_stall_timeout_s,
+        )
+
+    def _kv_host(self, kv_role: KVRole) -> str:
+        host = self.kv_host or self.host
+        if kv_role == "kv_producer" and host in _EVERY_ADDRESS:
+            raise SettingsError(
+                f"a prefill node that listens on {host} does not know by which address decode "
+                f"nodes reach its KV; name one with --kv-host (or TANDEM_KV_HOST)"
+            )
+        return host
+
+
+def detect_device() -> Device:
+    """cuda where the GPU driver lists a GPU. Asks no library, so that it works without torch."""
+    return "cuda" if _GPU_DRIVER.is_dir() and any(_GPU_DRIVER.iterdir()) else "cpu"
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Descriptions say what happens without a value, so `(default: None)` would only confuse."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return (action.help or "").replace(" (default: None)", "")
+
+
+def _describe(program: str, error: ValidationError) -> str:
+    """One line for each wrong setting."""
+    lines = [f"{program}: wrong settings (see --help)"]
+    for fault in error.errors():
+        name = str(fault["loc"][0]) if fault["loc"] else ""
+        flag, variable = "--" + name.replace("_", "-"), f"TANDEM_{name.upper()}"
+        lines.append(f"  {flag} (or {variable}): {fault['msg']}")
+    return "\n".join(lines)

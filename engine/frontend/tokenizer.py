@@ -1,0 +1,161 @@
+"""Text to token ids and back, from a checkpoint's own files.
+
+    tokenizer.json           the vocabulary and the rules of splitting and joining
+    tokenizer_config.json    names of special tokens, and often the chat template
+    chat_template.jinja      the chat template, where it has a file of its own
+
+Only the `tokenizers` library is needed, neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerError(Exception):
+    """A tokenizer file is missing or unreadable; says which and what to do."""
+
+
+class Tokenizer:
+    """Wraps `tokenizers.Tokenizer`. All methods are pure and safe to call from any thread."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self.chat_template = chat_template
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.max_token_length = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        """Characters of the longest token: n tokens hold at most n times as many."""
+        self._added = backend.get_added_tokens_decoder()
+        self._byte_of_char = _byte_level_alphabet() if _is_byte_level(backend) else {}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Raises `TokenizerError` naming the file and the cure."""
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerError(
+                f"{file} does not exist; save the tokenizer in the checkpoint's folder "
+                f"in the `tokenizers` format (tokenizer.json)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(
+                f"{file} cannot be read: {error}; copy the checkpoint's files again"
+            ) from error
+        config = _read_json(folder / "tokenizer_config.json")
+        source = _chat_template_source(folder, config)
+        try:
+            template = ChatTemplate(source, _special_tokens(config)) if source else None
+        except ChatTemplateError as error:
+            raise TokenizerError(
+                f"{folder}: {error}; copy the checkpoint's files again, or correct the template"
+            ) from error
+        return cls(backend, template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises TypeError when it holds half a surrogate pair."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Raises `ChatTemplateError`, also when the checkpoint brings no template."""
+        if self.chat_template is None:
+            raise TokenizerError(
+                "this checkpoint has no chat template; use /v1/completions, or add "
+                "chat_template.jinja to its folder"
+            )
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What this token adds to the text; a part of a character is possible."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added:
+            return piece.encode()
+        if self._byte_of_char and all(char in self._byte_of_char for char in piece):
+            return bytes(self._byte_of_char[char] for char in piece)
+        if match := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return piece.replace("▁", " ").encode()
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """The decoder's pickled state is its JSON; no other way asks what it consists of."""
+    decoder = backend.decoder
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: printable bytes as
+    themselves, the others as characters from U+0100 on, in order (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(
+            f"{file} is not JSON: {error}; copy the checkpoint's files again"
+        ) from error
+    return content if isinstance(content, dict) else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens are strings, or objects with the string in `content`."""
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """A file of its own wins; a list in the configuration holds named ones."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None

@@ -1,0 +1,50 @@
+"""The name of a full block: a hash of everything that its KV depends on.
+
+Chained: each hash covers the one before it, so two blocks have equal hashes exactly when their
+tokens and all tokens before them are equal. The chain starts from the extra keys (tenant salt),
+so tenants with different salts never share a block.
+
+SHA-256 and not a faster hash: whoever could craft two prompts with equal hashes could be served
+another tenant's KV, and beside packing the tokens the difference is small (bench/scheduler.py
+reports both).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from engine.request import Request
+
+BlockHash = bytes
+"""32 bytes. Equal in every process and on every host."""
+
+
+def root_hash(cache_salt: str) -> BlockHash:
+    """What the first block of a prompt is chained to."""
+    return hashlib.sha256(b"tandem/kv-block/1\0" + cache_salt.encode()).digest()
+
+
+def pack_tokens(token_ids: list[int]) -> bytes:
+    """Little-endian int32, as block hashes and `NewRequestData` take them."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def hash_block_tokens(parent: BlockHash, packed_tokens: bytes) -> BlockHash:
+    """`packed_tokens`: the tokens of one full block, by `pack_tokens`."""
+    return hashlib.sha256(parent + packed_tokens).digest()
+
+
+def extend_block_hashes(request: Request, block_size: int) -> None:
+    """Hashes the full blocks of `request.all_token_ids` that have none yet."""
+    hashes = request.block_hashes
+    start = len(hashes) * block_size
+    stop = request.num_tokens // block_size * block_size
+    if start >= stop:
+        return
+    parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+    packed = pack_tokens(request.all_token_ids[start:stop])
+    width = 4 * block_size
+    for offset in range(0, len(packed), width):
+        parent = hash_block_tokens(parent, packed[offset : offset + width])
+        hashes.append(parent)

@@ -1,0 +1,90 @@
+"""Attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.dense_attention import dense_attention
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What all layers of one step share.
+
+    Attributes:
+        positions: [T] int64.
+        cos_sin_cache: [max_model_len, head_dim] float32.
+        slot_mapping: [T] int64, where each token's key and value go; -1: nowhere.
+        metadata: The ragged batch.
+    """
+
+    positions: Tensor
+    cos_sin_cache: Tensor
+    slot_mapping: Tensor
+    metadata: AttentionMetadata
+
+
+class Attention(nn.Module):
+    """Rotates, writes the step's keys and values into one layer's cache, and attends.
+
+    Args:
+        num_heads, num_kv_heads: Of this rank.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        inputs: AttentionInputs,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """[T, (Hq + 2 Hkv) * D] -> [T, Hq * D]. The weights normalise each head before RoPE."""
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = torch.split(heads, sizes, dim=1)
+        q = ops.rope_and_cache(
+            q,
+            k,
+            v,
+            inputs.positions,
+            inputs.cos_sin_cache,
+            kv_cache,
+            inputs.slot_mapping,
+            q_weight,
+            k_weight,
+            eps,
+        )
+        metadata = inputs.metadata
+        if metadata.whole_prompt_lens:
+            return self._attend_apart(q, kv_cache, metadata).flatten(1)
+        return ops.paged_attention(q, kv_cache, metadata, self.scale).flatten(1)
+
+    def _attend_apart(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Whole prompts one by one, all before them together."""
+        lengths = metadata.whole_prompt_lens
+        num_paged = len(metadata.seq_lens) - len(lengths)
+        start = len(q) - sum(lengths)
+        parts = []
+        if num_paged > 0:
+            paged = metadata.without_whole_prompts()
+            parts.append(ops.paged_attention(q[:start], kv_cache, paged, self.scale))
+        for request, length in enumerate(lengths, num_paged):
+            prompt = q[start : start + length]
+            blocks = metadata.block_tables[request]
+            parts.append(dense_attention(prompt, kv_cache, blocks, self.scale))
+            start += length
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,64 @@
+"""Token embedding and language-model head, the vocabulary split over ranks.
+
+The vocabulary is padded so that every rank holds the same number of rows, a multiple of 64
+(which GEMMs like). Padding rows are zero and are cut from the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.layers.shard import CheckpointWeight, Shard
+
+_ROWS_MULTIPLE = 64
+
+
+class VocabParallelEmbedding(nn.Module):
+    """[T] token ids -> [T, H]. Rank r holds rows [start, start + rows) of the padded table.
+
+    Args:
+        weight: Another table's rows to share; None: its own.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, shard: Shard, weight: nn.Parameter | None = None
+    ) -> None:
+        super().__init__()
+        self.group = shard.group
+        self.shape = (vocab_size, hidden_size)
+        unit = _ROWS_MULTIPLE * shard.group.size
+        self.start, self.num_rows = shard.part(-(-vocab_size // unit) * unit)
+        self.num_filled = max(0, min(self.num_rows, vocab_size - self.start))
+        self.weight = shard.parameter(self.num_rows, hidden_size) if weight is None else weight
+        self.weight[self.num_filled :].zero_()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.start
+        foreign = (local < 0) | (local >= self.num_rows)
+        rows = F.embedding(local.masked_fill_(foreign, 0), self.weight)
+        return self.group.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        rows = self.weight[: self.num_filled]
+        start = min(self.start, self.shape[0])
+        yield CheckpointWeight(prefix + ".weight", rows, self.shape, 0, start)
+
+
+class LMHead(VocabParallelEmbedding):
+    """[S, H] -> float32 logits [S, vocabulary], whole on every rank."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.group.all_gather(self._local_logits(hidden))
+        return logits[:, : self.shape[0]].contiguous()
+
+    def _local_logits(self, hidden: Tensor) -> Tensor:
+        """float32. On a GPU the product's own sums, without a rounding to half precision."""
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        return F.linear(hidden, self.weight).float()

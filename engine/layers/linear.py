@@ -1,0 +1,124 @@
+"""Linear layers, split over ranks.
+
+    ColumnParallel   each rank computes some of the outputs; input whole, output split
+    RowParallel      each rank has some of the inputs; input split, output summed over ranks
+
+so a column layer followed by a row layer needs one all-reduce. `MergedColumnParallelLinear` and
+`QKVParallelLinear` are several column layers of the same input, computed as one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.layers.shard import CheckpointWeight, Shard
+from kv_transfer.layout import HeadRange
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPart:
+    """Rows [start, start + count) of a checkpoint tensor that has `total` rows."""
+
+    start: int
+    count: int
+    total: int
+
+
+class MergedColumnParallelLinear(nn.Module):
+    """[T, in] -> [T, sum of the parts' counts]: one product for several checkpoint tensors.
+
+    Args:
+        parts: In the order of the outputs.
+        bias: All parts have one.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, input_size: int, parts: tuple[ColumnPart, ...], shard: Shard, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.sizes = [part.count for part in parts]
+        self.weight = shard.parameter(sum(self.sizes), input_size)
+        self.bias = shard.parameter(sum(self.sizes)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def checkpoint_weights(self, *prefixes: str) -> Iterator[CheckpointWeight]:
+        """`prefixes`: the checkpoint's name of each part, like "model.layers.0.mlp.up_proj"."""
+        for parameter, suffix in ((self.weight, ".weight"), (self.bias, ".bias")):
+            if parameter is None:
+                continue
+            for prefix, part, rows in zip(
+                prefixes, self.parts, torch.split(parameter, self.sizes), strict=True
+            ):
+                shape = (part.total, *parameter.shape[1:])
+                yield CheckpointWeight(prefix + suffix, rows, shape, 0, part.start)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """[T, in] -> [T, out / ranks]."""
+
+    def __init__(
+        self, input_size: int, output_size: int, shard: Shard, *, bias: bool = False
+    ) -> None:
+        part = ColumnPart(*shard.part(output_size), output_size)
+        super().__init__(input_size, (part,), shard, bias=bias)
+
+
+class GateUpParallelLinear(MergedColumnParallelLinear):
+    """[T, hidden] -> [T, 2 I / ranks], gate first: what `silu_and_mul` takes."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
+        part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
+        super().__init__(hidden_size, (part, part), shard)
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """[T, hidden] -> queries, keys and values of this rank's heads.
+
+    Args:
+        kv_heads: Which key/value heads this rank stores. Ranks beyond their number share one.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        kv_heads: HeadRange,
+        shard: Shard,
+        *,
+        bias: bool,
+    ) -> None:
+        start, count = shard.part(num_heads)
+        q = ColumnPart(start * head_dim, count * head_dim, num_heads * head_dim)
+        kv = ColumnPart(
+            kv_heads.start * head_dim, kv_heads.count * head_dim, num_kv_heads * head_dim
+        )
+        super().__init__(hidden_size, (q, kv, kv), shard, bias=bias)
+
+
+class RowParallelLinear(nn.Module):
+    """[T, in / ranks] -> [T, out], the sum over ranks."""
+
+    def __init__(self, input_size: int, output_size: int, shard: Shard) -> None:
+        super().__init__()
+        self.group = shard.group
+        self.start, count = shard.part(input_size)
+        self.shape = (output_size, input_size)
+        self.weight = shard.parameter(output_size, count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(F.linear(x, self.weight))
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield CheckpointWeight(prefix + ".weight", self.weight, self.shape, 1, self.start)

@@ -1,0 +1,141 @@
+"""Messages between the node server (`engine.frontend`) and the engine core process.
+
+One tagged union for each direction, msgspec over ZeroMQ. Never pickle.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.outputs import SchedulerStats, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
+
+# To the engine core ---------------------------------------------------------------------------
+
+
+class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
+    """A new request. `prompt_token_ids` may hold output already given to the client
+    (`num_output_tokens` of them) when a stream is resumed on another node."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+    kv_transfer_params: KVTransferParams | None = None
+
+
+class AbortRequests(msgspec.Struct, tag="abort"):
+    request_ids: list[str]
+
+
+class SupplyFirstToken(msgspec.Struct, tag="first_token"):
+    """Decode: the token that the prefill node sampled."""
+
+    request_id: str
+    token_id: int
+
+
+class RetryRemotePrefill(msgspec.Struct, tag="retry"):
+    """Decode: pull again, from another peer or with a new attempt. Only after a failure of the
+    current attempt was reported, or to replace one that is in motion (which is aborted first)."""
+
+    request_id: str
+    kv_transfer_params: KVTransferParams
+
+
+class PrefillLocally(msgspec.Struct, tag="prefill_locally"):
+    """Decode: give up on remote KV and compute the prompt here, first token or not."""
+
+    request_id: str
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
+    pass
+
+
+class ShutdownEngine(msgspec.Struct, tag="shutdown"):
+    pass
+
+
+ToEngineCore = (
+    EngineCoreRequest
+    | AbortRequests
+    | SupplyFirstToken
+    | RetryRemotePrefill
+    | PrefillLocally
+    | ResetPrefixCache
+    | ShutdownEngine
+)
+
+# From the engine core -------------------------------------------------------------------------
+
+
+class LoadProgress(msgspec.Struct, tag="progress"):
+    """While starting: what is being done and how far it is, in 0..1."""
+
+    stage: str
+    fraction: float
+
+
+class EngineReady(msgspec.Struct, tag="ready", kw_only=True):
+    num_blocks: int
+    peer: KVPeer | None = None
+    worker_pids: list[int] = []
+    transfer_pids: list[int] = []
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
+    """New tokens of one request. `finish_reason`: stop, length, abort, error or empty."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str = ""
+    stop_reason: int | None = None
+    """The stop token id that ended it, if one of the request's own did."""
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int | None = None
+    """With the first output only."""
+    queue_s: float = 0.0
+    """With the first output only: arrival until first scheduled."""
+    num_output_tokens_before: int = 0
+    """With the first output only: 1 when it follows a first token that a peer sampled."""
+    error: str = ""
+    """With finish_reason error: what was wrong and what to do."""
+
+
+class KVTransferResult(msgspec.Struct, array_like=True):
+    """A request's KV arrived or was taken (`ok`), or its attempt failed."""
+
+    request_id: str
+    attempt: int
+    ok: bool
+    stats: TransferStats = TransferStats()
+    reason: str = ""
+    retryable: bool = True
+
+
+class EngineCoreOutputs(msgspec.Struct, tag="outputs", kw_only=True):
+    outputs: list[EngineCoreOutput] = []
+    kv_results: list[KVTransferResult] = []
+    stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    """CLOCK_MONOTONIC seconds, when the step's result was processed."""
+
+
+class PrefixCacheReset(msgspec.Struct, tag="prefix_cache_reset"):
+    """Answers `ResetPrefixCache`. Not `ok`: running requests hold blocks; try again later."""
+
+    ok: bool
+
+
+class EngineDead(msgspec.Struct, tag="dead"):
+    """Last message: the engine cannot go on. `reason` names the cause and the cure."""
+
+    reason: str
+
+
+FromEngineCore = LoadProgress | EngineReady | EngineCoreOutputs | PrefixCacheReset | EngineDead

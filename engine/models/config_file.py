@@ -1,0 +1,117 @@
+"""`config.json` and `generation_config.json` of a Hugging Face checkpoint, typed.
+
+Only what tandem reads is declared; other keys are ignored. Both spellings of the rotary settings
+are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from engine.config import RopeScaling
+from engine.models.errors import CheckpointError
+
+_DEFAULT_ROPE_THETA = 10_000.0
+
+
+class RopeFields(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    """The older name of `rope_type`."""
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
+
+
+class ConfigFile(msgspec.Struct):
+    """What `config.json` says, with the defaults that transformers gives absent keys."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    architectures: list[str] | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_scaling: RopeFields | None = None
+    rope_parameters: RopeFields | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    partial_rotary_factor: float | None = None
+    use_sliding_window: bool = False
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, object] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+
+    @property
+    def rope(self) -> RopeFields:
+        return self.rope_parameters or self.rope_scaling or RopeFields()
+
+    def base_frequency(self) -> float:
+        return self.rope.rope_theta or self.rope_theta or _DEFAULT_ROPE_THETA
+
+    def scaling(self) -> RopeScaling | None:
+        """Llama 3's scaling, or None for plain rotary embedding.
+
+        Raises:
+            ValueError: The kind is another one, or a number of it is missing.
+        """
+        rope = self.rope
+        if rope.kind == "default":
+            return None
+        if rope.kind != "llama3":
+            raise ValueError(f"rope_type {rope.kind!r}")
+        if (
+            rope.factor is None
+            or rope.low_freq_factor is None
+            or rope.high_freq_factor is None
+            or rope.original_max_position_embeddings is None
+        ):
+            raise ValueError("rope_type 'llama3' without all of its four numbers")
+        return RopeScaling(
+            factor=rope.factor,
+            low_freq_factor=rope.low_freq_factor,
+            high_freq_factor=rope.high_freq_factor,
+            original_max_position_embeddings=rope.original_max_position_embeddings,
+        )
+
+
+class GenerationConfigFile(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+_File = TypeVar("_File", ConfigFile, GenerationConfigFile)
+
+
+def read_json(path: Path, kind: type[_File]) -> _File:
+    """Raises `CheckpointError` naming the line's fault and the field."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise CheckpointError(
+            path, "is missing", "name a folder with a complete Hugging Face checkpoint"
+        ) from None
+    except msgspec.ValidationError as error:
+        raise CheckpointError(path, str(error), "correct the field") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            path, f"is not valid JSON ({error})", "copy or download the file again"
+        ) from error

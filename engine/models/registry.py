@@ -1,0 +1,38 @@
+"""From an architecture's name to the model."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.config import EngineConfig
+from engine.distributed import TensorParallelGroup
+from engine.layers.shard import Shard
+from engine.models.checkpoint import check_tensor_parallel
+from engine.models.errors import CheckpointError
+from engine.models.llama import LlamaForCausalLM
+
+MODELS: dict[str, type[LlamaForCausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+}
+
+
+def create_model(
+    config: EngineConfig, tp: TensorParallelGroup, device: torch.device | str
+) -> LlamaForCausalLM:
+    """One rank's share, allocated on `device`, not yet loaded.
+
+    Raises:
+        CheckpointError: Unknown architecture, or one that this many ranks cannot share.
+    """
+    model = config.model
+    if model.architecture not in MODELS:
+        raise CheckpointError(
+            model.path,
+            f"has architecture {model.architecture}, which tandem does not have",
+            f"use one of {', '.join(MODELS)}",
+        )
+    check_tensor_parallel(model, tp.size)
+    shard = Shard(tp, getattr(torch, model.dtype), torch.device(device))
+    return MODELS[model.architecture](config, shard).eval()

@@ -1,0 +1,168 @@
+"""The safetensors files of a checkpoint: which tensor lies where, without reading any.
+
+A safetensors file is an 8-byte little-endian header length, that many bytes of JSON (name to
+dtype, shape and byte range), then the tensors back to back. Headers are enough to find missing,
+foreign and cut-off files before a worker starts, and to tell two checkpoints apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from engine.models.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 << 20
+_HASH_WHOLE_BYTES = 64 << 20
+"""Checkpoints up to this size are hashed completely."""
+_PAGE_BYTES = 4096
+_PAGES_PER_TENSOR = 16
+_DOWNLOAD_AGAIN = "copy or download the checkpoint again"
+
+
+class _HeaderEntry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies. `start` and `stop` are byte offsets in `file`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class WeightFiles:
+    """All tensors of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: A file is missing, cut off or not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors = self._read_index() if self._is_sharded() else _read_header(self._single())
+
+    def _is_sharded(self) -> bool:
+        return (self.folder / INDEX_FILE).is_file()
+
+    def _single(self) -> Path:
+        path = self.folder / SINGLE_FILE
+        if not path.is_file():
+            raise CheckpointError(
+                self.folder,
+                f"holds neither {SINGLE_FILE} nor {INDEX_FILE}",
+                "tandem reads safetensors only: convert the weights, or check the folder",
+            )
+        return path
+
+    def _read_index(self) -> dict[str, StoredTensor]:
+        path = self.folder / INDEX_FILE
+        try:
+            weight_map = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+        except msgspec.DecodeError as error:
+            raise CheckpointError(path, f"not a valid index ({error})", _DOWNLOAD_AGAIN) from error
+        tensors: dict[str, StoredTensor] = {}
+        for shard in sorted(set(weight_map.values())):
+            tensors.update(_read_header(self._shard(shard)))
+        for name, shard in weight_map.items():
+            if name not in tensors or tensors[name].file.name != shard:
+                raise CheckpointError(
+                    self.folder / shard,
+                    f"lacks {name}, which {INDEX_FILE} promises",
+                    _DOWNLOAD_AGAIN,
+                )
+        return tensors
+
+    def _shard(self, name: str) -> Path:
+        path = self.folder / name
+        if Path(name).name != name:
+            raise CheckpointError(
+                self.folder / INDEX_FILE,
+                f"names {name!r}, which is not a file of the folder",
+                _DOWNLOAD_AGAIN,
+            )
+        if not path.is_file():
+            raise CheckpointError(path, f"is missing, but {INDEX_FILE} names it", _DOWNLOAD_AGAIN)
+        return path
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ when names, shapes, stored dtypes or contents differ.
+
+        Contents are hashed whole up to 64 MiB. Of a larger checkpoint 16 pages of 4 KiB, evenly
+        spread, stand for each tensor: reading 16 GB at every start would cost more than it
+        guards against.
+        """
+        digest = xxhash.xxh3_128()
+        total = sum(tensor.stop - tensor.start for tensor in self.tensors.values())
+        pages = None if total <= _HASH_WHOLE_BYTES else _PAGES_PER_TENSOR
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name]
+            digest.update(f"{name}|{tensor.dtype}|{tensor.shape}\n".encode())
+            _hash_contents(digest, tensor, pages)
+        return digest.digest()
+
+
+def _hash_contents(digest: xxhash.xxh3_128, tensor: StoredTensor, pages: int | None) -> None:
+    size = tensor.stop - tensor.start
+    with tensor.file.open("rb") as file:
+        if pages is None or size <= pages * _PAGE_BYTES:
+            file.seek(tensor.start)
+            digest.update(file.read(size))
+            return
+        for page in range(pages):
+            file.seek(tensor.start + page * (size - _PAGE_BYTES) // (pages - 1))
+            digest.update(file.read(_PAGE_BYTES))
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(
+                path, f"is cut off or no safetensors file ({size} bytes)", _DOWNLOAD_AGAIN
+            )
+        header = file.read(length)
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        decoded = {
+            name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in entries.items()
+        }
+    except msgspec.DecodeError as error:
+        raise CheckpointError(path, f"has a broken header ({error})", _DOWNLOAD_AGAIN) from error
+    data = 8 + length
+    tensors = {
+        name: StoredTensor(
+            name, path, entry.dtype, tuple(entry.shape), data + entry.data_offsets[0],
+            data + entry.data_offsets[1],
+        )
+        for name, entry in decoded.items()
+    }  # fmt: skip
+    _check_ranges(path, tensors, size)
+    return tensors
+
+
+def _check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> None:
+    end = max((tensor.stop for tensor in tensors.values()), default=0)
+    if end > size:
+        raise CheckpointError(path, f"is cut off: {size} of {end} bytes are there", _DOWNLOAD_AGAIN)
+    for tensor in tensors.values():
+        if tensor.start > tensor.stop:
+            raise CheckpointError(path, f"has a broken header ({tensor.name})", _DOWNLOAD_AGAIN)

@@ -1,0 +1,57 @@
+"""What a step gives back: from a worker to the scheduler, and from the scheduler outwards."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log probabilities at one position, of the raw logits' softmax.
+
+    Index 0 is the chosen token, then the top k in falling order. `rank` is 1 for the most likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True):
+    """One step's result. Index i of all lists is one request that sampled in this step.
+
+    `(rows[i], epochs[i])` names it: a row is used again with a higher epoch, so a late result
+    of an earlier owner is recognised and dropped.
+    """
+
+    step_id: int
+    rows: list[int]
+    epochs: list[int]
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By row; only for requests that asked."""
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True):
+    """State of one engine after a step. Counters are totals since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_remote_kvs: int = 0
+    num_waiting_tokens: int = 0
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    num_free_rows: int = 0
+    num_delayed_frees: int = 0
+    """Requests that ended and whose blocks a transfer still holds."""
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_transferred: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+    last_step_at: float = 0.0
+    """CLOCK_MONOTONIC seconds."""
+    prefill_tokens_per_s: float = 0.0
+    kv_transfer: dict[str, float] = {}

@@ -1,0 +1,120 @@
+"""One request inside the scheduler.
+
+Life cycle:
+
+    WAITING ─────────────────────────────▶ RUNNING ──▶ FINISHED_*
+       │                                   ▲   │
+       ├─▶ WAITING_FOR_REMOTE_KVS ─────────┤   ▼
+       │        (KV comes from a peer)     └─ PREEMPTED   (runs again from its first token)
+       └─▶ FINISHED_ABORTED  from anywhere
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from engine.messages import EngineCoreRequest
+
+if TYPE_CHECKING:
+    from engine.config import SchedulingPolicy
+    from engine.sampling_params import SamplingParams
+    from kv_transfer.metadata import KVTransferParams
+
+
+class RequestStatus(IntEnum):
+    """Ordered: everything from FINISHED_STOPPED on has ended."""
+
+    WAITING = 0
+    WAITING_FOR_REMOTE_KVS = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
+
+    @property
+    def is_finished(self) -> bool:
+        return self >= RequestStatus.FINISHED_STOPPED
+
+
+class Request:
+    """Tokens and progress of one request. Owned by the scheduler.
+
+    `num_computed_tokens`: leading tokens whose KV existed when the request last entered a row
+    (from there the row counts), or will come from a peer.
+    `num_tokens`: prompt and confirmed output.
+    """
+
+    __slots__ = (
+        "all_token_ids",
+        "arrival_order",
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "eos_token_ids",
+        "epoch",
+        "first_scheduled_at",
+        "kv_transfer_params",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "request_id",
+        "row",
+        "sampling",
+        "status",
+    )
+
+    def __init__(self, message: EngineCoreRequest) -> None:
+        self.request_id = message.request_id
+        self.sampling: SamplingParams = message.sampling
+        self.eos_token_ids = message.eos_token_ids
+        self.priority = message.priority
+        self.arrival_time = message.arrival_time
+        self.arrival_order = 0
+        """Counts requests as they reach the scheduler."""
+        self.cache_salt = message.cache_salt
+        self.kv_transfer_params: KVTransferParams | None = message.kv_transfer_params
+        self.all_token_ids: list[int] = list(message.prompt_token_ids)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in this engine's prefix cache at the first scheduling; None before.
+        KV from a peer is not counted."""
+        self.num_preemptions = 0
+        self.block_hashes: list[bytes] = []
+        """Of the full blocks of `all_token_ids`, in order."""
+        self.status = RequestStatus.WAITING
+        self.row = -1
+        """Worker row while running or waiting for KV with a row; -1 for none."""
+        self.epoch = 0
+        """Epoch of `row` while it is ours."""
+        self.first_scheduled_at = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+    def append_output_token(self, token_id: int) -> None:
+        self.all_token_ids.append(token_id)
+
+    def sort_key(self, policy: SchedulingPolicy) -> tuple[int, float, int]:
+        """Smaller runs first; the largest is the first victim of a preemption."""
+        if policy == "priority":
+            return (self.priority, self.arrival_time, self.arrival_order)
+        return (0, 0.0, self.arrival_order)

@@ -1,0 +1,84 @@
+"""Amounts added to single logits: what the user asked for, and -inf on tokens that would end the
+output too early.
+
+    1. `add_request` keeps a row's tokens on the host; most rows have none.
+    2. `apply` adds those of a batch in one operation.
+    3. `remove_request` forgets them.
+
+Nothing is staged: entries are few, and which apply depends on the length, so they travel with the
+step that needs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch.buffer_utils import to_device_together
+from engine.batch.input_batch import Int32Array
+from engine.sampling_params import SamplingParams
+from tandem_kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class _RowBias:
+    """`ending_ids` are forbidden while the sequence is shorter than `min_len` tokens."""
+
+    token_ids: npt.NDArray[np.int32]
+    amounts: npt.NDArray[np.float32]
+    ending_ids: npt.NDArray[np.int32]
+    min_len: int
+
+
+class LogitBiasStates:
+    """Rows that change single logits."""
+
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        self._device = device
+        self._biases: dict[int, _RowBias] = {}  # row -> bias
+        self._has_bias = np.zeros(max_num_reqs, np.bool_)  # [row]
+
+    def add_request(
+        self, row: int, sampling: SamplingParams, prompt_len: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        if not sampling.logit_bias and sampling.min_tokens == 0:
+            return
+        ending = {*eos_token_ids, *sampling.stop_token_ids} if sampling.min_tokens else set()
+        self._biases[row] = _RowBias(
+            token_ids=np.array(list(sampling.logit_bias), np.int32),
+            amounts=np.array(list(sampling.logit_bias.values()), np.float32),
+            ending_ids=np.array(sorted(ending), np.int32),
+            min_len=prompt_len + sampling.min_tokens,
+        )
+        self._has_bias[row] = True
+
+    def remove_request(self, row: int) -> None:
+        self._biases.pop(row, None)
+        self._has_bias[row] = False
+
+    def needed_by(self, rows: Int32Array) -> bool:
+        """Whether any of `rows` may have something to add."""
+        return bool(self._has_bias[rows].any())
+
+    def apply(self, logits: torch.Tensor, rows: Int32Array, seq_lens: Int32Array) -> None:
+        """Changes `logits` [S, V]; `rows` and `seq_lens` (tokens known so far) are [S]."""
+        positions: list[npt.NDArray[np.int32]] = []
+        token_ids: list[npt.NDArray[np.int32]] = []
+        amounts: list[npt.NDArray[np.float32]] = []
+
+        def add(position: int, ids: npt.NDArray[np.int32], values: npt.NDArray[np.float32]) -> None:
+            positions.append(np.full(len(ids), position, np.int32))
+            token_ids.append(ids)
+            amounts.append(values)
+
+        for position in np.flatnonzero(self._has_bias[rows]).tolist():
+            bias = self._biases[int(rows[position])]
+            add(position, bias.token_ids, bias.amounts)
+            if seq_lens[position] < bias.min_len:
+                masked = np.full(len(bias.ending_ids), -np.inf, np.float32)
+                add(position, bias.ending_ids, masked)
+        entries = [np.concatenate(parts) for parts in (positions, token_ids, amounts)]
+        ops.add_sparse(logits, *to_device_together(entries, self._device))

@@ -1,0 +1,79 @@
+"""Log probabilities of sampled tokens, from the logits as the model gave them.
+
+1. `LogprobsRequest` notes, on the host, which requests of a batch want how many, and keeps
+   their raw logits before the sampler changes them.
+2. `compute` looks up the sampled tokens and the likeliest ones.
+3. `LogprobsTensors` goes to the host with the step's tokens and is cut to what each asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch.buffer_utils import to_device
+from engine.batch.input_batch import Int32Array
+from engine.outputs import TokenLogprobs
+from engine.sample.states import NO_LOGPROBS
+from tandem_kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsTensors:
+    """N requests that asked; K is the largest number of top tokens among them."""
+
+    positions: list[int]
+    """[N], position in the batch."""
+    num_top: list[int]
+    """[N], top tokens that each asked for."""
+    token_ids: torch.Tensor
+    """[N, 1 + K] int64, the chosen token first."""
+    logprobs: torch.Tensor
+    """[N, 1 + K] float32."""
+    ranks: torch.Tensor
+    """[N] int64."""
+
+    def to_host(self) -> LogprobsTensors:
+        """Starts the copies, without waiting."""
+        return LogprobsTensors(
+            positions=self.positions,
+            num_top=self.num_top,
+            token_ids=self.token_ids.to("cpu", non_blocking=True),
+            logprobs=self.logprobs.to("cpu", non_blocking=True),
+            ranks=self.ranks.to("cpu", non_blocking=True),
+        )
+
+    def by_row(self, rows: list[int]) -> dict[int, TokenLogprobs]:
+        """After the copies have ended. `rows`: batch position -> row."""
+        token_ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
+        ranks = self.ranks.tolist()
+        return {
+            rows[position]: TokenLogprobs(
+                token_ids=token_ids[i][: 1 + num_top],
+                logprobs=logprobs[i][: 1 + num_top],
+                rank=ranks[i],
+            )
+            for i, (position, num_top) in enumerate(zip(self.positions, self.num_top, strict=True))
+        }
+
+
+class LogprobsRequest:
+    """The part of a batch that wants log probabilities; at least one request does."""
+
+    def __init__(self, logits: torch.Tensor, wanted: Int32Array, keep: bool) -> None:
+        """`wanted`: [S], `NO_LOGPROBS` or how many. `keep`: `logits` [S, V] will be changed."""
+        chosen = np.flatnonzero(wanted != NO_LOGPROBS)
+        self._positions: list[int] = chosen.tolist()
+        self._num_top: list[int] = wanted[chosen].tolist()
+        self._index = to_device(chosen, logits.device)
+        whole_batch = len(chosen) == len(wanted) and not keep
+        self._logits = logits if whole_batch else logits.index_select(0, self._index)
+
+    def compute(self, token_ids: torch.Tensor) -> LogprobsTensors:
+        """`token_ids`: [S], sampled."""
+        ids, logprobs, ranks = ops.topk_logprobs(
+            self._logits, token_ids.index_select(0, self._index), max(self._num_top)
+        )
+        return LogprobsTensors(self._positions, self._num_top, ids, logprobs, ranks)

@@ -1,0 +1,122 @@
+"""Which tokens a request has seen, for the few requests that ask for penalties.
+
+Counting every token of the vocabulary for every row would take gigabytes, so rows that need it
+borrow an entry of a pool, which grows by doubling and starts empty.
+
+    1. `add_request` gives the row an entry and counts what is known: the prompt as a bit mask,
+       output that exists already (a resumed request has some) as counts.
+    2. `apply_staged_writes` publishes row -> entry and the parameters.
+    3. `apply` changes the logits of a batch; `count` adds the tokens sampled from them.
+    4. `remove_request` returns the entry.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch.buffer_utils import HostBackedTensor, to_device
+from engine.batch.input_batch import Int32Array
+from engine.sampling_params import SamplingParams
+from tandem_kernels import ops
+
+_NO_ENTRY = -1
+_FIRST_CAPACITY = 4
+_REPETITION, _PRESENCE, _FREQUENCY = range(3)
+
+
+class PenaltyStates:
+    """P entries of `[ceil(V / 32)]` prompt bits and `[V]` output counts, int32."""
+
+    def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._entries = HostBackedTensor(max_num_reqs, np.int32, device)  # row -> entry
+        self._entries.write(slice(None), _NO_ENTRY)
+        self._params = HostBackedTensor((3, max_num_reqs), np.float32, device)  # [param, row]
+        self._free: list[int] = []
+        num_words = -(-vocab_size // 32)
+        self._prompt_mask = torch.zeros((0, num_words), dtype=torch.int32, device=device)
+        self._output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+
+    @property
+    def num_used_entries(self) -> int:
+        return len(self._prompt_mask) - len(self._free)
+
+    def add_request(
+        self,
+        row: int,
+        sampling: SamplingParams,
+        prompt: npt.NDArray[np.int32],
+        output: npt.NDArray[np.int32],
+    ) -> None:
+        """`output`: tokens after the prompt that are known already."""
+        if not sampling.needs_penalties:
+            return
+        entry = self._take_entry()
+        self._entries.write(row, entry)
+        self._params.write(
+            (slice(None), row),
+            (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty),
+        )
+        self._prompt_mask[entry] = to_device(_bit_mask(prompt, self._vocab_size), self._device)
+        counts = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
+        self._output_counts[entry] = to_device(counts, self._device)
+
+    def apply_staged_writes(self) -> None:
+        self._entries.publish()
+        self._params.publish()
+
+    def remove_request(self, row: int) -> None:
+        entry = int(self._entries.np[row])
+        if entry != _NO_ENTRY:
+            self._free.append(entry)
+            self._entries.write(row, _NO_ENTRY)
+
+    def needed_by(self, rows: Int32Array) -> bool:
+        """Whether any of `rows` has penalties."""
+        return bool((self._entries.np[rows] != _NO_ENTRY).any())
+
+    def apply(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> None:
+        """Changes `logits` [S, V] of the rows `idx_mapping` [S]."""
+        params = self._params.tensor.index_select(1, idx_mapping)
+        ops.apply_penalties(
+            logits,
+            self._prompt_mask,
+            self._output_counts,
+            self._entries.tensor.index_select(0, idx_mapping),
+            params[_REPETITION],
+            params[_PRESENCE],
+            params[_FREQUENCY],
+        )
+
+    def count(self, token_ids: torch.Tensor, idx_mapping: torch.Tensor) -> None:
+        """`token_ids` [S] became output of the rows `idx_mapping` [S]."""
+        entries = self._entries.tensor.index_select(0, idx_mapping)
+        ops.count_tokens(self._output_counts, entries, token_ids)
+
+    def _take_entry(self) -> int:
+        if not self._free:
+            self._grow()
+        return self._free.pop()
+
+    def _grow(self) -> None:
+        used = len(self._prompt_mask)
+        capacity = min(max(_FIRST_CAPACITY, 2 * used), len(self._entries.np))
+        self._prompt_mask = _with_rows(self._prompt_mask, capacity)
+        self._output_counts = _with_rows(self._output_counts, capacity)
+        self._free.extend(range(capacity - 1, used - 1, -1))
+
+
+def _with_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
+    larger = table.new_zeros((num_rows, table.shape[1]))
+    larger[: len(table)] = table
+    return larger
+
+
+def _bit_mask(token_ids: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Bit `v % 32` of word `v // 32` is set for each token v."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[token_ids] = True
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

@@ -1,0 +1,110 @@
+"""From logits to the next token of each request.
+
+Rows come and go with the same verbs as all state of the worker. One step:
+
+    1. keep raw logits of requests that want log probabilities
+    2. logit bias, and -inf on ending tokens before `min_tokens`
+    3. penalties
+    4. temperature, min-p, top-k, top-p, and the draw keyed by (seed, position): one operation
+    5. count the new tokens of requests with penalties
+    6. log probabilities
+
+Steps 1, 2, 3, 5 and 6 cost nothing in a batch where no request needs them. The host decides that
+from its own copy of the parameters. `draw` alone is step 4: it needs nothing of the host, so a
+CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch.input_batch import InputBatch, Int32Array
+from engine.sample.logit_bias import LogitBiasStates
+from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
+from engine.sample.penalties import PenaltyStates
+from engine.sample.states import NO_LOGPROBS, SamplingStates
+from engine.sched.output import NewRequestData
+from tandem_kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Of the S requests of a batch that sample. On the device."""
+
+    token_ids: torch.Tensor
+    """[S] int64."""
+    logprobs: LogprobsTensors | None
+    """None when nobody asked."""
+
+
+class Sampler:
+    """Owns everything about rows that only sampling needs."""
+
+    def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device) -> None:
+        self._params = SamplingStates(max_num_reqs, device)
+        self.penalties = PenaltyStates(max_num_reqs, vocab_size, device)
+        self._logit_bias = LogitBiasStates(max_num_reqs, device)
+
+    def add_request(self, new: NewRequestData) -> None:
+        tokens = np.frombuffer(new.prefill_token_ids, "<i4")
+        prompt, output = tokens[: new.prompt_len], tokens[new.prompt_len :]
+        self._params.add_request(new.row, new.sampling)
+        self.penalties.add_request(new.row, new.sampling, prompt, output)
+        self._logit_bias.add_request(new.row, new.sampling, new.prompt_len, new.eos_token_ids)
+
+    def apply_staged_writes(self) -> None:
+        self._params.apply_staged_writes()
+        self.penalties.apply_staged_writes()
+
+    def remove_request(self, row: int) -> None:
+        self._params.remove_request(row)
+        self.penalties.remove_request(row)
+        self._logit_bias.remove_request(row)
+
+    def __call__(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
+        """`logits` [S, V] float32 of the first S requests of `batch`; may be changed."""
+        num_sampled = batch.num_sampled
+        rows = batch.rows_np[:num_sampled]
+        idx_mapping = batch.idx_mapping[:num_sampled]
+        has_bias = self._logit_bias.needed_by(rows)
+        has_penalties = self.penalties.needed_by(rows)
+        wanted = self._params.logprobs_wanted(rows)
+        logprobs = None
+        if (wanted != NO_LOGPROBS).any():
+            logprobs = LogprobsRequest(logits, wanted, keep=has_bias or has_penalties)
+
+        if has_bias:
+            self._logit_bias.apply(logits, rows, batch.seq_lens_np[:num_sampled])
+        if has_penalties:
+            self.penalties.apply(logits, idx_mapping)
+        token_ids = self.draw(logits, idx_mapping, batch.seq_lens[:num_sampled])
+        if has_penalties:
+            self.penalties.count(token_ids, idx_mapping)
+        return SamplerOutput(token_ids, None if logprobs is None else logprobs.compute(token_ids))
+
+    def only_draws(self, rows: Int32Array) -> bool:
+        """Whether `draw` is all that `rows` need."""
+        return not (
+            self._logit_bias.needed_by(rows)
+            or self.penalties.needed_by(rows)
+            or (self._params.logprobs_wanted(rows) != NO_LOGPROBS).any()
+        )
+
+    def draw(
+        self, logits: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """[S] int64 from `logits` [S, V] of the rows `idx_mapping` [S], whose contexts are
+        `seq_lens` [S] long: a new token's index, as all tokens before it are in the context."""
+        params = self._params.gather(idx_mapping)
+        return ops.sample(
+            logits,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seeds,
+            seq_lens.long(),
+        )

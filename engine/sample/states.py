@@ -1,0 +1,79 @@
+"""Sampling parameters of each row, and their selection for a batch.
+
+1. `add_request` writes a row on the host.
+2. `apply_staged_writes` publishes what changed.
+3. `gather` picks the rows of a batch, in batch order.
+4. `remove_request` has nothing to clear: the next owner writes every field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch.buffer_utils import HostBackedTensor
+from engine.batch.input_batch import Int32Array
+from engine.sampling_params import SamplingParams
+
+NO_LOGPROBS = -1
+
+# Rows of the table of float parameters.
+_TEMPERATURE, _TOP_P, _MIN_P = range(3)
+_NUM_FLOATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSamplingParams:
+    """Parameters of the S requests that sample, all `[S]` and in batch order."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+
+
+class SamplingStates:
+    """`num_logprobs_np[row]`: top log probabilities asked for, or `NO_LOGPROBS`."""
+
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        # [parameter, row], so that one selection serves all parameters of a kind.
+        self._floats = HostBackedTensor((_NUM_FLOATS, max_num_reqs), np.float32, device)
+        self._top_k = HostBackedTensor(max_num_reqs, np.int32, device)
+        self._seeds = HostBackedTensor(max_num_reqs, np.int64, device)
+        self.num_logprobs_np = np.full(max_num_reqs, NO_LOGPROBS, np.int32)
+
+    def add_request(self, row: int, sampling: SamplingParams) -> None:
+        floats = (sampling.temperature, sampling.top_p, sampling.min_p)
+        self._floats.write((slice(None), row), floats)
+        self._top_k.write(row, sampling.top_k)
+        # The device has no unsigned 64-bit integers; the bits are what counts.
+        self._seeds.write(row, np.uint64(sampling.seed).astype(np.int64))
+        asked = sampling.logprobs
+        self.num_logprobs_np[row] = NO_LOGPROBS if asked is None else asked
+
+    def apply_staged_writes(self) -> None:
+        self._floats.publish()
+        self._top_k.publish()
+        self._seeds.publish()
+
+    def remove_request(self, row: int) -> None:
+        self.num_logprobs_np[row] = NO_LOGPROBS
+
+    def gather(self, idx_mapping: torch.Tensor) -> BatchSamplingParams:
+        """`idx_mapping`: [S] int32 on the device."""
+        floats = self._floats.tensor.index_select(1, idx_mapping)
+        return BatchSamplingParams(
+            temperature=floats[_TEMPERATURE],
+            top_k=self._top_k.tensor.index_select(0, idx_mapping),
+            top_p=floats[_TOP_P],
+            min_p=floats[_MIN_P],
+            seeds=self._seeds.tensor.index_select(0, idx_mapping),
+        )
+
+    def logprobs_wanted(self, rows: Int32Array) -> Int32Array:
+        """For each batch position: top log probabilities wanted, or `NO_LOGPROBS`."""
+        wanted: Int32Array = self.num_logprobs_np[rows]
+        return wanted

@@ -1,0 +1,157 @@
+"""Which requests enter the engine next, with what running ones leave of budget, rows and blocks.
+
+    ready      KV and first token came from a peer: blocks are there, only a row is missing
+    waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
+               else:   cached prefix, blocks for all known tokens, a row, the first chunk
+
+Blocks for the whole prompt are taken at once, so only decoding rows ever ask for more. That keeps
+prompts that are half computed from preempting each other, and a pull never starts that could not
+be used.
+"""
+
+from __future__ import annotations
+
+import time
+
+from engine.config import SchedulerConfig
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.request import Request
+from engine.sched.counters import SchedulerCounters
+from engine.sched.offers import is_offer
+from engine.sched.pulls import Pull, Pulls
+from engine.sched.request_limits import RequestLimits
+from engine.sched.request_queue import RequestQueue
+from engine.sched.row import Row
+from engine.sched.running import RunningRows
+
+_HEADROOM_STEPS = 16
+"""A request is admitted only when those that decode could go on for so many steps. Its blocks are
+lost to them for a while (KV is written into them, or a prompt computed); taking the last ones
+would only preempt somebody at once."""
+
+
+class Admission:
+    """Reads the queues in order; the first request that does not fit stops all behind it."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: RequestLimits,
+        kv_cache: KVCacheManager,
+        waiting: RequestQueue,
+        running: RunningRows,
+        pulls: Pulls,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._config = config
+        self._limits = limits
+        self._kv_cache = kv_cache
+        self._waiting = waiting
+        self._running = running
+        self._pulls = pulls
+        self._counters = counters
+        self._blocked_at: tuple[str, int, int] | None = None
+        """(request that did not fit, free blocks, headroom) at the last attempt."""
+
+    def admit(self, budget: int) -> None:
+        """Up to `budget` tokens are computed for those who enter."""
+        self._admit_waiting(self._admit_ready(budget))
+
+    def _admit_ready(self, budget: int) -> int:
+        """What is left of the budget."""
+        ready = self._pulls.ready
+        while ready and budget > 0 and self._running.table.num_free > 0:
+            request = ready.pop()
+            self._pulls.enters_row(request)
+            row = self._enter(request)
+            # Certain only now: every rank has its share, and it will be used as it is.
+            self._kv_cache.cache_blocks(request, request.num_computed_tokens)
+            budget -= self._running.add_chunk(row, min(budget, self._limits.max_chunk))
+        return budget
+
+    def _admit_waiting(self, budget: int) -> None:
+        while self._waiting:
+            request = self._waiting.peek()
+            if self._is_still_blocked(request):
+                return
+            pull = self._pulls.get(request)
+            if pull is not None:
+                if not self._admit_pull(pull):
+                    return
+                continue
+            computed = self._admit_local(request, budget)
+            if computed == 0:
+                return
+            budget -= computed
+
+    def _admit_local(self, request: Request, budget: int) -> int:
+        """Tokens of the request that the step computes; 0: it must wait."""
+        if budget == 0 or self._running.table.num_free == 0:
+            return 0
+        num_tokens = request.num_tokens
+        cached, num_cached = self._kv_cache.get_computed_blocks(request, num_tokens - 1)
+        count = min(num_tokens - num_cached, self._limits.max_chunk)
+        if count > budget and self._must_stay_whole(count):
+            return 0
+        if not self._kv_cache.can_allocate(num_tokens, cached, self._headroom()):
+            self._note_blocked(request)
+            return 0
+        self._waiting.pop()
+        self._kv_cache.allocate_slots(request, num_tokens, cached)
+        request.num_computed_tokens = num_cached
+        self._note_first_scheduling(request, num_cached)
+        return self._running.add_chunk(self._enter(request), min(count, budget))
+
+    def _must_stay_whole(self, count: int) -> bool:
+        """Without chunked prefill. A request that comes back with its output may be longer than
+        any step; it is split all the same, as it could never go on otherwise."""
+        if self._config.enable_chunked_prefill:
+            return False
+        return count <= self._config.max_num_batched_tokens
+
+    def _admit_pull(self, pull: Pull) -> bool:
+        """False: it must wait. True: it left the queue, or became an ordinary request."""
+        request = pull.request
+        if self._pulls.num_with_blocks >= self._config.max_num_seqs:
+            return False
+        max_hit = request.num_prompt_tokens - 1
+        cached, num_cached = self._kv_cache.get_computed_blocks(request, max_hit)
+        # The first token's KV is computed here, in the request's first step.
+        need = min(request.num_prompt_tokens + 1, self._limits.max_len(request) - 1)
+        if not self._kv_cache.can_allocate(need, cached, self._headroom()):
+            self._note_blocked(request)
+            return False
+        num_external = self._pulls.num_external_tokens(pull, num_cached)
+        if num_external == 0:
+            return True
+        self._waiting.pop()
+        self._kv_cache.allocate_slots(request, need, cached)
+        self._note_first_scheduling(request, num_cached)
+        self._pulls.start(pull, num_cached, num_external)
+        return True
+
+    def _enter(self, request: Request) -> Row:
+        return self._running.enter(
+            request,
+            request.sort_key(self._config.policy),
+            self._limits.max_len(request),
+            is_offer=is_offer(request),
+        )
+
+    def _headroom(self) -> int:
+        return self._kv_cache.num_blocks_for(self._running.calendar.size * _HEADROOM_STEPS)
+
+    def _note_blocked(self, request: Request) -> None:
+        free = self._kv_cache.num_free_blocks
+        self._blocked_at = (request.request_id, free, self._headroom())
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Saves looking the same prompt up in the prefix cache before every step."""
+        free = self._kv_cache.num_free_blocks
+        return self._blocked_at == (request.request_id, free, self._headroom())
+
+    def _note_first_scheduling(self, request: Request, num_cached: int) -> None:
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_cached
+            request.first_scheduled_at = time.monotonic()
+            self._counters.add_lookup(request.num_prompt_tokens, num_cached)

@@ -1,0 +1,43 @@
+"""Totals of one scheduler since its start, and the speed of its prefills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DECAY = 0.9
+"""Weight that a step with prompt tokens leaves to those before it."""
+
+
+class PrefillRate:
+    """Prompt tokens per second over the latest steps that computed any."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add_step(self, num_tokens: int, seconds: float) -> None:
+        self._tokens = self._tokens * _DECAY + num_tokens
+        self._seconds = self._seconds * _DECAY + seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 before the first step."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Names as in `SchedulerStats`."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    prompt_tokens_computed: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+    last_step_at: float = 0.0
+
+    def add_lookup(self, num_tokens: int, num_hits: int) -> None:
+        """A prompt was looked up in the prefix cache and goes on with what was found."""
+        self.prefix_cache_queries += num_tokens
+        self.prefix_cache_hits += num_hits

@@ -1,0 +1,68 @@
+"""The step message: scheduler to all workers, identical for every rank.
+
+A request's data travels once (`NewRequestData`); afterwards only what a worker cannot know.
+Workers own the truth about their rows: tokens, positions and counts are never sent again. A
+steady decode step carries `step_id` and the blocks that became necessary, nothing else.
+
+Rows: the scheduler assigns each live request one row of the workers' tables. A row is released
+by `finished_rows` (finished, aborted and preempted are the same) before anything else of the
+step is applied, so a row may be released and given away in one message.
+
+Order in which a worker applies a step:
+    1. `finished_rows` leave (also the decode set).
+    2. `new_reqs` enter.
+    3. `new_block_ids` are appended.
+    4. `decode_add` and `decode_remove` change the set of rows that compute one token.
+    5. The step computes `prefill_chunks` and one token for each row of the decode set.
+
+A row whose chunk completes its prefill samples a token in that step. It does not decode until
+`decode_add` names it in a later step.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.sampling_params import SamplingParams
+from kv_transfer.metadata import KVConnectorMetadata
+
+
+class NewRequestData(msgspec.Struct, array_like=True):
+    """A request enters a row.
+
+    Attributes:
+        row: Index into the workers' tables.
+        epoch: Tags results of this owner of the row.
+        prompt_len: Tokens of the user's prompt.
+        prefill_token_ids: Little-endian int32 of all known tokens: the prompt, and output
+            that exists already (after a preemption, a resume, or a first token from a peer).
+        num_computed_tokens: Leading tokens whose KV is in the blocks.
+        block_ids: The row's block table so far.
+        max_len: Tokens at which the row stops writing KV, whatever happens.
+        eos_token_ids: Masked before `sampling.min_tokens`, with the request's stop tokens.
+    """
+
+    row: int
+    epoch: int
+    prompt_len: int
+    prefill_token_ids: bytes
+    num_computed_tokens: int
+    block_ids: list[int]
+    max_len: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    """One step. `step_id` grows by one; a worker that misses one has lost its state and ends."""
+
+    step_id: int
+    finished_rows: list[int] = []
+    new_reqs: list[NewRequestData] = []
+    new_block_ids: list[tuple[int, list[int]]] = []
+    """(row, blocks to append)."""
+    prefill_chunks: list[tuple[int, int]] = []
+    """(row, tokens to compute), rows still inside their prefill."""
+    decode_add: list[int] = []
+    decode_remove: list[int] = []
+    kv: KVConnectorMetadata | None = None

@@ -1,0 +1,104 @@
+"""The scheduler's side of the connector: KV that comes in (`Pulls`) and goes out (`Offers`).
+
+A transfer ends with one report of the connector: finished_recving or finished_sending, failed or
+aborted. Only then are blocks free that their request left behind (`HeldBlocks`).
+"""
+
+from __future__ import annotations
+
+from engine.config import SchedulingPolicy
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.messages import KVTransferResult
+from engine.request import Request
+from engine.sched.held_blocks import HeldBlocks
+from engine.sched.no_connector import NoConnectorScheduler
+from engine.sched.offers import Offers, is_offer
+from engine.sched.pulls import Pulls
+from engine.sched.request_queue import RequestQueue
+from engine.sched.step_fence import StepFence
+from kv_transfer.base import ChunkLike, KVConnectorScheduler
+from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, TransferStats
+
+
+class RemoteKV:
+    """`connector` None: requests that exchange KV are refused."""
+
+    def __init__(
+        self,
+        connector: KVConnectorScheduler | None,
+        kv_cache: KVCacheManager,
+        fence: StepFence,
+        waiting: RequestQueue,
+        policy: SchedulingPolicy,
+    ) -> None:
+        self._is_connected = connector is not None
+        self._connector = connector if connector is not None else NoConnectorScheduler()
+        self._kv_cache = kv_cache
+        self._fence = fence
+        self.held = HeldBlocks(fence)
+        self.offers = Offers(self._connector, fence, self.held)
+        self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy)
+
+    def refusal(self, request: Request) -> str:
+        """Why this engine cannot take the request's KV parameters; empty when it can."""
+        if request.kv_transfer_params is None or self._is_connected:
+            return ""
+        return (
+            "the request exchanges KV with another node, but this engine has no KV transfer; "
+            "start it as a prefill or decode node"
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Before the request is queued."""
+        params = request.kv_transfer_params
+        if params is not None and params.do_remote_prefill:
+            self.pulls.add(request)
+        elif is_offer(request):
+            self.offers.add(request)
+
+    def request_ended(self, request: Request, *, is_abort: bool) -> None:
+        """Takes the request's blocks: free now, or when no transfer touches them."""
+        pull = self.pulls.get(request)
+        if pull is not None:
+            self.pulls.request_ended(pull)
+            return
+        blocks = self._kv_cache.take_blocks(request.request_id)
+        if is_offer(request):
+            self.offers.request_ended(request, blocks, is_abort=is_abort)
+        else:
+            self._fence.release(blocks)
+
+    def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
+        """`chunks`: those of offers."""
+        return self._connector.build_connector_meta(step_id, chunks)
+
+    def update(self, output: KVConnectorOutput) -> list[KVTransferResult]:
+        """Results in the order: arrived, failed, released."""
+        results: list[KVTransferResult | None] = []
+        for transfer_id in (
+            *output.finished_sending, *output.finished_recving, *output.failed, *output.aborted,
+            *output.released,
+        ):  # fmt: skip
+            self.held.release(transfer_id)
+        for transfer_id in output.finished_recving:
+            results.append(self.pulls.received(transfer_id, _stats(output, transfer_id)))
+        failures = [(name, *why) for name, why in output.failed.items()]
+        failures += [(name, "the peer called the transfer off", True) for name in output.aborted]
+        for failure in failures:
+            results.append(self.pulls.failed(*failure))
+            results.append(self.offers.failed(*failure))
+        for transfer_id in output.released:
+            results.append(self.offers.released(transfer_id, _stats(output, transfer_id)))
+        return [result for result in results if result is not None]
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return self._connector.counters
+
+    def leftovers(self) -> list[str]:
+        """Names everything that should not be there when no request is."""
+        return self.pulls.leftovers() + self.offers.leftovers() + self.held.leftovers()
+
+
+def _stats(output: KVConnectorOutput, transfer_id: str) -> TransferStats:
+    return output.stats.get(transfer_id, TransferStats())

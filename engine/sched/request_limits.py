@@ -1,0 +1,53 @@
+"""What one engine can take, and where its outputs end."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.request import Request
+
+
+class RequestLimits:
+    """Fixed by the configuration and the size of the KV cache."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+        self._max_model_len = config.model.max_model_len
+        self._num_slots = num_blocks * config.cache.block_size
+        scheduler = config.scheduler
+        budget = scheduler.max_num_batched_tokens
+        self._max_whole_prompt = None if scheduler.enable_chunked_prefill else budget
+        # More rows than budget could not all decode in one step.
+        self.num_rows = min(scheduler.max_num_seqs, budget)
+        self.max_chunk = scheduler.long_prefill_token_threshold or budget
+        """Tokens of one prompt in one step."""
+
+    def max_len(self, request: Request) -> int:
+        """Prompt and output together end at this many tokens, at the latest.
+
+        The last token's KV is never written, so a cache of n tokens serves n + 1. Ending there
+        keeps a request that is alone in the engine from waiting for blocks that do not exist.
+        """
+        wanted = request.num_prompt_tokens + request.sampling.max_tokens
+        return min(wanted, self._max_model_len, self._num_slots + 1)
+
+    def refusal(self, request: Request) -> str:
+        """Why the request can never run; empty when it can."""
+        prompt = request.num_prompt_tokens
+        if prompt < 1:
+            return "the prompt is empty; send at least one token"
+        if prompt >= self._max_model_len:
+            return (
+                f"the prompt has {prompt} tokens and the model's context is "
+                f"{self._max_model_len}, which leaves no room for an answer; shorten the prompt"
+            )
+        if prompt > self._num_slots:
+            return (
+                f"the prompt has {prompt} tokens but the KV cache holds only {self._num_slots}; "
+                f"shorten the prompt or give the engine more KV cache memory"
+            )
+        if self._max_whole_prompt is not None and prompt > self._max_whole_prompt:
+            return (
+                f"the prompt has {prompt} tokens and without chunked prefill at most "
+                f"{self._max_whole_prompt} are computed at once; enable chunked prefill or raise "
+                f"max_num_batched_tokens"
+            )
+        return ""

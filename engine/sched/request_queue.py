@@ -1,0 +1,75 @@
+"""Requests in the order in which they may go on."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from engine.config import SchedulingPolicy
+from engine.request import Request
+
+SortKey = tuple[int, float, int]
+
+
+class RequestQueue:
+    """A heap by `Request.sort_key`: order of arrival, or priority first.
+
+    A request that comes back (preempted, a failed transfer) takes its old place: ahead of all
+    that arrived later. Removal from the middle leaves a stale entry that is skipped later.
+    """
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy: SchedulingPolicy = policy
+        self._heap: list[tuple[SortKey, int, Request]] = []
+        self._tickets: dict[str, tuple[int, int]] = {}
+        """request id -> (ticket of its valid entry, tokens counted for it)."""
+        self._next_ticket = 0
+        self.num_tokens = 0
+        """Known tokens of all requests in the queue, when they entered it."""
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._tickets
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no particular order."""
+        return (entry[2] for entry in self._heap if self._is_valid(entry))
+
+    def add(self, request: Request) -> None:
+        """Raises `ValueError` when the request is queued already."""
+        if request in self:
+            raise ValueError(f"request {request.request_id!r} is queued already")
+        self._next_ticket += 1
+        self._tickets[request.request_id] = (self._next_ticket, request.num_tokens)
+        self.num_tokens += request.num_tokens
+        key = request.sort_key(self._policy)
+        heapq.heappush(self._heap, (key, self._next_ticket, request))
+
+    def peek(self) -> Request:
+        """Raises `IndexError` when the queue is empty."""
+        while not self._is_valid(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def pop(self) -> Request:
+        """Raises `IndexError` when the queue is empty."""
+        request = self.peek()
+        heapq.heappop(self._heap)
+        self._forget(request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """From wherever it is; a request that is not queued is left alone."""
+        if request in self:
+            self._forget(request)
+        if not self._tickets:
+            self._heap.clear()
+
+    def _forget(self, request: Request) -> None:
+        self.num_tokens -= self._tickets.pop(request.request_id)[1]
+
+    def _is_valid(self, entry: tuple[SortKey, int, Request]) -> bool:
+        _, ticket, request = entry
+        return self._tickets.get(request.request_id, (0, 0))[0] == ticket

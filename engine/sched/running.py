@@ -1,0 +1,246 @@
+"""Requests that are in rows: what each computes in the next step, and who yields when blocks end.
+
+For each step, in this order:
+
+    1. `grow_decodes`: rows that ran out of blocks get one; rows whose last step is scheduled
+       leave the decode set; rows whose prefill is scheduled join it
+    2. `continue_prefills`: chunks for rows still inside their prefill
+    3. `enter`, then `add_chunk`, for each request that is admitted
+
+A row that needs a block when none is free:
+
+    blocks wait for a step to retire      sit this step out, they come
+    somebody newer runs                   preempt the newest (under `priority`: the last in order)
+    it is the newest itself               it is preempted
+    nobody else can yield                 reclaim KV that arrived but has no row yet;
+                                          else sit this step out: transfers hold the rest, and end
+
+Requesters are served oldest first, so whoever has been served is never the next victim. A request
+whose KV a peer pulls has all its blocks from the start and never yields.
+"""
+
+from __future__ import annotations
+
+from engine.kv_cache.block_hash import pack_tokens
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.request import Request, RequestStatus
+from engine.sched.counters import SchedulerCounters
+from engine.sched.decode_calendar import DecodeCalendar
+from engine.sched.in_flight import PromptChunk
+from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.sched.pulls import Pulls
+from engine.sched.request_queue import RequestQueue, SortKey
+from engine.sched.row import Row, RowPhase, RowTable
+from engine.sched.step_builder import StepBuilder
+from engine.sched.step_fence import StepFence
+from kv_transfer.base import ChunkLike
+from kv_transfer.metadata import KVConnectorMetadata
+
+
+class RunningRows:
+    """Preempted requests go back to `waiting`."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        kv_cache: KVCacheManager,
+        fence: StepFence,
+        waiting: RequestQueue,
+        pulls: Pulls,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._fence = fence
+        self._waiting = waiting
+        self._pulls = pulls
+        self._counters = counters
+        self.table = RowTable(num_rows)
+        self.calendar = DecodeCalendar(kv_cache.block_size)
+        self.builder = StepBuilder()
+        self.step_id = -1
+        """The last step that went out."""
+        self.chunks: list[tuple[Row, int]] = []
+        """Of the step being built: (row, leading tokens with KV after it)."""
+        self.offered_chunks: list[ChunkLike] = []
+        """Of the step being built: those that a peer waits for."""
+        self.num_prompt_tokens = 0
+        """Computed by the step being built. A first token that came from a peer is none."""
+        self._joining: list[Row] = []
+        """May hold rows that are gone."""
+        self._prefilling: list[Row] = []
+
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        """Known tokens of rows that no step computes yet."""
+        return sum(row.remaining_prefill for row in self._prefilling)
+
+    # Rows come and go -------------------------------------------------------------------------
+
+    def enter(self, request: Request, key: SortKey, max_len: int, *, is_offer: bool) -> Row:
+        """The request has blocks, and `num_computed_tokens` of its tokens have KV in them."""
+        blocks = self._kv_cache.get_blocks(request.request_id)
+        row = self.table.assign(request, blocks, key, max_len)
+        row.is_offer = is_offer
+        if self._kv_cache.enable_caching:
+            row.check_len = self._next_check(row, row.prefill_len)
+        request.status = RequestStatus.RUNNING
+        self._prefilling.append(row)
+        self.builder.new_reqs.append(
+            NewRequestData(
+                row=row.index,
+                epoch=row.epoch,
+                prompt_len=request.num_prompt_tokens,
+                prefill_token_ids=pack_tokens(row.tokens),
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=[block.block_id for block in blocks],
+                max_len=max_len,
+                sampling=request.sampling,
+                eos_token_ids=request.eos_token_ids,
+            )
+        )
+        return row
+
+    def leave(self, row: Row) -> None:
+        """Its blocks stay the request's."""
+        if row.phase is RowPhase.PREFILL:
+            self._prefilling.remove(row)
+        elif row.phase is RowPhase.DECODE:
+            self.calendar.leave(row, self.step_id)
+        self.table.release(row)
+        self.builder.finish_row(row.index)
+
+    def preempt(self, row: Row) -> None:
+        """Preemption is completion: nothing is kept but the confirmed tokens."""
+        request = row.request
+        self.leave(row)
+        self._fence.release(self._kv_cache.take_blocks(request.request_id))
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self._waiting.add(request)
+
+    # What rows compute next -------------------------------------------------------------------
+
+    def grow_decodes(self, step_id: int) -> bool:
+        """Settles who decodes in step `step_id`. False: blocks are short, admit nobody now."""
+        preemptions_before = self._counters.num_preemptions
+        rows = self.calendar.due(step_id)
+        if self._joining:
+            rows += self._joining
+            self._joining = []
+        if len(rows) > 1:
+            rows.sort(key=_key)
+        for row in rows:
+            self._decide(row, step_id)
+        return not self._joining and self._counters.num_preemptions == preemptions_before
+
+    def _decide(self, row: Row, step_id: int) -> None:
+        """`row` is due or wants to join. It may have been preempted a moment ago."""
+        if row.is_gone:
+            return
+        decodes = row.phase is RowPhase.DECODE
+        scheduled = row.decode_base + step_id - 1 if decodes else row.num_scheduled
+        if scheduled + 1 >= row.max_len:
+            self._stop_decoding(row, RowPhase.DRAINING)
+        elif self._make_room(row, scheduled + 1):
+            if decodes:
+                self.calendar.plan(row)
+            else:
+                self.calendar.join(row, step_id)
+                self.builder.add_to_decode(row.index)
+        elif not row.is_gone:
+            self._stop_decoding(row, RowPhase.JOINING)
+            self._joining.append(row)
+
+    def _stop_decoding(self, row: Row, phase: RowPhase) -> None:
+        if row.phase is RowPhase.DECODE:
+            self.calendar.leave(row, self.step_id)
+            self.builder.remove_from_decode(row.index)
+        row.phase = phase
+
+    def _make_room(self, row: Row, num_tokens: int) -> bool:
+        """Blocks for `num_tokens`. False: not now, or the row itself had to go."""
+        while True:
+            new_blocks = self._kv_cache.allocate_slots(row.request, num_tokens)
+            if new_blocks is not None:
+                if new_blocks:
+                    ids = [block.block_id for block in new_blocks]
+                    self.builder.new_block_ids.append((row.index, ids))
+                return True
+            if self._fence.num_blocks > 0 or not self._yield_blocks(row):
+                return False
+            if row.is_gone:
+                return False
+
+    def _yield_blocks(self, wanted_by: Row) -> bool:
+        """Somebody gives up blocks. False: nobody can."""
+        able = [
+            row
+            for row in self.table.live()
+            if row.phase is not RowPhase.DRAINING and not row.is_offer
+        ]
+        if not able or able == [wanted_by]:
+            return self._pulls.reclaim()
+        self.preempt(max(able, key=_key))
+        return True
+
+    def continue_prefills(self, budget: int, threshold: int) -> int:
+        """Chunks for rows inside their prefill, oldest first; what is left of `budget` tokens."""
+        if len(self._prefilling) > 1:
+            self._prefilling.sort(key=_key)
+        for row in list(self._prefilling):
+            if budget == 0:
+                break
+            budget -= self.add_chunk(row, min(budget, threshold))
+        return budget
+
+    def add_chunk(self, row: Row, limit: int) -> int:
+        """Schedules up to `limit` tokens of the row's prefill; how many it were."""
+        count = min(row.remaining_prefill, limit)
+        first = row.num_scheduled
+        row.num_scheduled += count
+        num_prompt_tokens = row.request.num_prompt_tokens
+        self.num_prompt_tokens += max(0, min(row.num_scheduled, num_prompt_tokens) - first)
+        self.builder.prefill_chunks.append((row.index, count))
+        self.chunks.append((row, row.num_scheduled))
+        if row.is_offer:
+            ids = [block.block_id for block in row.blocks]
+            self.offered_chunks.append(PromptChunk(row.request, first, count, ids))
+        if row.num_scheduled == row.prefill_len:
+            self._prefilling.remove(row)
+            row.phase = RowPhase.JOINING
+            self._joining.append(row)
+        return count
+
+    def issued(self, step_id: int, kv: KVConnectorMetadata | None) -> SchedulerOutput:
+        """The step goes out; the next one is begun."""
+        step = self.builder.build(step_id, kv)
+        self.step_id = step_id
+        self.builder = StepBuilder()
+        self.chunks = []
+        self.offered_chunks = []
+        self.num_prompt_tokens = 0
+        return step
+
+    # What came back ---------------------------------------------------------------------------
+
+    def confirm_chunk(self, row: Row, num_computed_tokens: int) -> None:
+        """The chunk's step is done: its KV exists."""
+        if not row.is_gone:
+            self._kv_cache.cache_blocks(row.request, num_computed_tokens)
+
+    def publish(self, row: Row) -> None:
+        """The confirmed tokens have reached `check_len`. All but the last have KV."""
+        num_tokens = len(row.tokens)
+        self._kv_cache.cache_blocks(row.request, num_tokens - 1)
+        if self._kv_cache.enable_caching:
+            row.check_len = self._next_check(row, num_tokens - 1)
+
+    def _next_check(self, row: Row, num_computed_tokens: int) -> int:
+        block_size = self._kv_cache.block_size
+        return min(row.max_len, (num_computed_tokens // block_size + 1) * block_size + 1)
+
+
+def _key(row: Row) -> SortKey:
+    return row.key

@@ -1,0 +1,342 @@
+"""Decides, step by step, which request computes how many tokens and where its KV goes.
+
+One step:
+
+    1. `schedule`            running requests first: all that decode, then prompts under way;
+                             then waiting ones, in order, while budget, rows and blocks last
+    2. the workers run it    a second step may be scheduled meanwhile
+    3. `update_from_output`  sampled tokens are confirmed; ends are found; blocks that are full
+                             and certain enter the prefix cache
+
+Between steps the node server adds, aborts and advises, and the connector reports
+(`update_from_connector`).
+
+The scheduler never needs a result to schedule the next step: a decoding row grows by one token a
+step, and rows that turn out to have ended are taken out one step late. Results name (row, epoch,
+step), so whatever a row computed after its request left is dropped. Blocks that were given up
+wait until every step that could write them has retired (`StepFence`).
+
+Every method that may end a request or a transfer returns `EngineCoreOutputs` to be passed on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from engine.config import EngineConfig
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.messages import EngineCoreOutput, EngineCoreOutputs
+from engine.outputs import ModelRunnerOutput, SchedulerStats
+from engine.request import Request, RequestStatus
+from engine.sched.admission import Admission
+from engine.sched.counters import PrefillRate, SchedulerCounters
+from engine.sched.in_flight import InFlightStep
+from engine.sched.output import SchedulerOutput
+from engine.sched.remote_kv import RemoteKV
+from engine.sched.request_limits import RequestLimits
+from engine.sched.request_queue import RequestQueue
+from engine.sched.row import Row
+from engine.sched.running import RunningRows
+from engine.sched.step_fence import StepFence
+from kv_transfer.base import KVConnectorScheduler
+from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Scheduler:
+    """Owns all requests of one engine. `connector` None: the engine exchanges no KV."""
+
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, connector: KVConnectorScheduler | None
+    ) -> None:
+        policy = config.scheduler.policy
+        cache = config.cache
+        self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+        self._limits = RequestLimits(config, num_blocks)
+        self._counters = SchedulerCounters()
+        self._prefill_rate = PrefillRate()
+        self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
+        self._fence = StepFence(self._kv_cache)
+        self._waiting = RequestQueue(policy)
+        self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, policy)
+        self._running = RunningRows(
+            self._limits.num_rows,
+            self._kv_cache,
+            self._fence,
+            self._waiting,
+            self._remote.pulls,
+            self._counters,
+        )
+        self._admission = Admission(
+            config.scheduler,
+            self._limits,
+            self._kv_cache,
+            self._waiting,
+            self._running,
+            self._remote.pulls,
+            self._counters,
+        )
+        self._requests: dict[str, Request] = {}
+        self._unreported: set[str] = set()
+        """Requests whose first output is still to come."""
+        self._in_flight: deque[InFlightStep] = deque()
+        self._num_arrived = 0
+
+    # Requests come, are advised on, and go ----------------------------------------------------
+
+    def add_request(self, request: Request) -> EngineCoreOutputs:
+        """A request that can never run ends at once with finish_reason `error`.
+
+        Raises:
+            ValueError: A request of this id is known already.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} exists already")
+        refusal = self._limits.refusal(request) or self._remote.refusal(request)
+        if refusal:
+            request.status = RequestStatus.FINISHED_ERROR
+            return _one(EngineCoreOutput(request.request_id, [], "error", error=refusal))
+        self._num_arrived += 1
+        request.arrival_order = self._num_arrived
+        self._requests[request.request_id] = request
+        self._unreported.add(request.request_id)
+        self._remote.add_request(request)
+        self._waiting.add(request)
+        return EngineCoreOutputs()
+
+    def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
+        """Unknown ids are left alone: the request ended meanwhile. KV that an ended request
+        still offers to a peer is called off."""
+        outputs = EngineCoreOutputs()
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                self._remote.offers.abort_of(request_id)
+                continue
+            output = EngineCoreOutput(request_id, [])
+            self._finish(request, RequestStatus.FINISHED_ABORTED, output=output)
+            outputs.outputs.append(output)
+        return outputs
+
+    def supply_first_token(self, request_id: str, token_id: int) -> EngineCoreOutputs:
+        """The prefill node sampled token one, and the client has it.
+
+        A request that has output of its own already keeps that. One that is prefilling here
+        starts again behind the token, so the client never gets two different first tokens.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.num_output_tokens > 0:
+            return EngineCoreOutputs()
+        if request.status is RequestStatus.RUNNING:
+            self._running.preempt(self._running.table.of(request))
+        request.append_output_token(token_id)
+        end = self._end_of(request, token_id)
+        if end is not None:
+            output = EngineCoreOutput(request_id, [])
+            self._finish(request, *end, output=output)
+            return _one(output)
+        self._remote.pulls.first_token_known(request)
+        return EngineCoreOutputs()
+
+    def retry_remote(self, request_id: str, params: KVTransferParams) -> EngineCoreOutputs:
+        """A new attempt, or another peer. Ignored when the request computes its prompt here."""
+        request = self._requests.get(request_id)
+        result = self._remote.pulls.retry(request, params) if request is not None else None
+        return EngineCoreOutputs(kv_results=[result] if result is not None else [])
+
+    def prefill_locally(self, request_id: str) -> EngineCoreOutputs:
+        """No KV will come: compute the prompt here, first token or not."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._remote.pulls.prefill_locally(request)
+        return EngineCoreOutputs()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached KV. False: requests or transfers hold blocks; nothing changed."""
+        return self._kv_cache.reset_prefix_cache()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    # One step ---------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step; None when there is nothing that could run now. Pulls of KV may have
+        been started all the same."""
+        running = self._running
+        step_id = running.step_id + 1
+        has_blocks = running.grow_decodes(step_id)
+        budget = self._max_num_batched_tokens - running.calendar.size
+        budget = running.continue_prefills(budget, self._limits.max_chunk)
+        if has_blocks:
+            self._admission.admit(budget)
+        if running.calendar.size == 0 and not running.chunks:
+            return None
+        self._in_flight.append(
+            InFlightStep(step_id, time.monotonic(), running.chunks, running.num_prompt_tokens)
+        )
+        self._fence.issue(step_id)
+        return running.issued(step_id, self._remote.build_meta(step_id, running.offered_chunks))
+
+    # Results ----------------------------------------------------------------------------------
+
+    def update_from_output(
+        self, step: SchedulerOutput, output: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
+        """Results come in the order of their steps.
+
+        Raises:
+            ValueError: `output` is not that of the oldest step in flight.
+        """
+        now = time.monotonic()
+        self._retire(step, output, now)
+        results: list[EngineCoreOutput] = []
+        rows = self._running.table.rows
+        logprobs = output.logprobs
+        unreported = self._unreported
+        for index, epoch, token_id in zip(
+            output.rows, output.epochs, output.token_ids, strict=True
+        ):
+            row = rows[index]
+            if row is None or row.epoch != epoch:
+                continue
+            tokens = row.tokens
+            tokens.append(token_id)
+            result = EngineCoreOutput(row.request_id, [token_id])
+            results.append(result)
+            if unreported and row.request_id in unreported:
+                self._report_first(row.request, result)
+            if logprobs and index in logprobs:
+                result.logprobs = [logprobs[index]]
+            if len(tokens) >= row.check_len or token_id in row.stop_ids:
+                self._check(row, token_id, result)
+        self._counters.generation_tokens += len(results)
+        return EngineCoreOutputs(outputs=results, timestamp=now)
+
+    def _retire(self, step: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
+        if not self._in_flight or not (
+            self._in_flight[0].step_id == step.step_id == output.step_id
+        ):
+            due = self._in_flight[0].step_id if self._in_flight else None
+            raise ValueError(
+                f"a result of step {output.step_id} came for step {step.step_id}, due is {due}"
+            )
+        done = self._in_flight.popleft()
+        for row, num_computed_tokens in done.chunks:
+            self._running.confirm_chunk(row, num_computed_tokens)
+        self._fence.retire(done.step_id)
+        counters = self._counters
+        if done.num_prompt_tokens:
+            seconds = now - max(done.issued_at, counters.last_step_at)
+            self._prefill_rate.add_step(done.num_prompt_tokens, seconds)
+            counters.prompt_tokens_computed += done.num_prompt_tokens
+        counters.num_steps += 1
+        counters.last_step_at = now
+
+    def _check(self, row: Row, token_id: int, output: EngineCoreOutput) -> None:
+        """A block became full, or the output may have ended."""
+        self._running.publish(row)
+        if len(row.tokens) < row.max_len and token_id not in row.stop_ids:
+            return
+        end = self._end_of(row.request, token_id)
+        if end is not None:
+            self._finish(row.request, *end, output=output)
+
+    def _end_of(self, request: Request, token_id: int) -> tuple[RequestStatus, int | None] | None:
+        """(how it ended, the stop token of its own that did it), after `token_id`."""
+        sampling = request.sampling
+        if request.num_output_tokens >= sampling.min_tokens:
+            if token_id in request.eos_token_ids and not sampling.ignore_eos:
+                return RequestStatus.FINISHED_STOPPED, None
+            if token_id in sampling.stop_token_ids:
+                return RequestStatus.FINISHED_STOPPED, token_id
+        if request.num_tokens >= self._limits.max_len(request):
+            return RequestStatus.FINISHED_LENGTH, None
+        return None
+
+    def _finish(
+        self,
+        request: Request,
+        status: RequestStatus,
+        stop_reason: int | None = None,
+        *,
+        output: EngineCoreOutput,
+    ) -> None:
+        """The request leaves wherever it is; `output` says so."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.leave(self._running.table.of(request))
+        self._waiting.remove(request)
+        request.status = status
+        is_abort = status is RequestStatus.FINISHED_ABORTED
+        self._remote.request_ended(request, is_abort=is_abort)
+        del self._requests[request.request_id]
+        self._unreported.discard(request.request_id)
+        output.finish_reason = _FINISH_REASONS[status]
+        output.stop_reason = stop_reason
+
+    def _report_first(self, request: Request, output: EngineCoreOutput) -> None:
+        self._unreported.remove(request.request_id)
+        output.num_cached_tokens = request.num_cached_tokens
+        output.queue_s = max(0.0, request.first_scheduled_at - request.arrival_time)
+        output.num_output_tokens_before = request.num_output_tokens - len(output.new_token_ids)
+
+    def update_from_connector(self, output: KVConnectorOutput) -> EngineCoreOutputs:
+        """Transfers went on or ended."""
+        return EngineCoreOutputs(kv_results=self._remote.update(output), timestamp=time.monotonic())
+
+    # What there is ----------------------------------------------------------------------------
+
+    def stats(self) -> SchedulerStats:
+        counters, remote, table = self._counters, self._remote, self._running.table
+        return SchedulerStats(
+            num_running=table.num_live,
+            num_waiting=len(self._waiting),
+            num_waiting_for_remote_kvs=remote.pulls.num_started,
+            num_waiting_tokens=self._waiting.num_tokens + self._running.num_prompt_tokens_left,
+            num_free_blocks=self._kv_cache.num_free_blocks,
+            num_total_blocks=self._kv_cache.num_blocks,
+            num_free_rows=table.num_free,
+            num_delayed_frees=len(remote.held),
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            num_preemptions=counters.num_preemptions,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            prompt_tokens_cached=counters.prefix_cache_hits,
+            prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
+            generation_tokens=counters.generation_tokens,
+            num_steps=counters.num_steps,
+            last_step_at=counters.last_step_at,
+            prefill_tokens_per_s=self._prefill_rate.tokens_per_s,
+            kv_transfer=remote.counters,
+        )
+
+    def check_empty(self) -> list[str]:
+        """Names everything that is left though no request should be; empty when all is well."""
+        left = [f"request {name} ({r.status.name})" for name, r in self._requests.items()]
+        left += self._remote.leftovers()
+        left += [f"row {row.index} of {row.request_id}" for row in self._running.table.live()]
+        left += [f"blocks of {name}" for name in self._kv_cache.request_ids()]
+        left += [f"step {step.step_id} in flight" for step in self._in_flight]
+        left += [f"first output of {name}" for name in self._unreported]
+        for name, count in (
+            ("queued requests", len(self._waiting)),
+            ("requests ready for a row", len(self._remote.pulls.ready)),
+            ("rows in the decode set", self._running.calendar.size),
+            ("fenced blocks", self._fence.num_blocks),
+            ("blocks in use", self._kv_cache.num_blocks - self._kv_cache.num_free_blocks),
+        ):
+            if count:
+                left.append(f"{count} {name}")
+        return left
+
+
+def _one(output: EngineCoreOutput) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs=[output])

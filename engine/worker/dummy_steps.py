@@ -1,0 +1,60 @@
+"""Shapes of steps that nobody asked for: to measure memory, and to compile kernels ahead of time.
+
+A step is given by the lengths of its prompts. Kernels are compiled for each power of two of the
+number of prompts, for short and long ones, and for what requests may want of their sampling.
+"""
+
+from __future__ import annotations
+
+from engine.sampling_params import SamplingParams
+
+_SHORT_PROMPTS = (2, 16)
+_LONG_PROMPT = 160
+_FEWEST_PROMPTS = 16
+_NUM_LOGPROBS = (0, 1, 2, 5, 10, 20)
+"""One for each power of two of what a request may ask for."""
+_SMALL_BATCHES = (1, 2, 4)
+"""Parameters of a batch lie behind each other; these sizes show all their alignments."""
+
+DummyStep = tuple[list[int], SamplingParams]
+
+
+def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> list[int]:
+    """Of a step with `num_tokens` tokens: ones first; the last requests take what is left,
+    `max_model_len` each at most."""
+    lengths = [1] * min(max_num_reqs, num_tokens)
+    rest = num_tokens - len(lengths)
+    for i in reversed(range(len(lengths))):
+        more = min(rest, max_model_len - 1)
+        lengths[i] += more
+        rest -= more
+    return lengths
+
+
+def warm_up_steps(max_num_reqs: int, longest: int) -> list[DummyStep]:
+    """`longest`: tokens that one prompt, and one step, may have."""
+    plain = SamplingParams(temperature=1.0, top_p=0.5)
+    steps: list[DummyStep] = [([min(length, longest)], plain) for length in _SHORT_PROMPTS]
+    num_prompts = _FEWEST_PROMPTS
+    while num_prompts < 2 * max_num_reqs:
+        count = min(num_prompts, max_num_reqs, longest // 2)
+        last = min(_LONG_PROMPT, longest - 2 * (count - 1))
+        steps.append(([2] * (count - 1) + [last], plain))
+        num_prompts *= 2
+    for count in _SMALL_BATCHES:
+        if count <= max_num_reqs and 2 * count <= longest:
+            steps.append(([2] * count, _everything(num_logprobs=0)))
+    steps += [([1], _everything(num)) for num in _NUM_LOGPROBS[1:]]
+    return steps
+
+
+def _everything(num_logprobs: int) -> SamplingParams:
+    """A request that leaves nothing of the sampler out."""
+    return SamplingParams(
+        top_k=5,
+        top_p=0.5,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        logit_bias={0: 1.0},
+        logprobs=num_logprobs,
+    )

@@ -1,0 +1,121 @@
+"""Memory of one rank's KV cache: how many blocks, and the tensors themselves.
+
+    1. `blocks_that_fit` turns a budget into a number of blocks; the executor takes the least of
+       all ranks
+    2. `KVCache(...)` allocates: on the CPU one memory file that transfer processes map, on a GPU
+       one tensor
+    3. `close()`
+
+Layers lie one after the other; each is `[num_blocks, 2, local_kv_heads, block_size, head_dim]`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kv_cache.interface import KVCacheSpec
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.host.memory_file import MemoryFile
+
+_NO_FILE = -1
+
+
+class KVCacheMemoryError(Exception):
+    """Not even one sequence of the allowed length would fit. Says both numbers and the cure."""
+
+
+def kv_cache_spec(config: EngineConfig) -> KVCacheSpec:
+    """The cache of any one rank; all are alike."""
+    layout = config.kv_layout
+    return KVCacheSpec(
+        num_layers=layout.num_layers,
+        local_kv_heads=layout.local_kv_heads,
+        block_size=layout.block_size,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+    )
+
+
+def blocks_that_fit(config: EngineConfig, budget_bytes: int) -> int:
+    """Blocks for `budget_bytes`, but no more than all rows could ever fill."""
+    wanted = config.scheduler.max_num_seqs * blocks_per_sequence(config)
+    return min(wanted, budget_bytes // kv_cache_spec(config).block_bytes)
+
+
+def blocks_per_sequence(config: EngineConfig) -> int:
+    """Blocks of one sequence of `max_model_len` tokens."""
+    return -(-config.model.max_model_len // config.cache.block_size)
+
+
+def check_one_sequence_fits(config: EngineConfig, num_blocks: int) -> None:
+    """With fewer blocks than one sequence needs, a long request could wait forever.
+
+    Raises:
+        KVCacheMemoryError: It does not fit.
+    """
+    needed = blocks_per_sequence(config)
+    if num_blocks >= needed:
+        return
+    block_size, block_bytes = config.cache.block_size, kv_cache_spec(config).block_bytes
+    room = num_blocks * block_size
+    raise KVCacheMemoryError(
+        f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}, "
+        f"{_mebibytes(num_blocks * block_bytes)}), but max_model_len is "
+        f"{config.model.max_model_len}, which takes {needed} blocks "
+        f"({_mebibytes(needed * block_bytes)}); lower max_model_len to at most {room} or raise "
+        f"{_size_setting(config)}"
+    )
+
+
+def _size_setting(config: EngineConfig) -> str:
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return f"num_blocks (now {cache.num_blocks})"
+    if cache.kv_cache_memory_bytes is not None:
+        return f"kv_cache_memory_bytes (now {cache.kv_cache_memory_bytes})"
+    if config.device.device == "cuda":
+        return f"memory_utilization (now {cache.memory_utilization})"
+    return "kv_cache_memory_bytes (unset: a tenth of free memory)"
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+class KVCache:
+    """`layers[i]` is the cache of layer i. Zeroed at first: an unwritten slot is never NaN."""
+
+    def __init__(
+        self, spec: KVCacheSpec, num_blocks: int, device: torch.device, name: str = "kv-cache"
+    ) -> None:
+        shape = (
+            spec.num_layers,
+            num_blocks,
+            2,
+            spec.local_kv_heads,
+            spec.block_size,
+            spec.head_dim,
+        )
+        dtype = getattr(torch, spec.dtype)
+        self.num_blocks = num_blocks
+        self._memory: MemoryFile | None = None
+        if device.type == "cpu":
+            self._memory = MemoryFile.create(name, num_blocks * spec.block_bytes)
+            flat = torch.frombuffer(self._memory.buffer, dtype=dtype)
+            self.layers = list(flat.view(shape).unbind())
+        else:
+            self.layers = list(torch.zeros(shape, dtype=dtype, device=device).unbind())
+
+    def handle(self, rank: int) -> KVCacheHandle:
+        """For other processes of this host."""
+        fd = self._memory.fd if self._memory is not None else _NO_FILE
+        return KVCacheHandle(rank=rank, pid=os.getpid(), fd=fd, num_blocks=self.num_blocks)
+
+    def close(self) -> None:
+        """The memory goes when nobody maps it any more. Idempotent."""
+        self.layers.clear()
+        if self._memory is not None:
+            self._memory.close()

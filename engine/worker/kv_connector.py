@@ -1,0 +1,71 @@
+"""The runner's side of KV transfer: one object with P/D, another without.
+
+The runner calls both in the same places and never asks which it has:
+
+    1. `register_kv_caches`   once, after allocation
+    2. `pre_forward(step)`    a forward pass follows; returns what the model calls after a layer
+       or `no_forward(step)`  the step computes nothing
+    3. `shutdown`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.config import EngineConfig
+from engine.sched.output import SchedulerOutput
+from kv_transfer.base import KVConnectorWorker
+from kv_transfer.factory import create_worker_connector
+
+OnLayer = Callable[[int], None]
+
+
+def _ignore_layer(layer: int) -> None:
+    """Nobody waits for this step's KV."""
+
+
+class KVConnector:
+    """Without P/D: does nothing."""
+
+    def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> None:
+        return
+
+    def pre_forward(self, step: SchedulerOutput) -> OnLayer:
+        return _ignore_layer
+
+    def no_forward(self, step: SchedulerOutput) -> None:
+        return
+
+    def shutdown(self) -> None:
+        return
+
+
+class ActiveKVConnector(KVConnector):
+    """Passes steps and layers on to the transfer side of this rank."""
+
+    def __init__(self, worker: KVConnectorWorker) -> None:
+        self._worker = worker
+
+    def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def pre_forward(self, step: SchedulerOutput) -> OnLayer:
+        if step.kv is None:
+            return _ignore_layer
+        self._worker.start_load_kv(step.step_id, step.kv)
+        return self._worker.save_kv_layer
+
+    def no_forward(self, step: SchedulerOutput) -> None:
+        if step.kv is not None:
+            self._worker.start_load_kv(step.step_id, step.kv)
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+
+
+def create_kv_connector(config: EngineConfig, rank: int) -> KVConnector:
+    if config.kv_transfer is None:
+        return KVConnector()
+    return ActiveKVConnector(create_worker_connector(config.kv_transfer, config.engine_id, rank))

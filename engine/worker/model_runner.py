@@ -1,0 +1,279 @@
+"""Runs steps: rows, batch, model, sampling.
+
+One step, in this order (see also `engine.sched.output`):
+
+    1. rows that ended leave, new requests enter, blocks are appended, the decode set changes
+    2. staged writes go to the device, once for all of them
+    3. the batch is gathered from rows
+    4. the model runs; after each layer the connector may hand its KV on
+    5. the requests whose known tokens are now all computed sample one token each
+    6. the copy of the result to the host starts, rows advance on the device
+
+On a GPU, 3 to 6 of a step with decodes only are one CUDA graph, but for the copy, and but for the
+sampling when a request wants more than a draw from its logits.
+
+Nothing here waits for the device. The result is awaited in `AsyncOutput.get_output`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from engine.batch.block_table import BlockTables
+from engine.batch.decode_set import DecodeSet
+from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
+from engine.batch.states import RequestState, RowError
+from engine.config import EngineConfig
+from engine.layers import dense_attention
+from engine.models.llama import LlamaForCausalLM
+from engine.sample.sampler import Sampler, SamplerOutput
+from engine.sampling_params import SamplingParams
+from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.worker.async_output import AsyncOutput, OutputStream
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, default_capture_sizes
+from engine.worker.dummy_steps import dummy_lengths, warm_up_steps
+from engine.worker.kv_connector import KVConnector, OnLayer
+from tandem_kernels import ops
+
+logger = logging.getLogger(__name__)
+
+_NO_TOKEN = -1
+
+
+class ModelRunner:
+    """Owns the rows of one rank. `kv_caches` are set once, before the first step."""
+
+    _graph_token_ids: torch.Tensor
+    """[largest size] int64, written by graphs that sample."""
+    _graph_logits: torch.Tensor
+    """[largest size, V] float32, written by graphs that do not."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LlamaForCausalLM,
+        connector: KVConnector,
+        device: torch.device,
+    ) -> None:
+        limits, max_model_len = config.scheduler, config.model.max_model_len
+        rows = limits.max_num_seqs
+        self._config = config
+        self._model = model
+        self._connector = connector
+        self._device = device
+        self.states = RequestState(rows, max_model_len, device)
+        self._block_tables = BlockTables(rows, max_model_len, config.cache.block_size, device)
+        self._decode_set = DecodeSet(rows)
+        self.sampler = Sampler(rows, config.model.vocab_size, device)
+        self._row_tables = self.states.row_tables(self._block_tables)
+        self._input_buffers = InputBuffers(
+            rows, limits.max_num_batched_tokens, self._block_tables.tensor.shape[1], device
+        )
+        self._output_stream = OutputStream(device)
+        self._whole_prompts_from = _whole_prompts_from(config, device)
+        self._graphs: CudaGraphManager | None = None
+        self.kv_caches: list[torch.Tensor] = []
+        """One a layer, `[num_blocks, 2, local_kv_heads, block_size, head_dim]`."""
+
+    @torch.inference_mode()
+    def execute_model(self, step: SchedulerOutput) -> AsyncOutput:
+        """Runs one step and returns while the device may still work on it.
+
+        Raises:
+            RowError: The message does not fit the rows; nothing can be trusted any more.
+        """
+        self._update_rows(step)
+        order = order_batch(
+            self._decode_set.rows, step.prefill_chunks, self.states, self._whole_prompts_from
+        )
+        rows = order.rows[: order.num_sampled]
+        epochs = self.states.epoch_np[rows].tolist()
+        if len(order.rows) == 0:
+            self._connector.no_forward(step)
+            return AsyncOutput(step.step_id, rows, epochs, None, self._output_stream)
+
+        on_layer = self._connector.pre_forward(step)
+        size = self._graph_size(order)
+        if size is None:
+            sampled = self._run_eagerly(order, on_layer)
+        else:
+            sampled = self._run_graph(order, size, on_layer)
+        self.states.advance(order.rows, order.query_lens)
+        return AsyncOutput(step.step_id, rows, epochs, sampled, self._output_stream)
+
+    @torch.inference_mode()
+    def capture_model(self, report: Callable[[float], None]) -> None:
+        """Records CUDA graphs of decode steps. `kv_caches` must be in their final place."""
+        sizes = self._config.device.cudagraph_capture_sizes
+        max_num_reqs = self.states.max_num_reqs
+        sizes = tuple(size for size in sizes if size <= max_num_reqs)
+        graphs = CudaGraphManager(sizes or default_capture_sizes(max_num_reqs), self._device)
+        largest = graphs.capture_sizes[-1]
+        vocab_size = self._config.model.vocab_size
+        self._graph_token_ids = torch.empty(largest, dtype=torch.int64, device=self._device)
+        self._graph_logits = torch.empty(
+            (largest, vocab_size), dtype=torch.float32, device=self._device
+        )
+        graphs.capture(self._record_decode, report)
+        self._graphs = graphs
+
+    def drop_graphs(self) -> None:
+        """Decode steps launch their kernels one by one again."""
+        self._graphs = None
+
+    def warm_up(self, report: Callable[[float], None]) -> None:
+        """Runs steps of many shapes, so that no kernel is compiled while somebody waits."""
+        limits = self._config.scheduler
+        longest = min(self._config.model.max_model_len, limits.max_num_batched_tokens)
+        steps = warm_up_steps(limits.max_num_seqs, longest)
+        if self._whole_prompts_from is not None:
+            num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
+            dense_attention.prepare_plans(num_heads, self.kv_caches[0], longest)
+        for index, (lengths, sampling) in enumerate(steps):
+            report(index / len(steps))
+            self._dummy_step(lengths, sampling)
+        report(1.0)
+
+    def dummy_run(self, num_tokens: int) -> None:
+        """A step of `num_tokens` tokens of nobody, in rows that must be free: as many requests
+        as there are rows, one token each, and the rest of the tokens in few long prompts. Warms
+        up, and takes as much memory as any step may. Overwrites block 0 of the cache."""
+        lengths = dummy_lengths(
+            num_tokens, self.states.max_num_reqs, self._config.model.max_model_len
+        )
+        self._dummy_step(lengths, SamplingParams(top_p=0.5))
+
+    def _dummy_step(self, lengths: list[int], sampling: SamplingParams) -> None:
+        block_size = self._config.cache.block_size
+        requests = [
+            NewRequestData(
+                row=row,
+                epoch=0,
+                prompt_len=length,
+                prefill_token_ids=bytes(4 * length),
+                num_computed_tokens=0,
+                block_ids=[0] * -(-length // block_size),
+                max_len=length,
+                sampling=sampling,
+            )
+            for row, length in enumerate(lengths)
+        ]
+        chunks = [(request.row, request.prompt_len) for request in requests]
+        step = SchedulerOutput(step_id=0, new_reqs=requests, prefill_chunks=chunks)
+        self.execute_model(step).get_output()
+        self.execute_model(SchedulerOutput(step_id=0, finished_rows=[row for row, _ in chunks]))
+
+    def _update_rows(self, step: SchedulerOutput) -> None:
+        for row in step.finished_rows:
+            self._remove_request(row)
+        for new in step.new_reqs:
+            self._add_request(new)
+        for row, block_ids in step.new_block_ids:
+            self.states.check_live(row)
+            self._block_tables.append(row, block_ids)
+        for row in step.decode_remove:
+            self._decode_set.remove_request(row)
+        for row in step.decode_add:
+            self._start_decoding(row)
+        self.states.apply_staged_writes()
+        self._block_tables.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+
+    def _add_request(self, new: NewRequestData) -> None:
+        self.states.add_request(new)
+        self._block_tables.add_request(new.row, new.block_ids)
+        self.sampler.add_request(new)
+
+    def _remove_request(self, row: int) -> None:
+        self.states.remove_request(row)
+        self._block_tables.remove_request(row)
+        self._decode_set.remove_request(row)
+        self.sampler.remove_request(row)
+
+    def _start_decoding(self, row: int) -> None:
+        self.states.check_live(row)
+        uncomputed = self.states.num_uncomputed_prefill(row)
+        if uncomputed > 1:
+            raise RowError(f"row {row} cannot decode: {uncomputed} tokens are not computed yet")
+        self._decode_set.add_request(row)
+
+    def _graph_size(self, order: BatchOrder) -> int | None:
+        if self._graphs is None or order.num_decodes < len(order.rows):
+            return None
+        return self._graphs.dispatch(len(order.rows))
+
+    def _run_eagerly(self, order: BatchOrder, on_layer: OnLayer) -> SamplerOutput | None:
+        batch = self._input_buffers.prepare(order, self.states, self._row_tables)
+        sampled = self._sample(self._forward(batch, on_layer), batch)
+        self._advance_rows(batch, sampled)
+        return sampled
+
+    def _run_graph(self, order: BatchOrder, size: int, on_layer: OnLayer) -> SamplerOutput:
+        assert self._graphs is not None
+        num_reqs = len(order.rows)
+        batch = self._input_buffers.load(order, self.states, size)
+        samples = self.sampler.only_draws(order.rows)
+        self._graphs.replay(GraphKey(size, samples))
+        for layer in range(len(self.kv_caches)):
+            on_layer(layer)
+        if samples:
+            # The next replay overwrites its own output, maybe before this one is copied.
+            return SamplerOutput(self._graph_token_ids[:num_reqs].clone(), None)
+        sampled = self.sampler(self._graph_logits[:num_reqs], batch)
+        self._advance_rows(batch, sampled)
+        return sampled
+
+    def _record_decode(self, key: GraphKey) -> None:
+        """What a graph holds. Runs for nobody: rows are -1, lengths 0."""
+        batch = self._input_buffers.load_padding(key.num_reqs)
+        self._input_buffers.gather(key.num_reqs, self._row_tables)
+        logits = self._model.compute_logits(self._forward(batch, _no_layer))
+        if not key.samples:
+            self._graph_logits[: key.num_reqs].copy_(logits)
+            return
+        rows = batch.idx_mapping.clamp(min=0)
+        token_ids = self.sampler.draw(logits, rows, batch.seq_lens)
+        ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables)
+        self._graph_token_ids[: key.num_reqs].copy_(token_ids)
+
+    def _forward(self, batch: InputBatch, on_layer: OnLayer) -> torch.Tensor:
+        hidden: torch.Tensor = self._model(
+            batch.input_ids,
+            batch.positions,
+            self.kv_caches,
+            batch.slot_mapping,
+            batch.attention_metadata(),
+            on_layer,
+        )
+        return hidden
+
+    def _sample(self, hidden: torch.Tensor, batch: InputBatch) -> SamplerOutput | None:
+        """None when only unfinished prompts ran."""
+        if batch.num_sampled == 0:
+            return None
+        logits = self._model.compute_logits(hidden.index_select(0, batch.logits_indices))
+        return self.sampler(logits, batch)
+
+    def _advance_rows(self, batch: InputBatch, sampled: SamplerOutput | None) -> None:
+        token_ids = torch.full((batch.num_reqs,), _NO_TOKEN, dtype=torch.int64, device=self._device)
+        if sampled is not None:
+            token_ids[: batch.num_sampled] = sampled.token_ids
+        ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables)
+
+
+def _whole_prompts_from(config: EngineConfig, device: torch.device) -> int | None:
+    """Shortest prompt that cuDNN attends; None: our kernel attends all."""
+    dtype, head_dim = getattr(torch, config.model.dtype), config.model.head_dim
+    wanted = config.device.attention_backend == "auto"
+    if wanted and dense_attention.is_available(dtype, head_dim, device):
+        logger.info("attention of whole prompts: cuDNN; of all others: Triton")
+        return dense_attention.MIN_TOKENS
+    logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
+    return None
+
+
+def _no_layer(layer: int) -> None:
+    """Graphs hold no call to the host."""
