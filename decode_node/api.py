@@ -1,0 +1,120 @@
+"""Routes. Each is a few lines: read, check, hand over."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from decode_node.client_connection import prefill_nodes, read_body, request_headers
+from decode_node.config import DecodeNodeSettings
+from decode_node.errors import Unavailable
+from decode_node.metrics import DecodeMetrics
+from decode_node.protocol import BodyT, ChatCompletionRequest, CompletionRequest, parse_body
+from decode_node.responses import Model, ModelList
+from decode_node.serving import OpenAIServing, RequestContext
+from engine.config import ModelConfig
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(slots=True)
+class NodeState:
+    """Whether this node takes requests. `unhealthy`: why it cannot serve, or empty."""
+
+    draining: bool = False
+    unhealthy: str = ""
+
+    def check_accepting(self) -> None:
+        """Raises `Unavailable`."""
+        if self.unhealthy:
+            raise Unavailable(f"this node cannot serve: {self.unhealthy}")
+        if self.draining:
+            raise Unavailable("this node is stopping; send the request to another", code="draining")
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What the routes work with."""
+
+    settings: DecodeNodeSettings
+    model: ModelConfig
+    serving: OpenAIServing
+    metrics: DecodeMetrics
+    state: NodeState
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
+        """Raises `ApiError`."""
+        received_at = time.monotonic()
+        self.state.check_accepting()
+        headers = request_headers(request.scope)
+        raw = await read_body(
+            headers, request.receive, self.settings.max_body_bytes, self.settings.body_timeout_s
+        )
+        named = headers.get("x-prefiller-host-port")
+        if not self.settings.accept_prefill_header:
+            named = None
+        context = RequestContext(
+            request_id=request.state.request_id,
+            received_at=received_at,
+            prefill_nodes=None if named is None else prefill_nodes(named),
+            wants_timeline=headers.get("x-tandem-timeline") == "1",
+        )
+        return parse_body(raw, kind), context
+
+    def models(self) -> ModelList:
+        model = self.model
+        entry = Model(
+            id=model.served_model_name, created=self.created, max_model_len=model.max_model_len
+        )
+        return ModelList(data=[entry])
+
+
+def create_router(api: Api) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body, context = await api.read(request, ChatCompletionRequest)
+        return await api.serving.chat(body, context)
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body, context = await api.read(request, CompletionRequest)
+        return await api.serving.completions(body, context)
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return _json(api.models())
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        api.serving.check_model(name)
+        return _json(api.models().data[0])
+
+    @router.get("/health")
+    async def health() -> Response:
+        """Alive: the process answers and its engine works."""
+        if api.state.unhealthy:
+            raise Unavailable(f"this node cannot serve: {api.state.unhealthy}")
+        return Response(status_code=200)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """New requests are welcome."""
+        api.state.check_accepting()
+        return Response(status_code=200)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(api.metrics.text(), media_type=METRICS_TYPE)
+
+    return router
+
+
+def _json(content: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,0 +1,46 @@
+"""The HTTP application of a decode node: routes, errors in the API's form, the edge around it."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from decode_node.api import Api, create_router
+from decode_node.edge import ApiKeys, EdgeMiddleware
+from decode_node.errors import ApiError, BadRequest, MethodNotAllowed, NotFound
+
+
+def create_app(api: Api, keys: ApiKeys) -> ASGIApp:
+    """Needs no lifespan: whoever makes `api` also starts and stops what is in it."""
+    app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(create_router(api))
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    return EdgeMiddleware(app, keys)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(
+        error.body(),
+        status_code=error.status,
+        headers=error.headers(),
+        media_type="application/json",
+    )
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Raised by the framework: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    known: ApiError
+    if error.status_code == 404:
+        known = NotFound(f"there is no {method} {path} here")
+    elif error.status_code == 405:
+        known = MethodNotAllowed(f"{path} does not take {method}")
+    else:
+        known = BadRequest(str(error.detail))
+    return await _on_api_error(request, known)

@@ -1,0 +1,74 @@
+"""Settings of a decode node: those of its engine, and how it serves and finds prefill nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+
+from engine.frontend.settings import EngineSettings
+
+
+class DecodeNodeSettings(EngineSettings):
+    """Serves the OpenAI API: streams tokens, lets prefill nodes compute prompts, or computes them
+    itself when there are none."""
+
+    enable_prefix_caching: bool = Field(
+        default=False,
+        description="Keep KV of finished requests here too. Off, every prompt costs decode the "
+        "same; on, only KV that is missing here crosses the network, and a node that serves alone "
+        "answers conversations faster.",
+    )
+    port: int = Field(default=8100, ge=0, le=65535, description="HTTP port. 0: any free one.")
+    grpc_port: int = Field(
+        default=0, ge=0, le=65535, description="Port of load reports and health. 0: any free one."
+    )
+    prefill: str = Field(
+        default="",
+        description="Prefill nodes as host:port, comma separated, best first. A router names "
+        "better ones with each request, in the header x-prefiller-host-port.",
+    )
+    accept_prefill_header: bool = Field(
+        default=True,
+        description="Follow x-prefiller-host-port. Turn off where clients reach this node "
+        "without a router: the header makes it connect wherever it says.",
+    )
+    local_prefill_threshold: int = Field(
+        default=0,
+        ge=0,
+        description="Prompts with at most this many tokens that are not cached here are computed "
+        "here.",
+    )
+    max_prefill_attempts: int = Field(
+        default=3, ge=1, description="Prefill nodes tried before a prompt is computed here."
+    )
+    greet_timeout_s: float = Field(
+        default=2.0, gt=0, description="Time for a prefill node to answer the first call."
+    )
+    first_token_timeout_s: float = Field(
+        default=120.0, gt=0, description="Time for a prefill node to compute a prompt."
+    )
+    kv_timeout_s: float = Field(
+        default=30.0, gt=0, description="Time for KV to arrive after the first token."
+    )
+    api_keys: SecretStr = Field(
+        default=SecretStr(""),
+        description="Keys that clients may use, comma separated. Empty: no key is asked for.",
+    )
+    api_key_file: Path | None = Field(
+        default=None, description="File with one key a line, in addition to the others."
+    )
+    max_body_bytes: int = Field(
+        default=8 << 20, ge=1024, description="Longer request bodies are refused unread."
+    )
+    body_timeout_s: float = Field(
+        default=30.0, gt=0, description="Time for a client to send its request."
+    )
+    send_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="A client that takes nothing for so long is disconnected.",
+    )
+    max_choices: int = Field(
+        default=64, ge=1, description="Answers to one request (prompts times n), at most."
+    )

@@ -1,0 +1,142 @@
+"""One HTTP request's work: one or several choices, each a request of its own to the engine.
+
+prompts × n  ──▶  choices, numbered prompt by prompt  ──▶  outputs, as they come
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from decode_node.errors import GenerationFailed, Unavailable
+from decode_node.proxy import DisaggProxy
+from decode_node.responses import PromptTokensDetails, Usage
+from decode_node.timeline import RequestRecord, Timeline
+from engine.errors import EngineDeadError
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.output_processor import RequestOutput
+from engine.outputs import TokenLogprobs
+
+_FAILED = {"abort", "error"}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer. `is_first_of_prompt`: counts the prompt in `usage`."""
+
+    index: int
+    request: GenerationRequest
+    record: RequestRecord
+    is_first_of_prompt: bool
+    prompt_text: str = ""
+    """For `echo`."""
+
+
+@dataclass(slots=True)
+class ChoiceResult:
+    """A complete answer."""
+
+    choice: Choice
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+
+
+class Generation:
+    """Runs all choices of one HTTP request. `prefill_nodes` None: the proxy's own."""
+
+    def __init__(
+        self,
+        proxy: DisaggProxy,
+        choices: list[Choice],
+        prefill_nodes: Sequence[str] | None,
+    ) -> None:
+        self._proxy = proxy
+        self.choices = choices
+        self._prefill_nodes = prefill_nodes
+
+    async def outputs(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+        """Outputs of all choices as they come; closing it aborts what is left.
+
+        Raises `GenerationFailed` or `Unavailable` when one choice cannot be completed.
+        """
+        several = len(self.choices) > 1
+        source = self._merge() if several else self._run(self.choices[0])
+        async with contextlib.aclosing(source):
+            try:
+                async for choice, output in source:
+                    yield choice, output
+            except EngineDeadError as error:
+                raise Unavailable(f"the engine of this node has died: {error}") from error
+
+    async def collect(self) -> list[ChoiceResult]:
+        """All choices, complete."""
+        results = [ChoiceResult(choice) for choice in self.choices]
+        async with contextlib.aclosing(self.outputs()) as outputs:
+            async for choice, output in outputs:
+                results[choice.index].add(output)
+        return results
+
+    def usage(self) -> Usage:
+        firsts = [choice.record for choice in self.choices if choice.is_first_of_prompt]
+        prompt = sum(record.num_prompt_tokens for record in firsts)
+        completion = sum(choice.record.num_output_tokens for choice in self.choices)
+        cached = sum(record.cached_tokens for record in firsts)
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    def timeline(self) -> Timeline:
+        """Of the first choice."""
+        return self.choices[0].record.timeline()
+
+    @property
+    def prefill_node(self) -> str:
+        """Of the first choice; `local` for this node itself."""
+        return self.choices[0].record.prefill_node or "local"
+
+    async def _run(self, choice: Choice) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+        stream = self._proxy.generate(choice.request, choice.record, self._prefill_nodes)
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                if output.finish_reason in _FAILED:
+                    raise GenerationFailed("the request was ended by the engine; try it again")
+                yield choice, output
+
+    async def _merge(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+        """One task for each choice; the first failure ends all."""
+        merged: asyncio.Queue[tuple[Choice, RequestOutput] | Exception | None] = asyncio.Queue()
+
+        async def pump(choice: Choice) -> None:
+            try:
+                async with contextlib.aclosing(self._run(choice)) as outputs:
+                    async for item in outputs:
+                        merged.put_nowait(item)
+                merged.put_nowait(None)
+            except Exception as error:
+                merged.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(choice)) for choice in self.choices]
+        try:
+            running = len(tasks)
+            while running:
+                item = await merged.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

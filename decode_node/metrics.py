@@ -1,0 +1,147 @@
+"""What a decode node counts about requests, besides the state of its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from decode_node.generation import Choice
+from decode_node.proxy import DisaggProxy
+from decode_node.timeline import RequestRecord
+from engine.config import EngineConfig
+from engine.frontend.engine_metrics import (
+    ITL_BUCKETS,
+    LABELS,
+    LATENCY_BUCKETS,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS,
+    metric_labels,
+)
+
+_TIMES = (
+    # (name, meaning, buckets)
+    ("vllm:time_to_first_token_seconds", "Received until first token.", TTFT_BUCKETS),
+    ("vllm:inter_token_latency_seconds", "Between outputs.", ITL_BUCKETS),
+    ("vllm:request_time_per_output_token_seconds", "Mean after the first.", ITL_BUCKETS),
+    ("vllm:e2e_request_latency_seconds", "Received until last token.", LATENCY_BUCKETS),
+    ("vllm:request_queue_time_seconds", "Until the prompt was begun.", LATENCY_BUCKETS),
+    ("vllm:request_prefill_time_seconds", "Begun until first token.", LATENCY_BUCKETS),
+    ("vllm:request_decode_time_seconds", "First until last token.", LATENCY_BUCKETS),
+    ("vllm:request_prompt_tokens", "Tokens of the prompt.", TOKEN_BUCKETS),
+    ("vllm:request_generation_tokens", "Tokens of the answer.", TOKEN_BUCKETS),
+    ("vllm:request_params_max_tokens", "Tokens allowed.", TOKEN_BUCKETS),
+    ("vllm:request_params_n", "Answers asked for.", TOKEN_BUCKETS),
+    ("tandem_kv_transfer_seconds", "First until last byte of KV.", TTFT_BUCKETS),
+    ("tandem_kv_ready_after_first_token_seconds", "KV complete after token one.", TTFT_BUCKETS),
+)
+
+
+class DecodeMetrics:
+    """Owns the node's registry. `observe` once for each HTTP request, at its end."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.registry = CollectorRegistry()
+        labels = metric_labels(config)
+        self._histograms = {
+            name: Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(
+                *labels
+            )
+            for name, text, buckets in _TIMES
+        }
+        self._success = self._counter(
+            "vllm:request_success", "Requests by how they ended.", "finished_reason"
+        )
+        self._decisions = self._counter(
+            "tandem_disagg_decision", "Where prompts were computed.", "decision_type"
+        )
+        self._failures = self._counter(
+            "tandem_prefill_attempt_failures", "Attempts that failed, by reason.", "reason"
+        )
+        self._fallbacks = self._counter(
+            "tandem_local_prefill_fallbacks", "Prompts computed here after a failed attempt.", None
+        )
+        self._attempts = self._counter(
+            "tandem_prefill_attempts", "Prompts given to prefill nodes.", None
+        )
+        self._kv_bytes = self._counter("tandem_kv_received_bytes", "KV taken.", None)
+        self._labels = labels
+
+    def watch_proxy(self, proxy: DisaggProxy) -> None:
+        """Gauges of what is open now."""
+        for name, text, read in (
+            ("tandem_open_requests", "Requests being served.", lambda: proxy.open.count),
+            ("tandem_remote_prefills", "Calls to prefill nodes.", lambda: proxy.num_remote),
+            ("tandem_credit_waiters", "Requests waiting for room.", lambda: proxy.num_queued),
+            ("tandem_credit_blocks_free", "KV blocks not claimed.", lambda: proxy.num_free_blocks),
+        ):
+            gauge = Gauge(name, text, LABELS, registry=self.registry)
+            gauge.labels(*self._labels).set_function(read)
+
+    def observe(self, choices: Sequence[Choice]) -> None:
+        self._histograms["vllm:request_params_n"].observe(
+            len(choices) / max(1, sum(choice.is_first_of_prompt for choice in choices))
+        )
+        for choice in choices:
+            self._observe_record(choice.record)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _observe_record(self, record: RequestRecord) -> None:
+        reason = record.finish_reason or "abort"
+        self._success.labels(*self._labels, reason).inc()
+        decision = "prefill-decode" if record.attempts else "decode-only"
+        self._decisions.labels(*self._labels, decision).inc()
+        self._attempts.labels(*self._labels).inc(record.attempts)
+        if record.attempts and record.path == "local":
+            self._fallbacks.labels(*self._labels).inc()
+        for failure in record.failures:
+            self._failures.labels(*self._labels, failure).inc()
+        self._observe_tokens(record)
+        self._observe_times(record)
+        self._observe_kv(record)
+
+    def _observe_tokens(self, record: RequestRecord) -> None:
+        histograms = self._histograms
+        histograms["vllm:request_prompt_tokens"].observe(record.num_prompt_tokens)
+        histograms["vllm:request_generation_tokens"].observe(record.num_output_tokens)
+        histograms["vllm:request_params_max_tokens"].observe(record.max_tokens)
+
+    def _observe_times(self, record: RequestRecord) -> None:
+        if not record.first_token_at:
+            return
+        histograms = self._histograms
+        decode_s = record.last_token_at - record.first_token_at
+        first_token_s = record.first_token_at - record.received_at
+        for name, value in (
+            ("vllm:time_to_first_token_seconds", first_token_s),
+            ("vllm:e2e_request_latency_seconds", record.last_token_at - record.received_at),
+            ("vllm:request_queue_time_seconds", record.queue_s),
+            ("vllm:request_prefill_time_seconds", record.prefill_s),
+            ("vllm:request_decode_time_seconds", decode_s),
+        ):
+            histograms[name].observe(value)
+        if record.num_output_tokens > 1:
+            histograms["vllm:request_time_per_output_token_seconds"].observe(
+                decode_s / (record.num_output_tokens - 1)
+            )
+        for gap_s in record.token_gaps_s:
+            histograms["vllm:inter_token_latency_seconds"].observe(gap_s)
+
+    def _observe_kv(self, record: RequestRecord) -> None:
+        kv = record.kv
+        if kv is None or not kv.num_bytes:
+            return
+        self._kv_bytes.labels(*self._labels).inc(kv.num_bytes)
+        histograms = self._histograms
+        histograms["tandem_kv_transfer_seconds"].observe(kv.last_byte_at - kv.first_byte_at)
+        if record.first_token_at:
+            histograms["tandem_kv_ready_after_first_token_seconds"].observe(
+                max(0.0, kv.last_byte_at - record.first_token_at)
+            )
+
+    def _counter(self, name: str, text: str, label: str | None) -> Counter:
+        labels = (*LABELS, label) if label else LABELS
+        return Counter(name, text, labels, registry=self.registry)

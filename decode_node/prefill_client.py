@@ -1,0 +1,187 @@
+"""The decode node's side of the `Prefill` service.
+
+    1. `greet`: who is at this address, does its KV fit ours? Kept until the node restarts or
+       disappoints.
+    2. `prefill`: one prompt. Gives the first token, then that all KV was taken; or raises.
+       Leaving the iterator cancels the call, which aborts the request on the prefill node.
+
+One channel for each node, with keepalive, so that a node that went silent is noticed in seconds.
+gRPC's own retries are off: the proxy decides what follows a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import grpc
+
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.wire import logprobs_from_message, sampling_to_message
+from engine.outputs import TokenLogprobs
+from kv_transfer.errors import HandshakeMismatch
+from kv_transfer.handshake import peer_from_proto, peer_to_proto
+from kv_transfer.metadata import KVPeer, KVTransferParams
+from tandem_pb import prefill_pb2, prefill_pb2_grpc
+
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    # Without it a ping that is not answered is waited for a minute, whatever the line above says.
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+AVOIDED = "avoided"
+_AVOID_S = 1.0
+"""A node that could not be greeted is not asked again for so long."""
+_GREET_AGAIN = {"failed_precondition", "unavailable", "unreachable", "engine_dead", "timeout"}
+
+
+class PrefillError(Exception):
+    """A prefill node did not do its part. `code` is short, for metrics and logs."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """`queue_s`, `prefill_s`: measured on the prefill node."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    num_cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KVTaken:
+    """The prefill node holds nothing more of this request."""
+
+
+PrefillEvent = FirstToken | KVTaken
+
+
+class _Node:
+    """One prefill node's channel and what it said of itself."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self.stub = prefill_pb2_grpc.PrefillStub(self.channel)  # type: ignore[no-untyped-call]
+        self.peer: KVPeer | None = None
+        self.avoid_until = 0.0
+        self.greeting = asyncio.Lock()
+
+
+class PrefillClient:
+    """`us` is what prefill nodes learn of this node. `close` at the end."""
+
+    def __init__(self, us: KVPeer, greet_timeout_s: float) -> None:
+        self._us = us
+        self._greet_timeout_s = greet_timeout_s
+        self._nodes: dict[str, _Node] = {}
+
+    async def greet(self, address: str) -> KVPeer:
+        """Raises `PrefillError`: unreachable, stopping, or its KV does not fit ours."""
+        node = self._nodes.get(address)
+        if node is None:
+            node = self._nodes[address] = _Node(address)
+        if node.peer is None:
+            async with node.greeting:
+                if node.peer is None:
+                    node.peer = await self._hello(address, node)
+        return node.peer
+
+    async def prefill(
+        self, address: str, request: GenerationRequest, params: KVTransferParams
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        """Events of one attempt. Ends after `KVTaken`; raises `PrefillError`."""
+        node = self._nodes[address]
+        call = node.stub.Prefill(_message(request, params))
+        try:
+            async for message in call:
+                event = _event(message)
+                if event is not None:
+                    yield event
+        except grpc.aio.AioRpcError as error:
+            raise self._disappointed(node, _name(error), f"{address}: {error.details()}") from None
+        except PrefillError as error:
+            raise self._disappointed(node, error.code, f"{address}: {error}") from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(node.channel.close() for node in self._nodes.values()))
+        self._nodes.clear()
+
+    def _disappointed(self, node: _Node, code: str, message: str) -> PrefillError:
+        """What to raise. The node may not be who it was: greet it before it gets more work."""
+        if code in _GREET_AGAIN:
+            node.peer = None
+        return PrefillError(code, message)
+
+    async def _hello(self, address: str, node: _Node) -> KVPeer:
+        if time.monotonic() < node.avoid_until:
+            raise PrefillError(AVOIDED, f"{address} did not answer a moment ago")
+        try:
+            reply: prefill_pb2.HelloReply = await node.stub.Hello(
+                prefill_pb2.HelloRequest(decode=peer_to_proto(self._us)),
+                timeout=self._greet_timeout_s,
+            )
+            peer = peer_from_proto(reply.prefill)
+            self._us.layout.check_compatible(peer.layout)
+        except grpc.aio.AioRpcError as error:
+            node.avoid_until = time.monotonic() + _AVOID_S
+            raise PrefillError(_name(error), f"{address}: {error.details()}") from None
+        except HandshakeMismatch as error:
+            node.avoid_until = time.monotonic() + _AVOID_S
+            raise PrefillError("handshake_mismatch", f"{address}: {error}") from None
+        if reply.load.draining:
+            node.avoid_until = time.monotonic() + _AVOID_S
+            raise PrefillError("draining", f"{address} is stopping")
+        return peer
+
+
+def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb2.PrefillRequest:
+    assert params.peer is not None
+    return prefill_pb2.PrefillRequest(
+        request_id=request.request_id,
+        transfer_id=params.transfer_id,
+        attempt=params.attempt,
+        expected_epoch=params.peer.epoch,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling_to_message(request.sampling),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        num_tokens_held=params.num_tokens_held,
+    )
+
+
+def _event(message: prefill_pb2.PrefillEvent) -> PrefillEvent | None:
+    match message.WhichOneof("event"):
+        case "first_token":
+            token = message.first_token
+            logprobs = logprobs_from_message(token.logprobs) if token.HasField("logprobs") else None
+            return FirstToken(
+                token.token_id, logprobs, token.num_cached_tokens, token.queue_s, token.prefill_s
+            )
+        case "done":
+            return KVTaken()
+        case "failed":
+            raise PrefillError(message.failed.code, message.failed.message)
+    return None
+
+
+def _name(error: grpc.aio.AioRpcError) -> str:
+    return (
+        "unreachable" if error.code() is grpc.StatusCode.UNAVAILABLE else error.code().name.lower()
+    )

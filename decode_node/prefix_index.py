@@ -1,0 +1,54 @@
+"""Which prefixes our engine probably still has in its KV cache.
+
+The engine knows exactly, in another process. For the choice between prefill here and elsewhere a
+guess at hand is better: this remembers the blocks of requests that ended here, as many as the
+cache has, and forgets the least recently used ones. A wrong guess costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+
+class PrefixIndex:
+    """Blocks by the hash of all tokens up to their end. `capacity` 0: nothing is remembered."""
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self._capacity = capacity
+        self._block_size = block_size
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, token_ids: Sequence[int], cache_salt: str) -> None:
+        """A request with these tokens, prompt and answer, has ended here."""
+        if not self._capacity:
+            return
+        for block in self._hashes(token_ids, cache_salt):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+
+    def num_cached_tokens(self, token_ids: Sequence[int], cache_salt: str) -> int:
+        """Leading tokens that need not be computed; never all, as the last one always is."""
+        count = 0
+        if self._blocks:
+            for block in self._hashes(token_ids, cache_salt):
+                if block not in self._blocks:
+                    break
+                count += self._block_size
+        return min(count, len(token_ids) - 1)
+
+    def _hashes(self, token_ids: Sequence[int], cache_salt: str) -> Iterator[int]:
+        """One for each full block, lazily."""
+        size = self._block_size
+        running = xxhash.xxh3_64(cache_salt.encode())
+        for stop in range(size, len(token_ids) + 1, size):
+            running.update(array("i", token_ids[stop - size : stop]))
+            yield running.intdigest()

@@ -1,0 +1,298 @@
+"""Request bodies of the OpenAI API.
+
+Types are strict: "5" is no number. A field that is not listed is refused by name, so that a typing
+error is no silent default. Fields of the API that change nothing here are accepted and ignored;
+fields that would change the answer, but are not built, are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from decode_node.errors import ApiError, BadRequest
+from engine.sampling_params import SamplingParams
+
+MAX_MESSAGES = 4096
+_MAX_PARTS = 4096
+"""Text parts of all messages together."""
+_MAX_KEYS = 2048
+"""Of any object in a body."""
+_MAX_STRING = 512
+"""Of fields that are names."""
+
+Name = Annotated[str, Field(max_length=_MAX_STRING)]
+Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+"""What messages between processes can carry; tighter limits follow where a field is used."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    """`include_obfuscation` is accepted and ignored."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _GenerationBody(_Body):
+    """What both APIs share; from `top_k` on, extensions with vLLM's names."""
+
+    model: Name | None = None
+    max_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Name | None = None
+    return_token_ids: bool | None = None
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wanted_max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    @abstractmethod
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most likely tokens are asked for; None for no log probabilities."""
+
+    def sampling(self) -> SamplingParams:
+        """Unchecked; `max_tokens` and `seed` are completed by the input processor."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        top_k = self.top_k or 0
+        return SamplingParams(
+            min_tokens=self.min_tokens or 0,
+            temperature=_or(self.temperature, 1.0),
+            top_k=0 if top_k == -1 else top_k,
+            top_p=_or(self.top_p, 1.0),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            logit_bias=_token_keys(self.logit_bias or {}),
+            stop=tuple(stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.wanted_logprobs,
+        )
+
+
+class CompletionRequest(_GenerationBody):
+    """POST /v1/completions. `prompt`: a text, token ids, or a list of either."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+    suffix: str | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check_supported(self) -> None:
+        if self.best_of not in (None, 1):
+            raise BadRequest("best_of is not supported; use n", param="best_of")
+        if self.suffix:
+            raise BadRequest("suffix is not supported", param="suffix")
+        if self.echo and self.logprobs is not None:
+            raise BadRequest(
+                "echo together with logprobs is not supported: log probabilities of the prompt "
+                "are not computed",
+                param="echo",
+            )
+
+    def prompts(self) -> list[str | list[int]]:
+        """Raises `BadRequest` for everything but the four allowed shapes."""
+        prompt = self.prompt
+        is_several = isinstance(prompt, list) and prompt and not _is_token_ids(prompt)
+        parts = prompt if is_several else [prompt]
+        if all(part and isinstance(part, str) for part in parts):
+            return list(parts)
+        if all(_is_token_ids(part) for part in parts):
+            return list(parts)
+        if prompt in (None, "", []) or "" in parts:
+            raise BadRequest("prompt is missing or empty", param="prompt")
+        raise BadRequest(
+            "prompt must be a string, a list of token ids, or a list of either", param="prompt"
+        )
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message. Clients send answers back as they got them, so more fields may come along;
+    the template sees those that are set."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Text parts become one text, a line each."""
+        message = {k: v for k, v in self.model_dump(exclude_none=True).items() if v != []}
+        if isinstance(self.content, list):
+            message["content"] = "\n".join(part.text for part in self.content)
+        return message
+
+
+class ChatCompletionRequest(_GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    response_format: Any = None
+    modalities: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+
+    @property
+    def wanted_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check_supported(self) -> None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        for name in ("tools", "functions"):
+            if getattr(self, name):
+                raise BadRequest(f"{name} are not supported", param=name)
+        for name in ("tool_choice", "function_call"):
+            if getattr(self, name) not in (None, "none", "auto"):
+                raise BadRequest(f"{name} is not supported", param=name)
+        if self.response_format not in (None, {"type": "text"}):
+            raise BadRequest(
+                "response_format is not supported, except for text", param="response_format"
+            )
+        if self.modalities not in (None, ["text"]):
+            raise BadRequest("only text is supported", param="modalities")
+
+
+BodyT = TypeVar("BodyT", bound=_GenerationBody)
+
+
+def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
+    """Raises `BadRequest`: no JSON, NaN, half characters, too deep, wrong types, unknown names."""
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        message = f"the body is not valid JSON: {_one_line(error)}"
+        raise BadRequest(message, code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise BadRequest("the body must be a JSON object", code="invalid_json")
+    _check_sizes(content)
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise _describe(error) from None
+
+
+def _check_sizes(content: dict[str, Any]) -> None:
+    """Refuses what would keep the validator busy for seconds, in a look at the lengths alone."""
+    objects = [content, *(value for value in content.values() if isinstance(value, dict))]
+    messages = content.get("messages")
+    if isinstance(messages, list):
+        if len(messages) > MAX_MESSAGES:
+            raise BadRequest(f"more than {MAX_MESSAGES} messages", param="messages")
+        contents = [m.get("content") for m in messages if isinstance(m, dict)]
+        parts = [part for parts in contents if isinstance(parts, list) for part in parts]
+        if len(parts) > _MAX_PARTS:
+            raise BadRequest(f"more than {_MAX_PARTS} text parts", param="messages")
+        objects += [item for item in (*messages, *parts) if isinstance(item, dict)]
+    if any(len(item) > _MAX_KEYS for item in objects):
+        raise BadRequest(f"an object has more than {_MAX_KEYS} keys")
+
+
+def _describe(error: ValidationError) -> ApiError:
+    """The most exact fault, in the API's own words; values of the client are not repeated."""
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    unknown = sorted(_param(f["loc"]) for f in faults if f["type"] == "extra_forbidden")
+    if unknown:
+        return BadRequest(
+            f"unknown parameter: {', '.join(unknown[:10])}",
+            param=unknown[0],
+            code="unknown_parameter",
+        )
+    fault = max(faults, key=lambda fault: len(fault["loc"]))
+    param = _param(fault["loc"])
+    code = "missing_required_parameter" if fault["type"] == "missing" else "invalid_type"
+    return BadRequest(f"{param}: {fault['msg']}", param=param, code=code)
+
+
+def _param(loc: tuple[int | str, ...]) -> str:
+    """`messages.0.content`. Pydantic also names the members of unions that it tried."""
+    parts = [str(part) for part in loc]
+    return ".".join(part for part in parts if not _UNION_MEMBER.fullmatch(part))[:_MAX_STRING]
+
+
+_UNION_MEMBER = re.compile(r"str|int|float|bool|constrained-\w+|(list|dict)\[.*\]|function-.*")
+
+
+def _one_line(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _token_keys(bias: dict[str, float]) -> dict[int, float]:
+    """JSON has no integer keys."""
+    if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in bias):
+        raise BadRequest("logit_bias: keys must be token ids", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}

@@ -1,0 +1,188 @@
+"""Where a decode node decides how each request is served, and follows it to its end.
+
+    1. ADMIT    local or remote? Short prompts, and long ones whose beginning is probably cached
+                here, stay. A remote prompt waits, in order of arrival, until its KV has room
+                here; no prefill node works for it before.
+    2. START    remote: greet a prefill node. The request enters our engine, and with it, at the
+                same time, the call to the prefill node begins (`remote_prefill` has that part).
+    3. STREAM   outputs of our engine, the first token among them
+    4. END      whatever the reason, and whoever left: the call is cancelled, the engine's stream
+                closed, the room given back
+
+Without prefill nodes, or when none answers, the same engine computes the prompt: one node alone
+is a complete server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from decode_node.credits import Claim, KVCredits
+from decode_node.errors import Overloaded
+from decode_node.prefix_index import PrefixIndex
+from decode_node.remote_prefill import (
+    PrefillNodes,
+    RemoteEngine,
+    RemotePrefill,
+    RemotePrefillLimits,
+)
+from decode_node.timeline import RequestRecord
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.open_requests import OpenRequests
+from engine.frontend.output_processor import OutputStream, RequestOutput
+from engine.outputs import SchedulerStats
+
+
+class Engine(RemoteEngine, Protocol):
+    """What is needed of `AsyncLLM`."""
+
+    @property
+    def stats(self) -> SchedulerStats: ...
+    def generate(self, request: GenerationRequest) -> OutputStream: ...
+    def abort(self, request_id: str) -> None: ...
+
+
+class DisaggProxy:
+    """`default_prefill_nodes`: for requests that name none, best first."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        nodes: PrefillNodes,
+        credits: KVCredits,
+        *,
+        prefix_index: PrefixIndex,
+        limits: RemotePrefillLimits,
+        default_prefill_nodes: Sequence[str] = (),
+        local_prefill_threshold: int = 0,
+        max_waiting_requests: int = 1024,
+    ) -> None:
+        self._engine = engine
+        self._nodes = nodes
+        self._credits = credits
+        self._prefix_index = prefix_index
+        self._limits = limits
+        self._default_prefill_nodes = tuple(default_prefill_nodes)
+        self._local_prefill_threshold = local_prefill_threshold
+        self._max_waiting_requests = max_waiting_requests
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._in_engine: set[str] = set()
+        self.open = OpenRequests()
+        """Between ADMIT and END."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no engine works on yet."""
+        return self._credits.num_waiting + self._engine.stats.num_waiting
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait here for room."""
+        return self._credits.num_waiting
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no request claims."""
+        return self._credits.num_free
+
+    @property
+    def num_remote(self) -> int:
+        """Requests with a prefill node involved."""
+        return len(self._tasks)
+
+    def check_room(self, num_requests: int) -> None:
+        """Raises `Overloaded` when so many more would make the queue too long."""
+        waiting = self.num_waiting
+        if waiting + num_requests > self._max_waiting_requests:
+            raise Overloaded(
+                f"{waiting} requests are waiting, and at most {self._max_waiting_requests} may; "
+                f"try again in a moment"
+            )
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        record: RequestRecord,
+        prefill_nodes: Sequence[str] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of `request`; close the generator to abort it. `prefill_nodes` None: ours.
+
+        Raises EngineDeadError.
+        """
+        addresses = self._choose_addresses(request, prefill_nodes)
+        tokens = list(request.prompt_token_ids)
+        self.open.enter()
+        claim: Claim | None = None
+        stream: OutputStream | None = None
+        task: asyncio.Task[None] | None = None
+        try:
+            claim = await self._admit(request, is_remote=bool(addresses))
+            record.admitted_at = time.monotonic()
+            remote = self._remote_prefill(request, addresses, record)
+            params = request.kv_transfer_params = await remote.choose()
+            stream = self._engine.generate(request)
+            self._in_engine.add(request.request_id)
+            if params is not None:
+                task = asyncio.create_task(remote.run(params))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            async for output in stream:
+                record.on_output(output)
+                tokens += output.token_ids
+                claim.grow_to(len(tokens))
+                yield output
+            self._prefix_index.add(tokens[:-1], request.cache_salt)
+        finally:
+            self.open.leave()
+            if task is not None:
+                task.cancel()
+            if stream is not None:
+                self._in_engine.discard(request.request_id)
+                stream.close()
+            if claim is not None:
+                claim.release()
+
+    def abort_all(self) -> None:
+        """Ends every request that the engine has; their streams end with `abort`."""
+        for request_id in list(self._in_engine):
+            self._engine.abort(request_id)
+
+    async def wait_idle(self) -> None:
+        """Returns when no prefill call is left behind by requests that ended."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _choose_addresses(
+        self, request: GenerationRequest, prefill_nodes: Sequence[str] | None
+    ) -> Sequence[str]:
+        """None when the part of the prompt that is not cached here is short enough."""
+        prompt = request.prompt_token_ids
+        num_cached = self._prefix_index.num_cached_tokens(prompt, request.cache_salt)
+        if len(prompt) - num_cached <= self._local_prefill_threshold:
+            return ()
+        return self._default_prefill_nodes if prefill_nodes is None else prefill_nodes
+
+    async def _admit(self, request: GenerationRequest, *, is_remote: bool) -> Claim:
+        """A request that our engine computes waits in the engine's own queue, but does not
+        overtake those that wait here."""
+        prompt, limit = len(request.prompt_token_ids), request.sampling.max_tokens
+        if is_remote or self._credits.num_waiting:
+            return await self._credits.acquire(prompt, limit)
+        return self._credits.claim_now(prompt, limit)
+
+    def _remote_prefill(
+        self, request: GenerationRequest, addresses: Sequence[str], record: RequestRecord
+    ) -> RemotePrefill:
+        return RemotePrefill(
+            self._engine,
+            self._nodes,
+            request,
+            addresses,
+            transfer_id=secrets.token_hex(16),
+            limits=self._limits,
+            record=record,
+        )

@@ -1,0 +1,268 @@
+"""Outputs of a generation as bodies of the two APIs: whole, or chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from decode_node.generation import Choice, ChoiceResult
+from decode_node.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from decode_node.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessageOut,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+)
+from decode_node.timeline import Timeline
+from engine.frontend.output_processor import RequestOutput
+from engine.outputs import TokenLogprobs
+
+
+class ResponseFormat(ABC):
+    """Bodies for one HTTP request; keeps what later chunks depend on.
+
+    `chunk` gives None when an output has nothing to show. The last chunk of a choice has its
+    finish reason.
+    """
+
+    id_prefix: str
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: TokenTexts,
+        *,
+        include_usage: bool,
+        return_token_ids: bool,
+    ) -> None:
+        self.id = f"{self.id_prefix}-{request_id}"
+        self.model = model
+        self.created = int(time.time())
+        self._tokenizer = tokenizer
+        self._return_token_ids = return_token_ids
+        self._no_usage: UnsetType | None = None if include_usage else UNSET
+        self._encoder = msgspec.json.Encoder()
+
+    @abstractmethod
+    def chunk(
+        self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
+    ) -> bytes | None: ...
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes: ...
+
+    @abstractmethod
+    def body(
+        self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
+    ) -> bytes: ...
+
+    def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        return token_ids if self._return_token_ids else UNSET
+
+    def _has_news(self, output: RequestOutput) -> bool:
+        return bool(
+            output.text
+            or output.logprobs
+            or output.finished
+            or (self._return_token_ids and output.token_ids)
+        )
+
+
+class CompletionFormat(ResponseFormat):
+    """/v1/completions."""
+
+    id_prefix = "cmpl"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: TokenTexts,
+        *,
+        include_usage: bool,
+        return_token_ids: bool,
+    ) -> None:
+        super().__init__(
+            request_id,
+            model,
+            tokenizer,
+            include_usage=include_usage,
+            return_token_ids=return_token_ids,
+        )
+        self._lengths: dict[int, int] = {}
+        """Characters sent so far, by choice."""
+
+    def chunk(
+        self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
+    ) -> bytes | None:
+        is_first = choice.index not in self._lengths
+        text = choice.prompt_text + output.text if is_first else output.text
+        if not (text or self._has_news(output)):
+            return None
+        offset = self._lengths.get(choice.index, 0)
+        self._lengths[choice.index] = offset + len(text)
+        item = CompletionChoice(
+            index=choice.index,
+            text=text,
+            logprobs=self._logprobs(output.logprobs, offset),
+            finish_reason=output.finish_reason,
+            stop_reason=_unset(output.stop_reason),
+            token_ids=self._token_ids(output.token_ids),
+            prompt_token_ids=self._prompt_ids(choice) if is_first else UNSET,
+        )
+        return self._encode([item], self._no_usage, timeline)
+
+    def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes:
+        return self._encode([], usage, timeline)
+
+    def body(
+        self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
+    ) -> bytes:
+        items = [
+            CompletionChoice(
+                index=result.choice.index,
+                text=result.choice.prompt_text + result.text,
+                logprobs=self._logprobs(result.logprobs, 0),
+                finish_reason=result.finish_reason,
+                stop_reason=_unset(result.stop_reason),
+                token_ids=self._token_ids(result.token_ids),
+                prompt_token_ids=self._prompt_ids(result.choice),
+            )
+            for result in results
+        ]
+        return self._encode(items, usage, timeline)
+
+    def _prompt_ids(self, choice: Choice) -> list[int] | UnsetType:
+        return self._token_ids(choice.request.prompt_token_ids)
+
+    def _logprobs(
+        self, logprobs: list[TokenLogprobs] | None, offset: int
+    ) -> CompletionLogprobs | None:
+        return completion_logprobs(self._tokenizer, logprobs, offset) if logprobs else None
+
+    def _encode(
+        self,
+        choices: list[CompletionChoice],
+        usage: Usage | UnsetType | None,
+        timeline: Timeline | UnsetType,
+    ) -> bytes:
+        return self._encoder.encode(
+            Completion(
+                id=self.id,
+                created=self.created,
+                model=self.model,
+                choices=choices,
+                usage=usage,
+                timeline=timeline,
+            )
+        )
+
+
+class ChatFormat(ResponseFormat):
+    """/v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: TokenTexts,
+        *,
+        include_usage: bool,
+        return_token_ids: bool,
+    ) -> None:
+        super().__init__(
+            request_id,
+            model,
+            tokenizer,
+            include_usage=include_usage,
+            return_token_ids=return_token_ids,
+        )
+        self._begun: set[int] = set()
+        """Choices whose role was sent."""
+
+    def chunk(
+        self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
+    ) -> bytes | None:
+        if not self._has_news(output):
+            return None
+        is_first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        item = ChatChunkChoice(
+            index=choice.index,
+            delta=ChatDelta(
+                role="assistant" if is_first else UNSET,
+                content=output.text if output.text or is_first else UNSET,
+            ),
+            logprobs=self._logprobs(output.logprobs),
+            finish_reason=output.finish_reason,
+            stop_reason=_unset(output.stop_reason),
+            token_ids=self._token_ids(output.token_ids),
+        )
+        return self._encode([item], self._no_usage, timeline)
+
+    def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes:
+        return self._encode([], usage, timeline)
+
+    def body(
+        self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
+    ) -> bytes:
+        choices = [
+            ChatChoice(
+                index=result.choice.index,
+                message=ChatMessageOut(content=result.text),
+                logprobs=self._logprobs(result.logprobs),
+                finish_reason=result.finish_reason,
+                stop_reason=_unset(result.stop_reason),
+                token_ids=self._token_ids(result.token_ids),
+                prompt_token_ids=self._token_ids(result.choice.request.prompt_token_ids),
+            )
+            for result in results
+        ]
+        return self._encoder.encode(
+            ChatCompletion(
+                id=self.id,
+                created=self.created,
+                model=self.model,
+                choices=choices,
+                usage=usage,
+                timeline=timeline,
+            )
+        )
+
+    def _logprobs(self, logprobs: list[TokenLogprobs] | None) -> ChatLogprobs | None:
+        return chat_logprobs(self._tokenizer, logprobs) if logprobs else None
+
+    def _encode(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType | None,
+        timeline: Timeline | UnsetType,
+    ) -> bytes:
+        return self._encoder.encode(
+            ChatChunk(
+                id=self.id,
+                created=self.created,
+                model=self.model,
+                choices=choices,
+                usage=usage,
+                timeline=timeline,
+            )
+        )
+
+
+def _unset(value: int | str | None) -> int | str | UnsetType:
+    return UNSET if value is None else value

@@ -1,0 +1,256 @@
+"""A decode node's life.
+
+1. ports are taken, the checkpoint read, the engine started (progress on standard output)
+2. ready: one JSON line with the addresses; /ready says 200, gRPC health SERVING
+3. SIGTERM: draining. /ready says 503, new requests get 503 with Retry-After, open answers
+   finish; then exit code 0
+-  the engine dies: open answers end with an error, /health says 503, exit code 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from decode_node.api import Api, NodeState
+from decode_node.app import create_app
+from decode_node.client_connection import prefill_nodes
+from decode_node.config import DecodeNodeSettings
+from decode_node.credits import KVCredits
+from decode_node.edge import ApiKeys
+from decode_node.metrics import DecodeMetrics
+from decode_node.prefill_client import PrefillClient
+from decode_node.prefix_index import PrefixIndex
+from decode_node.proxy import DisaggProxy
+from decode_node.remote_prefill import RemotePrefillLimits
+from decode_node.serving import OpenAIServing
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.engine_metrics import EngineCollector
+from engine.frontend.node_grpc import NodeGrpcServer, PortInUse
+from engine.frontend.node_process import StopSignal, emit, start_engine
+from engine.frontend.node_status import NodeStatus
+from engine.frontend.tokenizer import Tokenizer
+from tandem_pb import node_pb2
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.5
+_LAST_WORDS_S = 2.0
+"""Time for open answers to end with an error after the engine died."""
+_STALL_MARGIN_S = 1.0
+_KEEP_ALIVE_S = 75
+"""Longer than HTTP clients keep idle connections (the router 4 s, others 5 to 15 s): if we closed
+first, a request that was just being sent would be lost with the connection."""
+_BACKLOG = 2048
+_SEND_BUFFER_BYTES = 256 << 10
+"""Of each connection: what a client that reads slowly may leave lying with us."""
+
+
+class HttpServer(uvicorn.Server):
+    """Signals are ours: we drain before we let it stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class DecodeNode:
+    """Everything of a running node. `start` → `run` → `close`."""
+
+    def __init__(
+        self,
+        settings: DecodeNodeSettings,
+        engine: AsyncLLM,
+        tokenizer: Tokenizer,
+        listener: socket.socket,
+        grpc_server: NodeGrpcServer,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._listener = listener
+        self._grpc_server = grpc_server
+        self._state = NodeState()
+        self._status = NodeStatus(engine, node_pb2.NODE_ROLE_DECODE, settings.stuck_after_s)
+        self._client = create_prefill_client(settings, engine)
+        self._proxy = create_proxy(settings, engine, self._client)
+        app = create_node_app(settings, engine, tokenizer, self._proxy, self._state)
+        self._http = HttpServer(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=5,
+                ws="none",
+                proxy_headers=False,
+            )
+        )
+
+    async def run(self, stop: StopSignal) -> int:
+        """Serves until told to stop or until the engine dies; the exit code."""
+        await self._grpc_server.start(self._status)
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        watching = asyncio.create_task(self._watch())
+        try:
+            self._emit_ready()
+            return await self._until_over(stop)
+        finally:
+            self._http.should_exit = True
+            watching.cancel()
+            await asyncio.gather(serving, watching, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _until_over(self, stop: StopSignal) -> int:
+        dead = asyncio.create_task(self._engine.wait_dead())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({dead, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not dead.done():
+                drained = asyncio.create_task(self._drain())
+                await asyncio.wait({dead, drained}, return_when=asyncio.FIRST_COMPLETED)
+                if drained.done():
+                    return 0
+                drained.cancel()
+            logger.error("the engine has died: %s", self._engine.dead_reason)
+            self._state.unhealthy = self._status.fault()
+            self._status.notify()
+            await self._proxy.open.wait_idle(_LAST_WORDS_S)
+            return 1
+        finally:
+            dead.cancel()
+            stopping.cancel()
+
+    async def _drain(self) -> None:
+        """Answers that are still open at the end of the time end with an error."""
+        self._state.draining = True
+        self._status.work.draining = True
+        self._status.notify()
+        logger.info("draining: %d requests are open", self._proxy.open.count)
+        if not await self._proxy.open.wait_idle(self._settings.drain_timeout_s):
+            logger.warning("%d requests are cut off", self._proxy.open.count)
+            self._proxy.abort_all()
+            await self._proxy.open.wait_idle(_LAST_WORDS_S)
+
+    async def _watch(self) -> None:
+        """Keeps health and load reports up to date."""
+        while True:
+            self._state.unhealthy = self._status.fault()
+            self._status.work.num_queued = self._proxy.num_queued
+            await self._status.wait_change(_WATCH_S)
+
+    def _emit_ready(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        emit(
+            "ready",
+            role="decode",
+            address=f"{host}:{port}",
+            url=f"http://{host}:{port}",
+            grpc_address=f"{self._settings.host}:{self._grpc_server.port}",
+            pid=os.getpid(),
+            engine_id=self._engine.config.engine_id,
+        )
+
+
+async def serve(settings: DecodeNodeSettings) -> int:
+    """Runs the node; its exit code. Raises `CheckpointError`, `TokenizerError`,
+    `EngineDeadError`, `PortInUse`."""
+    stop = StopSignal()
+    listener = listen(settings.host, settings.port)
+    grpc_server = NodeGrpcServer(settings.host, settings.grpc_port)
+    config = settings.to_engine_config("kv_consumer")
+    tokenizer = Tokenizer.from_folder(config.model.path)
+    engine = await start_engine(config, tokenizer, stop)
+    if engine is None:
+        return 0
+    node = DecodeNode(settings, engine, tokenizer, listener, grpc_server)
+    try:
+        return await node.run(stop)
+    finally:
+        await grpc_server.stop(0)
+        await node.close()
+        await engine.shutdown()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises `PortInUse`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise PortInUse(
+            f"cannot listen on {host}:{port} ({reason}); choose another port or address"
+        ) from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    return listener
+
+
+def create_prefill_client(settings: DecodeNodeSettings, engine: AsyncLLM) -> PrefillClient:
+    us = engine.ready.peer
+    assert us is not None, "a decode node's engine takes KV"
+    return PrefillClient(us, settings.greet_timeout_s)
+
+
+def create_proxy(
+    settings: DecodeNodeSettings, engine: AsyncLLM, client: PrefillClient
+) -> DisaggProxy:
+    config = engine.config
+    num_blocks, block_size = engine.ready.num_blocks, config.cache.block_size
+    num_remembered = num_blocks if config.cache.enable_prefix_caching else 0
+    return DisaggProxy(
+        engine,
+        client,
+        KVCredits(num_blocks, block_size, config.scheduler.max_num_seqs),
+        prefix_index=PrefixIndex(num_remembered, block_size),
+        limits=RemotePrefillLimits(
+            max_attempts=settings.max_prefill_attempts,
+            first_token_s=settings.first_token_timeout_s,
+            kv_s=settings.kv_timeout_s,
+            lost_call_s=settings.kv_stall_timeout_s + _STALL_MARGIN_S,
+        ),
+        default_prefill_nodes=prefill_nodes(settings.prefill),
+        local_prefill_threshold=settings.local_prefill_threshold,
+        max_waiting_requests=settings.max_waiting_requests,
+    )
+
+
+def create_node_app(
+    settings: DecodeNodeSettings,
+    engine: AsyncLLM,
+    tokenizer: Tokenizer,
+    proxy: DisaggProxy,
+    state: NodeState,
+) -> ASGIApp:
+    metrics = DecodeMetrics(engine.config)
+    metrics.registry.register(EngineCollector(engine))
+    metrics.watch_proxy(proxy)
+    serving = OpenAIServing(
+        engine.config,
+        tokenizer,
+        proxy,
+        metrics,
+        max_choices=settings.max_choices,
+        send_timeout_s=settings.send_timeout_s,
+    )
+    api = Api(settings, engine.config.model, serving, metrics, state)
+    return create_app(api, read_api_keys(settings))
+
+
+def read_api_keys(settings: DecodeNodeSettings) -> ApiKeys:
+    """Raises OSError when the key file cannot be read: no node starts open by accident."""
+    keys = settings.api_keys.get_secret_value().split(",")
+    if settings.api_key_file is not None:
+        keys += settings.api_key_file.read_text(encoding="utf-8").splitlines()
+    return ApiKeys(key.strip() for key in keys)

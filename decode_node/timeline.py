@@ -1,0 +1,127 @@
+"""When things happened to one request.
+
+    received ── admitted ─────────────── first token ── second token ─ … ─ finished
+                  └ prefill node: queue_s ── prefill_s ┘
+                        KV: first byte ───────── last byte
+
+Times inside are CLOCK_MONOTONIC seconds; a `Timeline` counts from `received`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from engine.frontend.output_processor import RequestOutput
+from kv_transfer.metadata import TransferStats
+
+Path = Literal["remote", "local"]
+
+
+class Timeline(msgspec.Struct, kw_only=True):
+    """What a client may ask to see, in seconds since the decode node received the request.
+
+    Attributes:
+        queue_s: Waiting, here and on the prefill node, before the prompt was begun.
+        prefill_s: From then to the first token, where it was computed.
+        kv_first_byte_s, kv_last_byte_s: None when no KV moved.
+        cached_tokens: Prompt tokens that nobody had to compute.
+        path: Where the KV of the prompt was computed in the end.
+        attempts: Prefill nodes that were given the prompt.
+    """
+
+    queue_s: float
+    prefill_s: float
+    first_token_s: float
+    second_token_s: float | None
+    total_s: float
+    kv_first_byte_s: float | None
+    kv_last_byte_s: float | None
+    kv_bytes: int
+    kv_streams: int
+    cached_tokens: int
+    prefill_node: str | None
+    path: Path
+    attempts: int
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled by the proxy while a request runs; read for usage, timeline and metrics."""
+
+    num_prompt_tokens: int
+    max_tokens: int = 0
+    received_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    second_token_at: float = 0.0
+    last_token_at: float = 0.0
+    token_gaps_s: list[float] = field(default_factory=list)
+    """Between outputs after the first."""
+    num_output_tokens: int = 0
+    num_cached_tokens: int | None = None
+    remote_queue_s: float | None = None
+    remote_prefill_s: float = 0.0
+    local_queue_s: float = 0.0
+    prefill_node: str | None = None
+    path: Path = "local"
+    attempts: int = 0
+    failures: list[str] = field(default_factory=list)
+    """Codes of failed attempts, in order."""
+    kv: TransferStats | None = None
+    finish_reason: str | None = None
+
+    def on_output(self, output: RequestOutput) -> None:
+        now = time.monotonic()
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
+        self.local_queue_s = max(self.local_queue_s, output.queue_s)
+        if output.token_ids:
+            if self.num_output_tokens == 0:
+                self.first_token_at = now
+            else:
+                self.second_token_at = self.second_token_at or now
+                self.token_gaps_s.append(now - self.last_token_at)
+            self.last_token_at = now
+            self.num_output_tokens += len(output.token_ids)
+        self.finish_reason = output.finish_reason
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.num_cached_tokens or 0
+
+    @property
+    def queue_s(self) -> float:
+        if self.remote_queue_s is None:
+            return self.local_queue_s
+        return max(0.0, self.admitted_at - self.received_at) + self.remote_queue_s
+
+    @property
+    def prefill_s(self) -> float:
+        if self.remote_queue_s is not None:
+            return self.remote_prefill_s
+        return max(0.0, self._since(self.first_token_at) - self.local_queue_s)
+
+    def timeline(self) -> Timeline:
+        kv = self.kv if self.kv is not None and self.kv.num_bytes else None
+        return Timeline(
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
+            first_token_s=self._since(self.first_token_at),
+            second_token_s=self._since(self.second_token_at) if self.second_token_at else None,
+            total_s=self._since(self.last_token_at),
+            kv_first_byte_s=self._since(kv.first_byte_at) if kv else None,
+            kv_last_byte_s=self._since(kv.last_byte_at) if kv else None,
+            kv_bytes=kv.num_bytes if kv else 0,
+            kv_streams=kv.num_streams if kv else 0,
+            cached_tokens=self.cached_tokens,
+            prefill_node=self.prefill_node,
+            path=self.path,
+            attempts=self.attempts,
+        )
+
+    def _since(self, moment: float) -> float:
+        return max(0.0, moment - self.received_at)

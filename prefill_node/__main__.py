@@ -1,0 +1,36 @@
+"""`python -m prefill_node`: see `--help`."""
+
+from __future__ import annotations
+
+import sys
+
+import uvloop
+
+from engine.errors import EngineDeadError
+from engine.frontend.node_grpc import PortInUse
+from engine.frontend.node_process import setup_logging
+from engine.frontend.settings import SettingsError
+from engine.frontend.tokenizer import TokenizerError
+from engine.models.checkpoint import CheckpointError
+from prefill_node.config import PrefillNodeSettings
+from prefill_node.server import serve
+
+
+def main() -> int:
+    settings = PrefillNodeSettings.from_args("python -m prefill_node")
+    setup_logging(settings.log_level)
+    try:
+        return uvloop.run(serve(settings))
+    except (
+        CheckpointError,
+        EngineDeadError,
+        PortInUse,
+        SettingsError,
+        TokenizerError,
+    ) as error:
+        print(f"prefill node: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""Settings of a prefill node: those of its engine, and where it listens."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from engine.frontend.settings import EngineSettings
+
+
+class PrefillNodeSettings(EngineSettings):
+    """Computes prompts for decode nodes and hands their KV over while it is being computed."""
+
+    port: int = Field(default=8200, ge=0, le=65535, description="gRPC port. 0: any free one.")
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="HTTP port of /metrics. 0: any free one. Default: no metrics.",
+    )
+    max_waiting_tokens: int = Field(
+        default=1 << 20,
+        ge=1,
+        description="Prompts are refused while more tokens than this wait to be computed.",
+    )

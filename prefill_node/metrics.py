@@ -1,0 +1,68 @@
+"""What a prefill node counts about prompts, besides the state of its engine."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from engine.config import EngineConfig
+from engine.frontend.engine_metrics import (
+    LABELS,
+    LATENCY_BUCKETS,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS,
+    metric_labels,
+)
+
+
+class PrefillMetrics:
+    """Owns the node's registry."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = metric_labels(config)
+        self._ended = Counter(
+            "tandem_prefill_requests",
+            "Prompts by how they ended.",
+            (*LABELS, "outcome"),
+            registry=self.registry,
+        )
+        self.open = Gauge(
+            "tandem_open_prefills", "Calls being served.", LABELS, registry=self.registry
+        ).labels(*self._labels)
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Received until token.", TTFT_BUCKETS
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Received until begun.", LATENCY_BUCKETS
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Begun until token.", LATENCY_BUCKETS
+        )
+        self._prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Tokens of the prompt.", TOKEN_BUCKETS
+        )
+        self._kv_held = self._histogram(
+            "tandem_kv_held_seconds", "Token until all KV was taken.", TTFT_BUCKETS
+        )
+
+    def ended(self, outcome: str) -> None:
+        """`done`, `cancelled`, or the code of a failure."""
+        self._ended.labels(*self._labels, outcome).inc()
+
+    def first_token(self, num_prompt_tokens: int, queue_s: float, prefill_s: float) -> None:
+        self._prompt_tokens.observe(num_prompt_tokens)
+        self._queue.observe(queue_s)
+        self._prefill.observe(prefill_s)
+        self._ttft.observe(queue_s + prefill_s)
+
+    def kv_taken(self, held_s: float) -> None:
+        self._kv_held.observe(held_s)
+
+    def serve(self, host: str, port: int) -> int:
+        """Answers scrapes from a thread of its own. The bound port."""
+        server, _ = start_http_server(port, addr=host, registry=self.registry)
+        return int(server.server_port)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
+        return histogram.labels(*self._labels)

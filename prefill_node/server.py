@@ -1,0 +1,107 @@
+"""A prefill node's life.
+
+1. the port is taken, the checkpoint read, the engine started (progress on standard output)
+2. ready: one JSON line with the address; gRPC health says SERVING
+3. SIGTERM: draining. New prompts are refused, running ones finish, KV waits until it was
+   taken or its lease ends; then exit code 0
+-  the engine dies: health says NOT_SERVING, open calls fail, exit code 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.engine_metrics import EngineCollector
+from engine.frontend.node_grpc import NodeGrpcServer
+from engine.frontend.node_process import StopSignal, emit, start_engine
+from engine.frontend.node_status import NodeStatus
+from prefill_node.config import PrefillNodeSettings
+from prefill_node.metrics import PrefillMetrics
+from prefill_node.service import SERVICE_NAME, PrefillServicer
+from tandem_pb import node_pb2, prefill_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 2.0
+"""Time for open calls to hear that the engine died."""
+
+
+async def serve(settings: PrefillNodeSettings) -> int:
+    """Runs the node; its exit code. Raises `CheckpointError`, `EngineDeadError`, `PortInUse`."""
+    stop = StopSignal()
+    server = NodeGrpcServer(settings.host, settings.port, (SERVICE_NAME,))
+    config = settings.to_engine_config("kv_producer")
+    engine = await start_engine(config, None, stop)
+    if engine is None:
+        return 0
+    try:
+        return await _serve_engine(settings, server, engine, stop)
+    finally:
+        await server.stop(0)
+        await engine.shutdown()
+
+
+async def _serve_engine(
+    settings: PrefillNodeSettings, server: NodeGrpcServer, engine: AsyncLLM, stop: StopSignal
+) -> int:
+    status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, settings.stuck_after_s)
+    metrics = PrefillMetrics(engine.config)
+    metrics.registry.register(EngineCollector(engine))
+    servicer = PrefillServicer(
+        engine,
+        status,
+        metrics,
+        max_waiting_requests=settings.max_waiting_requests,
+        max_waiting_tokens=settings.max_waiting_tokens,
+    )
+    prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
+        servicer, server.server
+    )
+    await server.start(status)
+    facts: dict[str, object] = {"role": "prefill", "address": f"{settings.host}:{server.port}"}
+    if settings.metrics_port is not None:
+        facts["metrics_port"] = metrics.serve(settings.host, settings.metrics_port)
+    emit("ready", **facts, pid=os.getpid(), engine_id=engine.config.engine_id)
+    return await _run(settings, engine, status, servicer, stop)
+
+
+async def _run(
+    settings: PrefillNodeSettings,
+    engine: AsyncLLM,
+    status: NodeStatus,
+    servicer: PrefillServicer,
+    stop: StopSignal,
+) -> int:
+    dead = asyncio.create_task(engine.wait_dead())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({dead, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not dead.done():
+            drained = asyncio.create_task(_drain(settings, status, servicer))
+            await asyncio.wait({dead, drained}, return_when=asyncio.FIRST_COMPLETED)
+            if drained.done():
+                return 0
+            drained.cancel()
+        logger.error("the engine has died: %s", engine.dead_reason)
+        status.notify()
+        await servicer.open.wait_idle(_LAST_WORDS_S)
+        return 1
+    finally:
+        dead.cancel()
+        stopping.cancel()
+
+
+async def _drain(
+    settings: PrefillNodeSettings, status: NodeStatus, servicer: PrefillServicer
+) -> None:
+    """Calls that are still open at the end of the time fail."""
+    status.work.draining = True
+    status.notify()
+    logger.info("draining: %d calls are open", servicer.open.count)
+    if not await servicer.open.wait_idle(settings.drain_timeout_s):
+        logger.warning("%d calls are cut off", servicer.open.count)
+        servicer.abort_all()
+        await servicer.open.wait_idle(_LAST_WORDS_S)

@@ -1,0 +1,269 @@
+"""The `Prefill` service: computes one prompt and keeps its KV until it was taken.
+
+Life of a call:
+
+    1. refused at once: stopping (UNAVAILABLE), greeted another process (FAILED_PRECONDITION),
+       wrong request (INVALID_ARGUMENT), queue too long (RESOURCE_EXHAUSTED, with our load)
+    2. `accepted`
+    3. `first_token`, as soon as it is sampled; KV moves meanwhile
+    4. `done` when all KV was taken, or `failed`
+    -  the caller cancels, at any moment: the request is aborted, its KV dropped
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Protocol
+
+import grpc
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.frontend.input_processor import (
+    GenerationRequest,
+    InputProcessor,
+    InvalidRequest,
+    check_sampling,
+)
+from engine.frontend.node_status import NodeStatus
+from engine.frontend.open_requests import OpenRequests
+from engine.frontend.output_processor import OutputStream, RequestOutput
+from engine.frontend.wire import logprobs_to_message, sampling_from_message
+from engine.messages import EngineReady, KVTransferResult
+from engine.outputs import SchedulerStats
+from engine.sampling_params import SamplingParams
+from kv_transfer.errors import HandshakeMismatch
+from kv_transfer.handshake import peer_from_proto, peer_to_proto
+from kv_transfer.metadata import KVPeer, KVTransferParams
+from prefill_node.metrics import PrefillMetrics
+from tandem_pb import prefill_pb2, prefill_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "tandem.v1.Prefill"
+
+_TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
+
+HelloContext = grpc.aio.ServicerContext[prefill_pb2.HelloRequest, prefill_pb2.HelloReply]
+PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]
+
+
+class Engine(Protocol):
+    """What is needed of `AsyncLLM`."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def ready(self) -> EngineReady: ...
+    @property
+    def stats(self) -> SchedulerStats: ...
+    def generate(self, request: GenerationRequest) -> OutputStream: ...
+    def abort(self, request_id: str) -> None: ...
+    async def wait_kv_result(self, request_id: str) -> KVTransferResult: ...
+
+
+class Refused(Exception):
+    """A call that is not begun."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    """Serves one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        status: NodeStatus,
+        metrics: PrefillMetrics,
+        *,
+        max_waiting_requests: int,
+        max_waiting_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._status = status
+        self._metrics = metrics
+        self._input_processor = InputProcessor(engine.config)
+        self._max_waiting_requests = max_waiting_requests
+        self._max_waiting_tokens = max_waiting_tokens
+        self.open = OpenRequests()
+        """Calls from acceptance to their end: none means that nobody waits for a prompt or KV."""
+        self._in_engine: set[str] = set()
+
+    def abort_all(self) -> None:
+        """Ends every open call with `failed`."""
+        for request_id in list(self._in_engine):
+            self._engine.abort(request_id)
+
+    async def Hello(
+        self, request: prefill_pb2.HelloRequest, context: HelloContext
+    ) -> prefill_pb2.HelloReply:
+        peer = self._peer()
+        try:
+            peer.layout.check_compatible(peer_from_proto(request.decode).layout)
+        except HandshakeMismatch as error:
+            logger.warning("a decode node does not fit: %s", error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return prefill_pb2.HelloReply(prefill=peer_to_proto(peer), load=self._status.load())
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: PrefillContext
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        try:
+            work = self._accept(request)
+        except Refused as error:
+            self._metrics.ended(error.code.name.lower())
+            yield self._failed(error.code.name.lower(), str(error), retryable=True)
+            await context.abort(error.code, str(error))
+        self._enter()
+        self._in_engine.add(work.request_id)
+        context.add_done_callback(
+            lambda _: self._engine.abort(work.request_id)  # type: ignore[arg-type]
+        )
+        outcome = "cancelled"
+        try:
+            yield prefill_pb2.PrefillEvent(
+                accepted=prefill_pb2.Accepted(), load=self._status.load()
+            )
+            async with aclosing(self._serve(work)) as events:
+                async for event in events:
+                    match event.WhichOneof("event"):
+                        case "done":
+                            outcome = "done"
+                        case "failed":
+                            outcome = event.failed.code
+                    yield event
+        finally:
+            self._in_engine.discard(work.request_id)
+            self._engine.abort(work.request_id)
+            self._leave(outcome)
+
+    async def _serve(
+        self, work: GenerationRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+        """Events after acceptance."""
+        self._status.work.num_computing += 1
+        is_computing = True
+        token_at = 0.0
+        try:
+            stream = self._engine.generate(work)
+            async for output in stream:
+                if output.token_ids:
+                    self._status.work.num_computing -= 1
+                    is_computing = False
+                    token_at = time.monotonic()
+                    yield self._first_token(work, output, token_at)
+                elif output.finished:
+                    yield self._failed("ended", "the engine ended the request", retryable=True)
+                    return
+            result = await self._engine.wait_kv_result(work.request_id)
+            if result.ok:
+                self._metrics.kv_taken(time.monotonic() - token_at)
+                yield self._done(result)
+            else:
+                yield self._failed("kv_transfer", result.reason, retryable=result.retryable)
+        except EngineDeadError as error:
+            yield self._failed("engine_dead", str(error), retryable=True)
+        finally:
+            self._status.work.num_computing -= is_computing
+
+    def _accept(self, request: prefill_pb2.PrefillRequest) -> GenerationRequest:
+        """Raises `Refused`."""
+        if self._status.work.draining:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "this prefill node is stopping")
+        if fault := self._status.fault():
+            raise Refused(grpc.StatusCode.UNAVAILABLE, fault)
+        if request.expected_epoch != self._engine.config.epoch:
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this prefill node has restarted since it was greeted; greet it again",
+            )
+        self._check_queue()
+        try:
+            return self._generation_request(request)
+        except InvalidRequest as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, error.message) from None
+
+    def _check_queue(self) -> None:
+        stats = self._engine.stats
+        if (
+            self.open.count - stats.num_running >= self._max_waiting_requests
+            or stats.num_waiting_tokens >= self._max_waiting_tokens
+        ):
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{stats.num_waiting} prompts with {stats.num_waiting_tokens} tokens are waiting "
+                f"here; ask another prefill node",
+            )
+
+    def _generation_request(self, message: prefill_pb2.PrefillRequest) -> GenerationRequest:
+        if not _TRANSFER_ID.fullmatch(message.transfer_id):
+            raise InvalidRequest("transfer_id must be 32 hex digits", "transfer_id")
+        sampling = sampling_from_message(message.sampling)
+        check_sampling(sampling, self._engine.config.model.vocab_size)
+        request = self._input_processor.process(
+            f"{message.transfer_id}-{message.attempt}",
+            list(message.prompt_token_ids),
+            _for_one_token(sampling),
+            max_tokens=1,
+            seed=sampling.seed,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+        )
+        request.kv_transfer_params = KVTransferParams(
+            do_remote_decode=True,
+            transfer_id=message.transfer_id,
+            attempt=message.attempt,
+            num_tokens_held=message.num_tokens_held,
+        )
+        return request
+
+    def _peer(self) -> KVPeer:
+        peer = self._engine.ready.peer
+        assert peer is not None, "a prefill node's engine offers KV"
+        return peer
+
+    def _enter(self) -> None:
+        self.open.enter()
+        self._metrics.open.set(self.open.count)
+        self._status.notify()
+
+    def _leave(self, outcome: str) -> None:
+        self.open.leave()
+        self._metrics.open.set(self.open.count)
+        self._metrics.ended(outcome)
+        self._status.notify()
+
+    def _first_token(
+        self, work: GenerationRequest, output: RequestOutput, now: float
+    ) -> prefill_pb2.PrefillEvent:
+        prefill_s = max(0.0, now - work.arrival_time - output.queue_s)
+        self._metrics.first_token(len(work.prompt_token_ids), output.queue_s, prefill_s)
+        token = prefill_pb2.FirstToken(
+            token_id=output.token_ids[0],
+            num_cached_tokens=output.num_cached_tokens or 0,
+            queue_s=output.queue_s,
+            prefill_s=prefill_s,
+        )
+        if output.logprobs:
+            token.logprobs.CopyFrom(logprobs_to_message(output.logprobs[0]))
+        return prefill_pb2.PrefillEvent(first_token=token, load=self._status.load())
+
+    def _done(self, result: KVTransferResult) -> prefill_pb2.PrefillEvent:
+        done = prefill_pb2.Done(kv_bytes=result.stats.num_bytes)
+        return prefill_pb2.PrefillEvent(done=done, load=self._status.load())
+
+    def _failed(self, code: str, message: str, *, retryable: bool) -> prefill_pb2.PrefillEvent:
+        failed = prefill_pb2.Failed(code=code, message=message, retryable=retryable)
+        return prefill_pb2.PrefillEvent(failed=failed, load=self._status.load())
+
+
+def _for_one_token(sampling: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1))
