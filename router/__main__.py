@@ -1,0 +1,37 @@
+"""`python -m router`: see `--help`, or `router.config.RouterSettings`."""
+
+from __future__ import annotations
+
+import sys
+
+import uvloop
+from pydantic import ValidationError
+
+from router.config import RouterSettings
+from router.errors import ConfigurationError
+from router.server import RouterServer, bind, configure_logging
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        settings = RouterSettings(_cli_parse_args=arguments)
+        configure_logging(settings.log_level)
+        listener = bind(settings.host, settings.port)
+        server = RouterServer(settings, listener)
+    except ValidationError as error:
+        for problem in error.errors():
+            print(f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", file=sys.stderr)
+        return 2
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: cannot listen on {settings.host}:{settings.port}: {error}", file=sys.stderr)
+        return 1
+    uvloop.run(server.run_until_drained())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The router's HTTP interface: what it answers itself, and what it passes on.
+
+    POST /v1/completions, /v1/chat/completions    passed on to a decode node
+    GET  /v1/models, /v1/models/{id}              put together from the decode nodes
+    GET  /health                                  200 while the process lives
+    GET  /ready                                   200 while requests would be served, else 503
+    GET  /metrics                                 Prometheus
+
+The two POST paths are a plain ASGI endpoint, because they carry every streamed byte.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from router.client_connection import (
+    ClientDisconnected,
+    ClientGuard,
+    read_body,
+    request_headers,
+    request_id,
+)
+from router.errors import ModelNotFound, NoNodeAvailable, Overloaded, RouterError, send_error
+from router.forward import AnswerBroken, ClientRequest, Forwarder
+from router.metrics import RouterMetrics
+from router.models_catalog import ModelCard, ModelCatalog
+from router.node_address import NodeRole
+from router.node_registry import NodeRegistry
+from router.policy import usable
+from router.request_info import read_request_info
+
+logger = logging.getLogger(__name__)
+
+PROXIED_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+_CLIENT_LEFT = 499
+"""Never sent; counted for requests whose client hung up."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ProxyEndpoint:
+    """ASGI endpoint of the paths that a decode node answers."""
+
+    forwarder: Forwarder
+    metrics: RouterMetrics
+    max_body_bytes: int
+    body_timeout_s: float
+    max_open_requests: int
+    num_open: int = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = request_headers(scope)
+        rid = request_id(headers)
+        started = time.monotonic()
+        self.num_open += 1
+        self.metrics.open_requests.set(self.num_open)
+        try:
+            status = await self._answer(scope, receive, send, rid)
+        finally:
+            self.num_open -= 1
+            self.metrics.open_requests.set(self.num_open)
+            self.metrics.duration.observe(time.monotonic() - started)
+        self.metrics.requests.labels(scope["path"], status).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, rid: str) -> int:
+        """The status that the client got, or would have got."""
+        try:
+            request = await self._read(scope, receive, rid)
+            async with ClientGuard(receive):
+                return await self.forwarder.forward(request, send)
+        except RouterError as error:
+            await send_error(send, error, rid)
+            return error.status
+        except ClientDisconnected:
+            return _CLIENT_LEFT
+        except AnswerBroken:
+            return 200
+
+    async def _read(self, scope: Scope, receive: Receive, rid: str) -> ClientRequest:
+        if self.num_open > self.max_open_requests:
+            raise Overloaded("The router has too many open requests. Try again shortly.")
+        headers = request_headers(scope)
+        body = await read_body(headers, receive, self.max_body_bytes, self.body_timeout_s)
+        return ClientRequest(read_request_info(scope["path"], rid, headers, body), headers, body)
+
+
+def info_routes(
+    registry: NodeRegistry,
+    catalog: ModelCatalog,
+    metrics: RouterMetrics,
+    is_draining: Callable[[], bool],
+) -> APIRouter:
+    """Everything but the proxied paths."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    @routes.get("/ready")
+    async def ready() -> JSONResponse:
+        counts = {f"{role}_nodes": len(usable(registry, role)) for role in NodeRole}
+        if is_draining():
+            return JSONResponse({"status": "draining", **counts}, status_code=503)
+        if not counts["decode_nodes"]:
+            return JSONResponse({"status": "no decode node", **counts}, status_code=503)
+        return JSONResponse({"status": "ready", **counts})
+
+    @routes.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": await _models(catalog)})
+
+    @routes.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> JSONResponse:
+        for card in await _models(catalog):
+            if card.get("id") == model_id:
+                return JSONResponse(card)
+        raise ModelNotFound(f"The model {model_id!r} does not exist here.")
+
+    return routes
+
+
+async def _models(catalog: ModelCatalog) -> list[ModelCard]:
+    cards = await catalog.list_models()
+    if not cards:
+        raise NoNodeAvailable("No decode node can say which model it serves. Try again shortly.")
+    return cards

@@ -1,0 +1,216 @@
+"""Puts the router together: `create_app(settings)` is the ASGI application.
+
+1. built      nothing runs and nothing is connected
+2. start-up   node lists are resolved, every member is watched
+3. serving
+4. draining   `/ready` says no; soon the server takes no new connections (`router.server`)
+5. shut down  watches and connections are closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api import PROXIED_PATHS, ProxyEndpoint, info_routes
+from router.api_keys import ApiKeyGate, ApiKeys
+from router.client_connection import request_headers, request_id
+from router.config import RouterSettings
+from router.discovery import Discovery, Resolver, resolve_host
+from router.errors import RouterError, error_body
+from router.forward import Forwarder
+from router.health import EjectionPolicy
+from router.load_monitor import ChannelFactory, LoadMonitor, open_channel
+from router.metrics import RouterMetrics
+from router.models_catalog import ModelCatalog
+from router.node import Patience
+from router.node_address import NodeRole, parse_node_list
+from router.node_registry import NodeRegistry
+from router.policy import StickyPolicy
+from router.retry_budget import RetryBudget
+from router.transport import HttpTransport, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterWorld:
+    """Where the router touches what is not the router. `transport` None: real HTTP."""
+
+    transport: Transport | None = None
+    resolve: Resolver = resolve_host
+    open_channel: ChannelFactory = open_channel
+    rng: random.Random = field(default_factory=random.Random)
+
+
+@dataclass(slots=True, kw_only=True)
+class Services:
+    """The parts of one router, at `app.state.services`."""
+
+    registry: NodeRegistry
+    metrics: RouterMetrics
+    transport: Transport
+    monitor: LoadMonitor
+    discovery: Discovery
+    forwarder: Forwarder
+    draining: bool = False
+
+
+def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> FastAPI:
+    """Raises `ConfigurationError` when a node list cannot be read."""
+    services = make_services(settings, world or OuterWorld())
+    app = FastAPI(
+        title="tandem router", lifespan=_lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    app.state.services = services
+    endpoint = ProxyEndpoint(
+        forwarder=services.forwarder,
+        metrics=services.metrics,
+        max_body_bytes=settings.max_body_bytes,
+        body_timeout_s=settings.body_timeout_s,
+        max_open_requests=settings.max_open_requests,
+    )
+    app.router.routes.extend(Route(path, endpoint, methods=["POST"]) for path in PROXIED_PATHS)
+    catalog = ModelCatalog(
+        registry=services.registry,
+        transport=services.transport,
+        node_api_key=settings.node_api_key.get_secret_value(),
+    )
+    app.include_router(
+        info_routes(services.registry, catalog, services.metrics, lambda: services.draining)
+    )
+    app.add_middleware(ApiKeyGate, keys=ApiKeys.from_text(settings.api_keys.get_secret_value()))
+    app.add_exception_handler(RouterError, _answer_router_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_bug)
+    return app
+
+
+def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
+    registry = _make_registry(settings)
+    metrics = RouterMetrics(registry)
+    monitor = LoadMonitor(
+        registry, metrics, settings.watch_interval_s, world.open_channel, world.rng
+    )
+    transport = world.transport or HttpTransport(
+        settings.connect_timeout_s, settings.read_timeout_s, settings.upstream_keepalive_s
+    )
+    return Services(
+        registry=registry,
+        metrics=metrics,
+        transport=transport,
+        monitor=monitor,
+        discovery=_make_discovery(settings, world, registry, monitor, metrics),
+        forwarder=Forwarder(
+            policy=_make_policy(settings, registry, world.rng),
+            registry=registry,
+            transport=transport,
+            metrics=metrics,
+            budget=RetryBudget(settings.retry_budget, settings.retry_burst),
+            max_attempts=settings.max_attempts,
+            node_api_key=settings.node_api_key.get_secret_value(),
+        ),
+    )
+
+
+def _make_registry(settings: RouterSettings) -> NodeRegistry:
+    return NodeRegistry(
+        patience=Patience(
+            stale_after_s=settings.stale_after_s,
+            down_after_s=settings.down_after_s,
+            stall_after_s=settings.stall_after_s,
+        ),
+        ejection=EjectionPolicy(
+            failures=settings.ejection_failures,
+            base_s=settings.ejection_base_s,
+            max_s=settings.ejection_max_s,
+            max_fraction=settings.ejection_max_fraction,
+        ),
+    )
+
+
+def _make_policy(
+    settings: RouterSettings, registry: NodeRegistry, rng: random.Random
+) -> StickyPolicy:
+    return StickyPolicy(
+        registry=registry,
+        rng=rng,
+        decode_choices=settings.decode_choices,
+        max_prefill_candidates=settings.max_prefill_candidates,
+        spill_ratio=settings.spill_ratio,
+        spill_s=settings.spill_s,
+        default_prefill_tokens_per_s=settings.default_prefill_tokens_per_s,
+    )
+
+
+def _make_discovery(
+    settings: RouterSettings,
+    world: OuterWorld,
+    registry: NodeRegistry,
+    monitor: LoadMonitor,
+    metrics: RouterMetrics,
+) -> Discovery:
+    entries = (
+        *parse_node_list(NodeRole.PREFILL, settings.prefill),
+        *parse_node_list(NodeRole.DECODE, settings.decode),
+    )
+    return Discovery(
+        entries,
+        monitor.set_members,
+        registry.is_connected,
+        metrics,
+        interval_s=settings.dns_interval_s,
+        linger_s=settings.dns_linger_s,
+        resolve=world.resolve,
+    )
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    async with AsyncExitStack() as stack:
+        await services.transport.open()
+        stack.push_async_callback(services.transport.close)
+        stack.push_async_callback(services.monitor.close)
+        discovering = asyncio.create_task(services.discovery.run(), name="discovery")
+        stack.push_async_callback(_stop, discovering)
+        giving_up = asyncio.create_task(services.forwarder.give_up_on_silent_nodes())
+        stack.push_async_callback(_stop, giving_up)
+        yield
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _answer_router_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    retry = error.retry_after_s
+    headers = {} if retry is None else {"retry-after": str(retry)}
+    return _error_response(request, error.body(), error.status, headers)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = error_body(f"{error.detail}.", "invalid_request_error", f"http_{error.status_code}")
+    return _error_response(request, body, error.status_code, error.headers or {})
+
+
+async def _answer_bug(request: Request, _error: Exception) -> Response:
+    body = error_body("The router failed on this request.", "server_error", "internal_error")
+    return _error_response(request, body, 500, {})
+
+
+def _error_response(
+    request: Request, body: bytes, status: int, headers: Mapping[str, str]
+) -> Response:
+    name = request_id(request_headers(request.scope))
+    return Response(body, status, {**headers, "x-request-id": name}, "application/json")

@@ -1,0 +1,152 @@
+"""Settings of the router: each field is a flag, an environment variable and a helm value."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class RouterSettings(BaseSettings):
+    """Takes OpenAI requests, chooses a decode node and prefill nodes for each, streams the answer.
+
+    Node lists are comma separated. One node is written `host:port` (prefill: its gRPC port) or
+    `host:port/grpc_port` (decode: its HTTP port, then the gRPC port of its status service).
+    `dns://name:port[/grpc_port]` stands for one node at each address that the name resolves to,
+    such as a headless Kubernetes service.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_ROUTER_",
+        cli_prog_name="python -m router",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_show_env_vars=True,
+        cli_hide_none_type=True,
+        frozen=True,
+        extra="forbid",
+    )
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port. 0: any free one.")
+    prefill: str = Field(
+        default="",
+        description="Prefill nodes: host:port or dns://name:port, comma separated.",
+    )
+    decode: str = Field(
+        default="",
+        description="Decode nodes: host:http_port/grpc_port or dns://name:http_port/grpc_port, "
+        "comma separated.",
+    )
+    api_keys: SecretStr = Field(
+        default=SecretStr(""),
+        description="Keys that clients may use, comma separated. Empty: no key is asked for.",
+    )
+    node_api_key: SecretStr = Field(
+        default=SecretStr(""),
+        description="Key that the router shows to decode nodes, if they ask for one. "
+        "The clients' own keys are never passed on.",
+    )
+
+    dns_interval_s: float = Field(
+        default=5.0, gt=0, description="Seconds between two resolutions of dns:// names."
+    )
+    dns_linger_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="Keep a node this long after its name stopped resolving to it, "
+        "as long as it still reports.",
+    )
+    watch_interval_s: float = Field(
+        default=0.25, gt=0, description="Seconds between two load reports of a node."
+    )
+    stale_after_s: float = Field(
+        default=3.0,
+        gt=0,
+        description="A node whose last report is older is used only when there is no better one.",
+    )
+    down_after_s: float = Field(
+        default=10.0, gt=0, description="A node whose last report is older is not used at all."
+    )
+    stall_after_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="A node that has work but has not finished a step for this long counts as "
+        "stale.",
+    )
+
+    ejection_failures: int = Field(
+        default=3, ge=1, description="Failures in a row after which a node is left out for a while."
+    )
+    ejection_base_s: float = Field(
+        default=5.0, gt=0, description="Length of a first ejection; each further one is longer."
+    )
+    ejection_max_s: float = Field(default=60.0, gt=0, description="Longest ejection.")
+    ejection_max_fraction: float = Field(
+        default=0.5, ge=0, le=1, description="Never eject more than this part of a tier."
+    )
+
+    max_attempts: int = Field(
+        default=3,
+        ge=1,
+        description="Decode nodes tried for one request; only before the first byte of the answer.",
+    )
+    retry_budget: float = Field(
+        default=0.2, ge=0, description="Retries in the long run, as a part of all requests."
+    )
+    retry_burst: int = Field(
+        default=200, ge=0, description="Retries that may come at once, as when a node dies."
+    )
+    connect_timeout_s: float = Field(
+        default=5.0, gt=0, description="Time to connect to a decode node."
+    )
+    read_timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest silence of a decode node during an answer."
+    )
+    upstream_keepalive_s: float = Field(
+        default=4.0,
+        gt=0,
+        description="Keep idle connections to decode nodes this long. "
+        "Must be less than the nodes' own limit.",
+    )
+
+    decode_choices: int = Field(
+        default=2, ge=1, description="Decode nodes drawn at random; the least loaded is taken."
+    )
+    max_prefill_candidates: int = Field(
+        default=3, ge=1, description="Prefill nodes handed to the decode node, best first."
+    )
+    spill_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        description="A session leaves its prefill node when that one's queue is longer than "
+        "(1 + spill_ratio) times the shortest one plus spill_s.",
+    )
+    spill_s: float = Field(
+        default=0.5, ge=0, description="Seconds of queue that a session is always willing to wait."
+    )
+    default_prefill_tokens_per_s: float = Field(
+        default=8000.0, gt=0, description="Assumed until a node has measured its own speed."
+    )
+
+    max_body_bytes: int = Field(
+        default=8 << 20, gt=0, description="Largest request body; more is answered with 413."
+    )
+    body_timeout_s: float = Field(
+        default=30.0, gt=0, description="Time a client has to send its request body."
+    )
+    max_open_requests: int = Field(
+        default=4096, ge=1, description="Requests in flight; more are answered with 503."
+    )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="After SIGTERM: go on accepting this long while /ready already says no.",
+    )
+    drain_timeout_s: float = Field(
+        default=120.0, gt=0, description="After SIGTERM: time for open answers to end."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="debug also logs each placement. Never any request content."
+    )

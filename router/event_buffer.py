@@ -1,0 +1,38 @@
+"""Cuts a stream of server-sent events at event boundaries, without looking inside the events."""
+
+from __future__ import annotations
+
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_MAX_HELD_BYTES = 1 << 20
+
+
+class EventBuffer:
+    """Holds back the unfinished end of a stream.
+
+    The client then always has whole events: if the node's answer breaks off, an error event can
+    follow what was sent. Nodes send an event in one piece, so as a rule nothing is held. An
+    "event" beyond a megabyte is passed on as it comes.
+    """
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Takes what arrived, returns the whole events so far (maybe none: b"")."""
+        if not self._held and chunk.endswith(_EVENT_ENDS):
+            return chunk
+        data = self._held + chunk
+        end = _end_of_last_event(data)
+        if len(data) - end > _MAX_HELD_BYTES:
+            end = len(data)
+        self._held = data[end:]
+        return data[:end]
+
+    def rest(self) -> bytes:
+        """What was never finished; for a stream that ended in order."""
+        held, self._held = self._held, b""
+        return held
+
+
+def _end_of_last_event(data: bytes) -> int:
+    return max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _EVENT_ENDS)

@@ -1,0 +1,118 @@
+"""One attempt to have one request answered by one decode node.
+
+1. made      the request counts as work of the decode node and of the first prefill node
+2. open()    the head and the first chunk of the answer are here: the prompt is computed,
+             so it no longer counts on the prefill node. Until now another node may be tried.
+3. read…     the rest of the answer
+4. close()   nothing counts any more; if the answer is not complete, the node is hung up on,
+             which makes it abort the request
+-  give_up() whoever waits for the node now hears that it is lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from router.errors import NodeLost
+from router.policy import Placement
+from router.transport import Transport, UpstreamResponse
+
+_MAX_BUFFERED_BYTES = 1 << 20
+"""A plain (not streamed) answer up to this size is read whole before any of it is passed on, so
+that a node lost in the middle of it costs the client nothing."""
+
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding "
+    b"upgrade date server x-request-id".split()
+)
+
+
+class Exchange:
+    """`status` and `first_chunk` are meaningful once `open` has returned. It is in `open_ones`
+    until it is closed."""
+
+    def __init__(
+        self, placement: Placement, num_prompt_tokens: int, open_ones: set[Exchange]
+    ) -> None:
+        self.placement = placement
+        self.status = 0
+        self.first_chunk = b""
+        self.heard_at = time.monotonic()
+        self._head_deadline: asyncio.Timeout | None = None
+        self._open_ones = open_ones
+        open_ones.add(self)
+        self._response: UpstreamResponse | None = None
+        self._complete = False
+        self._num_prompt_tokens = num_prompt_tokens
+        self._work = ExitStack()
+        self._work.enter_context(placement.decode.hold_request())
+        self._prefill_work = ExitStack()
+        if placement.prefills:
+            node = placement.prefills[0]
+            self._prefill_work.enter_context(node.hold_tokens(num_prompt_tokens))
+
+    async def open(
+        self, transport: Transport, path: str, headers: Mapping[str, str], body: bytes
+    ) -> None:
+        """Sends the request and waits for the beginning of the answer.
+
+        Raises `NodeUnreachable` or `NodeLost`.
+        """
+        url = f"http://{self.placement.decode.address.target}{path}"
+        try:
+            async with asyncio.timeout(None) as self._head_deadline:
+                self._response = await transport.request("POST", url, headers, body)
+        except TimeoutError:
+            raise NodeLost("it has fallen silent") from None
+        self.status = self._response.status
+        self.first_chunk = await self._read_beginning()
+        self._prefill_work.close()
+
+    async def read_chunk(self) -> bytes:
+        """The next piece of the answer; b"" when it is complete. Raises `NodeLost`."""
+        if self._complete or self._response is None:
+            return b""
+        chunk = await self._response.read_chunk()
+        self.heard_at = time.monotonic()
+        self._complete = not chunk
+        return chunk
+
+    def give_up(self) -> None:
+        """The node will say nothing more: `open` and `read_chunk` raise `NodeLost`."""
+        if self._response is not None:
+            self._response.close()
+        elif self._head_deadline is not None:
+            self._head_deadline.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def is_event_stream(self) -> bool:
+        return self._header(b"content-type").startswith(b"text/event-stream")
+
+    def response_headers(self) -> list[tuple[bytes, bytes]]:
+        """What the client gets to see of the node's headers, names in lower case."""
+        headers = self._response.headers if self._response else ()
+        lowered = [(name.lower(), value) for name, value in headers]
+        return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP]
+
+    def close(self) -> None:
+        self._open_ones.discard(self)
+        if self._response is not None:
+            self._response.close()
+        self._prefill_work.close()
+        self._work.close()
+
+    async def _read_beginning(self) -> bytes:
+        chunk = await self.read_chunk()
+        if self.is_event_stream:
+            return chunk
+        parts, size = [chunk], len(chunk)
+        while size < _MAX_BUFFERED_BYTES and (chunk := await self.read_chunk()):
+            parts.append(chunk)
+            size += len(chunk)
+        return b"".join(parts)
+
+    def _header(self, wanted: bytes) -> bytes:
+        return next((value for name, value in self.response_headers() if name == wanted), b"")

@@ -1,0 +1,130 @@
+"""One long-lived `Watch` call to every member: how loaded it is, and whether it is alive.
+
+1. a member appears: a task opens a channel and calls `Watch`
+2. each report goes to the registry, which keeps only what is newer
+3. a stream that ends, breaks or falls silent marks the node disconnected; the call is made
+   again after a short random pause, for as long as the node is a member
+4. a member vanishes: its task is cancelled and its channel closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable
+
+import grpc
+
+from router.metrics import RouterMetrics
+from router.node_address import NodeAddress
+from router.node_registry import NodeRegistry
+from router.node_report import NodeReport
+from tandem_pb.node_pb2 import NodeLoad, WatchRequest
+from tandem_pb.node_pb2_grpc import NodeStatusStub
+
+logger = logging.getLogger(__name__)
+
+ChannelFactory = Callable[[str], grpc.aio.Channel]
+
+_MIN_PAUSE_S = 0.2
+_MAX_PAUSE_S = 2.0
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A plaintext channel of its own connection, which reconnects within about two seconds."""
+    return grpc.aio.insecure_channel(
+        target,
+        options=[
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.min_reconnect_backoff_ms", 200),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.max_receive_message_length", 64 << 10),
+        ],
+    )
+
+
+class LoadMonitor:
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        metrics: RouterMetrics,
+        interval_s: float,
+        channel_factory: ChannelFactory = open_channel,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._request = WatchRequest(interval_s=interval_s)
+        self._silence_s = registry.patience.stale_after_s
+        self._open_channel = channel_factory
+        self._rng = rng or random.Random()
+        self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
+
+    def set_members(self, addresses: Iterable[NodeAddress]) -> None:
+        """Watches exactly `addresses` from now on, and makes them the registry's members."""
+        members = set(addresses)
+        self._registry.set_members(members)
+        for address in self._tasks.keys() - members:
+            self._tasks.pop(address).cancel()
+        for address in members - self._tasks.keys():
+            self._tasks[address] = asyncio.create_task(
+                self._watch(address), name=f"watch {address.role} {address}"
+            )
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, address: NodeAddress) -> None:
+        pause_s = _MIN_PAUSE_S
+        async with self._open_channel(address.status_target) as channel:
+            stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+            while True:
+                try:
+                    num_reports = await self._follow(stub, address)
+                except Exception:
+                    # Whatever a peer sends, the watch goes on: without it the node is lost to us.
+                    logger.exception("%s node %s: watching failed", address.role, address)
+                    num_reports = 0
+                if num_reports > 0:
+                    pause_s = _MIN_PAUSE_S
+                self._registry.mark_disconnected(address)
+                self._metrics.watch_failures.labels(address.role).inc()
+                await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _follow(self, stub: NodeStatusStub, address: NodeAddress) -> int:
+        """Reads one stream until it ends; returns how many reports came."""
+        num_reports = 0
+        call = stub.Watch(self._request)
+        try:
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    load = await call.read()
+                if not isinstance(load, NodeLoad):
+                    logger.info("%s node %s ended its reports", address.role, address)
+                    return num_reports
+                num_reports += 1
+                self._take(address, load)
+        except TimeoutError:
+            self._log_loss(address, num_reports, "it has fallen silent")
+        except grpc.aio.AioRpcError as error:
+            self._log_loss(address, num_reports, error.code().name)
+        finally:
+            call.cancel()
+        return num_reports
+
+    def _log_loss(self, address: NodeAddress, num_reports: int, reason: str) -> None:
+        """A node that is away stays away for many attempts; only its leaving is news."""
+        level = logging.WARNING if num_reports else logging.DEBUG
+        logger.log(level, "%s node %s: no more reports: %s", address.role, address, reason)
+
+    def _take(self, address: NodeAddress, load: NodeLoad) -> None:
+        outcome = self._registry.apply_report(address, NodeReport.from_message(load))
+        self._metrics.reports.labels(outcome).inc()

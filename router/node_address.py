@@ -1,0 +1,91 @@
+"""Where a node is, and how an operator writes it down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.errors import ConfigurationError
+
+_DNS_PREFIX = "dns://"
+
+
+class NodeRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAddress:
+    """`target` is where requests go (prefill: gRPC, decode: HTTP), `status_target` where
+    `NodeStatus` is served. Both are `host:port`."""
+
+    role: NodeRole
+    target: str
+    status_target: str
+
+    def __str__(self) -> str:
+        return self.target
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """One entry of a node list. With `dns`, `host` is a name that stands for many nodes."""
+
+    role: NodeRole
+    host: str
+    port: int
+    status_port: int
+    dns: bool
+
+    def address(self, host: str | None = None) -> NodeAddress:
+        """The node of this entry at `host`, or at the entry's own host."""
+        bracketed = _bracket(self.host if host is None else host)
+        return NodeAddress(self.role, f"{bracketed}:{self.port}", f"{bracketed}:{self.status_port}")
+
+
+def parse_node_list(role: NodeRole, text: str) -> tuple[NodeEntry, ...]:
+    """Reads `host:port[/grpc_port],dns://name:port[/grpc_port],…`.
+
+    Raises:
+        ConfigurationError: names the entry that cannot be read, and what is expected.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    entries = tuple(parse_node_entry(role, part) for part in parts if part)
+    for entry in entries:
+        if entries.count(entry) > 1:
+            raise ConfigurationError(f"--{role} lists {entry.address()} twice.")
+    return entries
+
+
+def parse_node_entry(role: NodeRole, text: str) -> NodeEntry:
+    dns = text.startswith(_DNS_PREFIX)
+    location, _, status_port = text.removeprefix(_DNS_PREFIX).partition("/")
+    host, separator, port = location.rpartition(":")
+    if not separator or not host.strip("[]") or (role is NodeRole.DECODE and not status_port):
+        raise _cannot_read(role, text)
+    return NodeEntry(
+        role=role,
+        host=host.removeprefix("[").removesuffix("]"),
+        port=_port(role, text, port),
+        status_port=_port(role, text, status_port or port),
+        dns=dns,
+    )
+
+
+def _port(role: NodeRole, text: str, digits: str) -> int:
+    if not (digits.isascii() and digits.isdigit() and 0 < int(digits) < 65536):
+        raise _cannot_read(role, text)
+    return int(digits)
+
+
+def _cannot_read(role: NodeRole, text: str) -> ConfigurationError:
+    form = "host:port" if role is NodeRole.PREFILL else "host:http_port/grpc_port"
+    return ConfigurationError(
+        f"--{role}: cannot read {text!r}. Write each node as {form}, or dns://name… for a name "
+        f"with one node at each of its addresses; separate nodes by commas."
+    )
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,146 @@
+"""All nodes the router knows, by address. The only place where nodes appear, change and vanish.
+
+discovery  ── set_members ──▶ ┐
+watches    ── apply_report ─▶ ├─ NodeRegistry ──▶ policy, metrics
+requests   ── record_* ─────▶ ┘
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.health import EjectionPolicy
+from router.node import Node, NodeState, Patience
+from router.node_address import NodeAddress, NodeRole
+from router.node_report import NodeReport
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+_MAX_RETIRED_EPOCHS = 8
+
+
+class ReportOutcome(StrEnum):
+    """What became of a report."""
+
+    APPLIED = "applied"
+    RESTARTED = "restarted"
+    OUTDATED = "outdated"
+    WRONG_ROLE = "wrong_role"
+    UNKNOWN_NODE = "unknown_node"
+
+
+@dataclass(slots=True)
+class NodeRegistry:
+    """`clock` gives monotonic seconds."""
+
+    patience: Patience = field(default_factory=Patience)
+    ejection: EjectionPolicy = field(default_factory=EjectionPolicy)
+    clock: Clock = time.monotonic
+    _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
+
+    def set_members(self, addresses: Iterable[NodeAddress]) -> None:
+        """Makes `addresses` the members. Those that stay keep all that is known of them."""
+        self._nodes = {address: self._nodes.get(address) or Node(address) for address in addresses}
+
+    def nodes(self, role: NodeRole) -> list[Node]:
+        return [node for node in self._nodes.values() if node.address.role is role]
+
+    def all_nodes(self) -> list[Node]:
+        return list(self._nodes.values())
+
+    def state(self, node: Node) -> NodeState:
+        return node.state(self.clock(), self.patience)
+
+    def is_down(self, node: Node) -> bool:
+        """A member that has been silent for long. Of one that left the list we know nothing."""
+        is_member = self._nodes.get(node.address) is node
+        return is_member and self.state(node) is NodeState.DOWN
+
+    def is_connected(self, address: NodeAddress) -> bool:
+        node = self._nodes.get(address)
+        return node is not None and node.connected
+
+    def model_names(self) -> set[str]:
+        """Models of all decode nodes that ever reported, whatever their state."""
+        reports = (node.report for node in self.nodes(NodeRole.DECODE))
+        return {report.model_name for report in reports if report}
+
+    def apply_report(self, address: NodeAddress, report: NodeReport) -> ReportOutcome:
+        """Takes in a report if it is newer than what is known: (epoch, sequence) decides.
+
+        An epoch is a random number, so which of two is newer is not in the numbers: a new one
+        replaces the current one, and one that was replaced never comes back.
+        """
+        node = self._nodes.get(address)
+        if node is None:
+            return ReportOutcome.UNKNOWN_NODE
+        if report.role is not address.role:
+            logger.error(
+                "%s is listed as a %s node but says it is %s: correct the node list",
+                address.status_target,
+                address.role,
+                report.role or "of an unknown role",
+            )
+            return ReportOutcome.WRONG_ROLE
+        if report.epoch in node.retired_epochs:
+            return ReportOutcome.OUTDATED
+        known = node.report
+        if known is not None and known.epoch != report.epoch:
+            self._replace(node, known.epoch).apply(report, self.clock())
+            self._check_partners(address, report)
+            return ReportOutcome.RESTARTED
+        if known is not None and report.sequence <= known.sequence:
+            return ReportOutcome.OUTDATED
+        node.apply(report, self.clock())
+        if known is None:
+            self._check_partners(address, report)
+        return ReportOutcome.APPLIED
+
+    def _check_partners(self, address: NodeAddress, report: NodeReport) -> None:
+        """Says once, when a node appears, that no node of the other tier can work with it:
+        everything is answered then, but prompts are computed on the decode nodes."""
+        others = {
+            node.report.fingerprint
+            for node in self._nodes.values()
+            if node.report is not None and node.address.role is not address.role
+        }
+        if others and report.fingerprint not in others:
+            logger.warning(
+                "%s node %s fits no node of the other tier: its protocol-dtype-model is %s, "
+                "theirs %s; start all nodes with the same model and dtype",
+                address.role,
+                address,
+                report.fingerprint,
+                ", ".join(sorted(others)),
+            )
+
+    def _replace(self, node: Node, old_epoch: int) -> Node:
+        logger.info("%s node %s was restarted", node.address.role, node.address)
+        retired = (*node.retired_epochs, old_epoch)[-_MAX_RETIRED_EPOCHS:]
+        new = Node(node.address, retired_epochs=retired)
+        self._nodes[node.address] = new
+        return new
+
+    def mark_disconnected(self, address: NodeAddress) -> None:
+        node = self._nodes.get(address)
+        if node is not None:
+            node.connected = False
+
+    def record_success(self, node: Node) -> None:
+        self.ejection.record_success(node.health)
+
+    def record_failure(self, node: Node) -> bool:
+        """Counts a failed request against `node`. True if the node was ejected for it."""
+        tier = [other.health for other in self.nodes(node.address.role)]
+        if node.health not in tier:
+            return False
+        ejected = self.ejection.record_failure(node.health, tier, self.clock())
+        if ejected:
+            logger.warning("%s node %s keeps failing: left out", node.address.role, node.address)
+        return ejected
