@@ -1,0 +1,50 @@
+"""`tandem`: one command for the whole cluster and for each of its services."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+
+from cli import chat, demo, up
+
+_USAGE = """\
+usage: tandem COMMAND [options]
+
+a cluster on this machine
+  demo      start it with the demo checkpoint, talk to it, stop it
+  up        start a router, prefill nodes and decode nodes, and keep them running
+  chat      talk to a running cluster from the terminal
+
+one service, for clusters over several hosts
+  router    takes OpenAI requests and places them
+  prefill   computes prompts
+  decode    streams tokens; works alone, too
+
+tandem COMMAND --help describes each; every option is also an environment variable.
+"""
+
+_SERVICES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+_COMMANDS = {"demo": demo.main, "up": up.main, "chat": chat.main}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code. A service takes the place of this process."""
+    args = sys.argv[1:] if argv is None else argv
+    command, rest = (args[0], args[1:]) if args else ("--help", [])
+    if command in _SERVICES:
+        os.execv(sys.executable, [sys.executable, "-m", _SERVICES[command], *rest])
+    if command in _COMMANDS:
+        return _COMMANDS[command](rest)
+    if command in ("--help", "-h", "help"):
+        print(_USAGE, end="")
+        return 0
+    if command == "--version":
+        print(f"tandem {version('tandem')}")
+        return 0
+    print(f"tandem: no command {command!r}\n\n{_USAGE}", end="", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

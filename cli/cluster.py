@@ -1,0 +1,128 @@
+"""Which processes a local cluster consists of: one router, prefill nodes, decode nodes."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+
+from cli.supervisor import ServiceSpec
+
+_LOWEST_PORT = 10_000
+
+DEMO_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
+
+
+class UpSettings(BaseSettings):
+    """Start a whole cluster on this machine: a router, prefill nodes and decode nodes.
+
+    Settings of the nodes are environment variables (TANDEM_..., see docs/configuration.md) or
+    flags after `--`, which reach every node: tandem up MODEL -- --block-size 64
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_UP_", cli_implicit_flags=True, cli_kebab_case=True
+    )
+
+    model: CliPositionalArg[str] = Field(
+        default=str(DEMO_CHECKPOINT),
+        description="Folder of a Hugging Face checkpoint, or a hub name. Default: the small demo "
+        "checkpoint that comes with tandem.",
+    )
+    prefill: int = Field(
+        default=1, ge=0, description="Prefill nodes. 0: decode nodes do everything."
+    )
+    decode: int = Field(default=1, ge=1, description="Decode nodes.")
+    tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks of each node.")
+    device: str = Field(default="auto", description="cpu, cuda, or auto: cuda where there is one.")
+    host: str = Field(default="127.0.0.1", description="Address the router listens on.")
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="Port of the router. 0: any free one."
+    )
+    verbose: bool = Field(default=False, description="Show what the processes log.")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that are free now, and stay so: they lie below the range from which the
+    kernel takes ports of outgoing connections."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(_LOWEST_PORT, _first_ephemeral_port())
+        if port not in ports and _is_free(port):
+            ports.append(port)
+    return ports
+
+
+def _first_ephemeral_port() -> int:
+    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpec]:
+    """The router, then decode nodes, then prefill nodes. They stop in this order: whoever takes
+    requests first.
+
+    Ports are chosen here and stay the same when a process is started again.
+    """
+    common = [
+        "--model",
+        settings.model,
+        "--tensor-parallel-size",
+        str(settings.tp),
+        "--device",
+        settings.device,
+        *(["--served-model-name", "demo"] if settings.model == str(DEMO_CHECKPOINT) else []),
+        *node_args,
+    ]
+    prefills = [_prefill_spec(i, common) for i in range(settings.prefill)]
+    decodes = [_decode_spec(i, common) for i in range(settings.decode)]
+    port = settings.port or free_ports(1)[0]
+    router = ServiceSpec(
+        name="router",
+        argv=_module(
+            "router",
+            "--host",
+            settings.host,
+            "--port",
+            str(port),
+            "--prefill",
+            ",".join(address for _, address in prefills),
+            "--decode",
+            ",".join(address for _, address in decodes),
+        ),
+        endpoint=f"http://{settings.host}:{port}",
+    )
+    return [router, *(spec for spec, _ in decodes), *(spec for spec, _ in prefills)]
+
+
+def _prefill_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:
+    port, metrics_port = free_ports(2)
+    argv = _module(
+        "prefill_node", *common, "--port", str(port), "--metrics-port", str(metrics_port)
+    )
+    address = f"127.0.0.1:{port}"
+    spec = ServiceSpec(f"prefill-{index}", argv, f"grpc://{address}", stop_stage=2)
+    return spec, address
+
+
+def _decode_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:
+    port, grpc_port = free_ports(2)
+    argv = _module("decode_node", *common, "--port", str(port), "--grpc-port", str(grpc_port))
+    spec = ServiceSpec(f"decode-{index}", argv, f"http://127.0.0.1:{port}", stop_stage=1)
+    return spec, f"127.0.0.1:{port}/{grpc_port}"
+
+
+def _module(name: str, *args: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *args)

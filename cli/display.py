@@ -1,0 +1,68 @@
+"""What `tandem up` shows: progress while nodes load, a table of endpoints, deaths and restarts."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cli.supervisor import Listener, Service, ServiceState
+
+
+class ClusterDisplay:
+    """Life cycle: `start` (bars) → `show_endpoints` (bars end, table) → log lines."""
+
+    def __init__(self, console: Console, *, verbose: bool = False) -> None:
+        self.console = console
+        self._verbose = verbose
+        self._progress = Progress(
+            TextColumn("{task.fields[service]:<12}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._bars: dict[str, TaskID] = {}
+        self._loading = True
+
+    def listener(self) -> Listener:
+        return Listener(on_state=self.on_state, on_progress=self.on_progress, on_log=self.on_log)
+
+    def start(self, services: list[Service]) -> None:
+        for service in services:
+            self._bars[service.spec.name] = self._progress.add_task(
+                "starting", total=1.0, service=service.spec.name
+            )
+        self._progress.start()
+
+    def end_loading(self) -> None:
+        self._loading = False
+        self._progress.stop()
+
+    def show_endpoints(self, services: list[Service]) -> None:
+        self.end_loading()
+        table = Table("service", "endpoint", "pid")
+        for service in services:
+            table.add_row(service.spec.name, service.spec.endpoint, str(service.pid))
+        self.console.print(table)
+
+    def on_progress(self, service: Service, stage: str, fraction: float) -> None:
+        if self._loading:
+            self._progress.update(
+                self._bars[service.spec.name], completed=fraction, description=stage
+            )
+
+    def on_state(self, service: Service) -> None:
+        if self._loading:
+            finished = service.state is ServiceState.READY
+            self._progress.update(
+                self._bars[service.spec.name],
+                completed=1.0 if finished else None,
+                description=service.state.value,
+            )
+        elif service.state is not ServiceState.STOPPED:
+            self.console.print(f"[bold]{service.spec.name}[/] is {service.state.value}")
+
+    def on_log(self, service: Service, line: str) -> None:
+        if self._verbose or service.state is ServiceState.RESTARTING:
+            self.console.print(f"[dim]{service.spec.name}[/] {line}", markup=True, highlight=False)

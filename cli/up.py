@@ -1,0 +1,134 @@
+"""`tandem up`: a local cluster, from start to clean stop.
+
+1. loading    bars; Ctrl-C already stops everything
+2. serving    until Ctrl-C or SIGTERM
+3. stopping   the router first, so that nothing new comes in; open answers may end.
+              A second Ctrl-C does not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import aiohttp
+from rich.console import Console
+
+from cli.cluster import UpSettings, cluster_specs
+from cli.display import ClusterDisplay
+from cli.supervisor import ServiceFailed, Supervisor
+
+_ROUTABLE_POLL_S = 0.05
+_KILL_AGAIN_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class StopWish:
+    """What the user has asked for by Ctrl-C or SIGTERM: once to `stop`, once more to `hurry`."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def from_signals(cls) -> StopWish:
+        wish = cls()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, wish._ask)
+        return wish
+
+    def _ask(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
+    settings: UpSettings, node_args: list[str], console: Console, wish: StopWish
+) -> AsyncIterator[Supervisor]:
+    """A cluster that is ready; stopped cleanly on the way out, whatever happens.
+
+    Raises:
+        ServiceFailed: a process ended before it was ready.
+    """
+    display = ClusterDisplay(console, verbose=settings.verbose)
+    supervisor = Supervisor(cluster_specs(settings, node_args), display.listener())
+    display.start(supervisor.services)
+    try:
+        await supervisor.start()
+        await wait_routable(supervisor.services[0].spec.endpoint, settings)
+        display.show_endpoints(supervisor.services)
+        yield supervisor
+    finally:
+        display.end_loading()
+        await _stop(supervisor, wish)
+
+
+async def _stop(supervisor: Supervisor, wish: StopWish) -> None:
+    stopping = asyncio.create_task(supervisor.stop())
+    hurry = asyncio.create_task(wish.hurry.wait())
+    await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    while not stopping.done():
+        supervisor.kill()
+        await asyncio.wait({stopping}, timeout=_KILL_AGAIN_S)
+    await stopping
+
+
+async def wait_routable(url: str, settings: UpSettings) -> None:
+    """The router has heard of every node."""
+    wanted = {"prefill_nodes": settings.prefill, "decode_nodes": settings.decode}
+    async with aiohttp.ClientSession() as session:
+        while True:
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                async with session.get(f"{url}/ready") as response:
+                    known = await response.json()
+                if all(known.get(name, 0) >= count for name, count in wanted.items()):
+                    return
+            await asyncio.sleep(_ROUTABLE_POLL_S)
+
+
+async def _up(settings: UpSettings, node_args: list[str], console: Console) -> None:
+    wish = StopWish.from_signals()
+    stop_wanted = asyncio.create_task(wish.stop.wait())
+    cluster = asyncio.create_task(_serve(settings, node_args, console, wish))
+    await asyncio.wait({stop_wanted, cluster}, return_when=asyncio.FIRST_COMPLETED)
+    if not cluster.done():
+        console.print("stopping ... (once more to stop at once)")
+        cluster.cancel()
+    stop_wanted.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await cluster
+
+
+async def _serve(
+    settings: UpSettings, node_args: list[str], console: Console, wish: StopWish
+) -> None:
+    async with running_cluster(settings, node_args, console, wish) as supervisor:
+        url = supervisor.services[0].spec.endpoint
+        console.print(f"serving at [bold]{url}/v1[/] (OpenAI API). Stop with Ctrl-C.")
+        await supervisor.wait_failed()
+
+
+def main(args: list[str]) -> int:
+    """`args`: settings of the cluster, then `--`, then flags for every node."""
+    own, node_args = split_node_args(args)
+    settings = UpSettings(_cli_parse_args=own, _cli_prog_name="tandem up")
+    console = Console(stderr=True)
+    try:
+        asyncio.run(_up(settings, node_args, console))
+    except ServiceFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def split_node_args(args: list[str]) -> tuple[list[str], list[str]]:
+    """Before and after the first `--`."""
+    if "--" not in args:
+        return args, []
+    at = args.index("--")
+    return args[:at], args[at + 1 :]
