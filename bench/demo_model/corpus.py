@@ -1,0 +1,53 @@
+"""The demo model's training text. All of it is made here, by rules; nothing is quoted.
+
+A document is a story or a chat:
+
+    <|startoftext|>story<|endoftext|>
+    <|startoftext|><|user|>question<|end|><|assistant|>answer<|end|> ... <|endoftext|>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from bench.demo_model.chat import Chat, ChatWriter
+from bench.demo_model.story import MAX_DAYS, StoryTeller
+
+BOS = "<|startoftext|>"
+EOS = "<|endoftext|>"
+SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+SPECIAL_TOKENS = (BOS, EOS, SYSTEM, USER, ASSISTANT, END)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('roles are system, user and assistant') }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def render(chat: Chat) -> str:
+    """What CHAT_TEMPLATE makes of the chat."""
+    parts = [BOS]
+    if chat.system is not None:
+        parts.append(SYSTEM + chat.system + END)
+    parts += [f"{USER}{turn.user}{END}{ASSISTANT}{turn.assistant}{END}" for turn in chat.turns]
+    return "".join(parts)
+
+
+def documents(seed: int, *, long: bool = False) -> Iterator[str]:
+    """Endless documents. `long` ones fill a context of 2048 tokens with one chat or story."""
+    rng = Random(seed)
+    chats = ChatWriter(rng)
+    while True:
+        if rng.random() < 0.2:
+            num_days = MAX_DAYS if long else 1
+            yield BOS + StoryTeller(rng).tell(num_days) + EOS
+        else:
+            num_topics = rng.randint(8, 24) if long else rng.choice((1, 1, 2, 2, 3, 5))
+            yield render(chats.write(num_topics)) + EOS

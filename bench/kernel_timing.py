@@ -1,0 +1,68 @@
+"""Time on a CUDA device: replayed graphs, rotating buffers, and the machine's own ceilings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+L2_BYTES = 60 * 2**20
+
+
+def rotations(bytes_per_call: float, most: int = 32) -> int:
+    """How many input sets keep repeated calls from living in the cache."""
+    return max(1, min(most, round(8 * L2_BYTES / max(bytes_per_call, 1))))
+
+
+def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
+    """Median microseconds of one call when `calls` run back to back inside a CUDA graph."""
+    repeated = list(calls) * max(1, 16 // len(calls))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in repeated[: len(calls)]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = [call() for call in repeated]
+    for _ in range(2):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(repeated))
+    del kept
+    return statistics.median(times)
+
+
+def eager_us(call: Callable[[], object], repeats: int = 12) -> float:
+    """Median microseconds of one long call."""
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times[2:])
+
+
+def copy_bytes_per_us() -> float:
+    """Device-to-device copy, bytes read plus bytes written."""
+    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / eager_us(lambda: target.copy_(source))
+
+
+def matmul_flops_per_us() -> float:
+    """bf16, 8192 cubed, random operands."""
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * 8192**3 / eager_us(lambda: torch.mm(a, b, out=out))

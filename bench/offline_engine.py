@@ -1,0 +1,197 @@
+"""An engine without a server: scheduler in this process, workers in theirs, prompts of random
+tokens.
+
+1. `OfflineEngine(config)` starts the workers
+2. `run(requests)` returns when all have ended, with the time of each step's result
+3. `close`
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from engine.config import (
+    AttentionBackend,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    SchedulerConfig,
+)
+from engine.core.core import EngineCore
+from engine.executor.abstract import Executor
+from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.messages import EngineCoreRequest
+from engine.models.checkpoint import load_model_config
+from engine.sampling_params import SamplingParams
+
+SHAPES: dict[str, dict[str, object]] = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+    },
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "rope_theta": 1_000_000.0,
+    },
+}
+_COMMON = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+}
+
+
+def shape_config(
+    shape: str,
+    *,
+    device: str = "cuda",
+    max_model_len: int = 9216,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    block_size: int = 128,
+    capture_sizes: tuple[int, ...] = (),
+    enforce_eager: bool = False,
+    attention_backend: AttentionBackend = "auto",
+) -> EngineConfig:
+    """An engine of one GPU with random weights; the prefix cache is off."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps({**_COMMON, **SHAPES[shape]})
+        (Path(folder) / "config.json").write_text(text)
+        model = load_model_config(
+            folder, max_model_len=max_model_len, load_format="dummy", served_model_name=shape
+        )
+    return EngineConfig(
+        engine_id=f"bench-{random.getrandbits(32):08x}",
+        epoch=1,
+        model=model,
+        cache=CacheConfig(block_size=block_size, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            async_scheduling=device == "cuda",
+        ),
+        device=DeviceConfig(
+            device="cuda" if device == "cuda" else "cpu",
+            enforce_eager=enforce_eager,
+            cudagraph_capture_sizes=capture_sizes,
+            attention_backend=attention_backend,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`at`: perf_counter seconds when the result was processed; `num_tokens` it brought."""
+
+    at: float
+    num_tokens: int
+
+
+class OfflineEngine:
+    """`executor`: None for worker processes."""
+
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._vocab_size = config.model.vocab_size
+        self._random = random.Random(0)
+        self._next_id = 0
+        started = time.perf_counter()
+        self.executor = executor or MultiprocExecutor(config, self._context)
+        try:
+            self.core = EngineCore(config, self.executor, _print_progress)
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.perf_counter() - started
+        self._poller = zmq.Poller()
+        for source in self.executor.poll_sources:
+            self._poller.register(source, zmq.POLLIN)
+
+    def request(self, num_prompt_tokens: int, max_tokens: int) -> EngineCoreRequest:
+        """Greedy, with a prompt of its own, and exactly `max_tokens` of output."""
+        self._next_id += 1
+        return EngineCoreRequest(
+            request_id=str(self._next_id),
+            prompt_token_ids=[
+                self._random.randrange(1, self._vocab_size) for _ in range(num_prompt_tokens)
+            ],
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+        )
+
+    def run(
+        self,
+        requests: list[EngineCoreRequest],
+        on_step: Callable[[StepResult], None] = lambda step: None,
+    ) -> list[StepResult]:
+        """All requests come at once. Steps that brought no token are not listed."""
+        for request in requests:
+            self.core.handle(request)
+        steps = []
+        left = len(requests)
+        while True:
+            results = self.core.step()
+            num_tokens = sum(len(output.new_token_ids) for output in results.outputs)
+            if num_tokens:
+                steps.append(StepResult(time.perf_counter(), num_tokens))
+                on_step(steps[-1])
+            left -= sum(bool(output.finish_reason) for output in results.outputs)
+            if left == 0 and self.core.is_idle:
+                return steps
+            self._poller.poll()
+
+    def close(self) -> None:
+        self.executor.shutdown()
+        self._context.destroy()
+
+
+@contextmanager
+def offline_engine(
+    config: EngineConfig, executor: Executor | None = None
+) -> Iterator[OfflineEngine]:
+    engine = OfflineEngine(config, executor)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _print_progress(stage: str, fraction: float) -> None:
+    end = "\n" if fraction >= 1.0 else ""
+    print(f"\r{stage} {fraction:4.0%}", end=end, file=sys.stderr, flush=True)

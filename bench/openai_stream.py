@@ -1,0 +1,129 @@
+"""One streamed completion as a client sees it: what came, and when.
+
+The definitions are those of every latency figure here. A chunk is an event with new text or token
+ids; times are of its arrival.
+
+    sent ──── TTFT ────▶ chunk ─ ITL ▶ chunk ─ ITL ▶ … ▶ last chunk
+    └──────────────────────── E2E ───────────────────────────┘
+    TPOT = (last chunk - first chunk) / (tokens - 1)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Times are `time.perf_counter` seconds. `due`: when it should have been sent."""
+
+    due: float
+    sent: float | None = None
+    end: float | None = None
+    chunks: list[float] = field(default_factory=list)
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    wanted_tokens: int = 0
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    error: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.end is not None and bool(self.chunks) and self.error is None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.chunks) if self.output_tokens is None else self.output_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.sent is not None
+        return self.chunks[0] - self.sent
+
+    @property
+    def e2e_s(self) -> float:
+        assert self.sent is not None
+        return self.chunks[-1] - self.sent
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.num_tokens < 2:
+            return None
+        return (self.chunks[-1] - self.chunks[0]) / (self.num_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [later - one for one, later in zip(self.chunks, self.chunks[1:], strict=False)]
+
+
+async def stream_completion(
+    client: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    outcome: Outcome,
+) -> None:
+    """Posts `body` and fills `outcome`. Whatever goes wrong is its `error`; only cancelling
+    raises."""
+    outcome.sent = time.perf_counter()
+    try:
+        async with client.post(url, data=body, headers=headers) as response:
+            if response.status != 200:
+                outcome.error = f"HTTP {response.status}: {_error_text(await response.text())}"
+                return
+            await _read_events(response, outcome)
+        if outcome.error is None:
+            outcome.end = time.perf_counter()
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"[:200]
+
+
+async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+    rest, done = b"", False
+    async for part in response.content.iter_any():
+        now = time.perf_counter()
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            data = line.strip()
+            if not data.startswith(b"data:"):
+                continue
+            data = data[5:].strip()
+            if data == b"[DONE]":
+                done = True
+            else:
+                _take_event(json.loads(data), now, outcome)
+    if not done and outcome.error is None:
+        outcome.error = "the stream ended without [DONE]"
+
+
+def _take_event(event: dict[str, Any], now: float, outcome: Outcome) -> None:
+    if "error" in event:
+        outcome.error = f"in the stream: {event['error']}"[:200]
+        return
+    if usage := event.get("usage"):
+        outcome.output_tokens = usage.get("completion_tokens", outcome.output_tokens)
+        outcome.prompt_tokens = usage.get("prompt_tokens", outcome.prompt_tokens)
+        details = usage.get("prompt_tokens_details") or {}
+        outcome.cached_tokens = details.get("cached_tokens", outcome.cached_tokens)
+    for choice in event.get("choices") or ():
+        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        token_ids = choice.get("token_ids") or []
+        if text or token_ids:
+            outcome.chunks.append(now)
+            outcome.text += text
+            outcome.token_ids += token_ids
+
+
+def _error_text(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])[:200]
+    except (ValueError, KeyError, TypeError):
+        return body[:200]

@@ -1,0 +1,228 @@
+"""Sessions that look like real traffic: when they come, how long their prompts and answers are.
+
+A session is a conversation. Its first prompt is drawn from a table of lengths; each later prompt
+is the one before, plus the answer, plus new tokens. Sessions arrive at random, independently of
+how fast the server is; inside a session the next turn follows a pause after the answer, because
+nobody replies to what has not been said.
+
+The tables hold quantiles of published production traces: `conversation` and `agent` follow the
+traces of Mooncake (12 031 and 23 608 requests of one hour), `code-burst` and `chat-short` those
+of Azure (2023), `reasoning` the figures of ServeGen. Between two quantiles lengths are
+interpolated in the logarithm. Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """A distribution of lengths. `points`: (percent, length), from 0 to 100, both rising."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def draw(self, rng: random.Random) -> int:
+        """At least 1."""
+        percent = rng.random() * 100
+        index = bisect.bisect_right([p for p, _ in self.points], percent) - 1
+        index = min(index, len(self.points) - 2)
+        (low, short), (high, long) = self.points[index], self.points[index + 1]
+        part = (percent - low) / (high - low)
+        return max(1, round(short * (long / short) ** part))
+
+
+def exactly(length: int) -> Quantiles:
+    return Quantiles(((0, length), (100, length)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """The shape of a workload.
+
+    Attributes:
+        first: Length of a session's first prompt, without the shared part.
+        output: Tokens of an answer.
+        new: Tokens that the user adds in each later turn.
+        turns: (number of turns, share of sessions).
+        pause_median_s, pause_sigma: Lognormal pause before each later turn.
+        shared_tokens: Opening (system prompt) that sessions have in common.
+        shared_fraction: The part of sessions that have it.
+        arrival_cv: Spread of the times between sessions: 1 is Poisson, more comes in bursts.
+        flash: (begin, end, factor) of a crowd, in parts of the duration.
+        max_prompt: Sessions end before a prompt would grow beyond it.
+    """
+
+    description: str
+    first: Quantiles
+    output: Quantiles
+    new: Quantiles = field(default_factory=lambda: exactly(1))
+    turns: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    pause_median_s: float = 0.0
+    pause_sigma: float = 1.05
+    shared_tokens: int = 0
+    shared_fraction: float = 1.0
+    arrival_cv: float = 1.0
+    flash: tuple[float, float, float] | None = None
+    max_prompt: int = 126_000
+
+    @property
+    def mean_turns(self) -> float:
+        return sum(n * share for n, share in self.turns) / sum(share for _, share in self.turns)
+
+    def scaled(self, factor: float, time_factor: float, max_prompt: int | None) -> Preset:
+        """All lengths times `factor`, all pauses times `time_factor`, prompts at most so long."""
+        limit = self.max_prompt * factor if max_prompt is None else max_prompt
+        return replace(
+            self,
+            first=_scaled(self.first, factor),
+            output=_scaled(self.output, factor),
+            new=_scaled(self.new, factor),
+            shared_tokens=round(self.shared_tokens * factor),
+            pause_median_s=self.pause_median_s * time_factor,
+            max_prompt=max(2, round(limit)),
+        )
+
+
+def _scaled(lengths: Quantiles, factor: float) -> Quantiles:
+    return Quantiles(tuple((p, max(1.0, length * factor)) for p, length in lengths.points))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`pause_s` after the answer before it; `new_tokens` more prompt than prompt and answer."""
+
+    pause_s: float
+    new_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """`start_s` since the beginning of the run. The first turn's prompt begins with
+    `shared_tokens` tokens that are the same in all sessions that have any."""
+
+    session_id: str
+    start_s: float
+    shared_tokens: int
+    turns: tuple[Turn, ...]
+
+
+def sessions(
+    preset: Preset, requests_per_s: float, duration_s: float, seed: int
+) -> Iterator[Session]:
+    """The sessions of one run, in order of arrival, at `requests_per_s` turns a second on average
+    if pauses are short against the run."""
+    rng = random.Random(seed)
+    now = 0.0
+    for number in itertools.count():
+        now += _time_to_next(preset, rng, requests_per_s / preset.mean_turns, now / duration_s)
+        if now >= duration_s:
+            return
+        yield make_session(preset, rng, f"s{seed}-{number}", now)
+
+
+def make_session(preset: Preset, rng: random.Random, session_id: str, start_s: float) -> Session:
+    shared = preset.shared_tokens if rng.random() < preset.shared_fraction else 0
+    prompt = min(shared + preset.first.draw(rng), preset.max_prompt)
+    shared = min(shared, prompt - 1)
+    turns = [Turn(0.0, prompt - shared, preset.output.draw(rng))]
+    for _ in range(_num_turns(preset, rng) - 1):
+        new = preset.new.draw(rng)
+        prompt += turns[-1].output_tokens + new
+        if prompt > preset.max_prompt:
+            break
+        turns.append(Turn(_pause(preset, rng), new, preset.output.draw(rng)))
+    return Session(session_id, start_s, shared, tuple(turns))
+
+
+def _time_to_next(preset: Preset, rng: random.Random, rate: float, progress: float) -> float:
+    if preset.flash is not None and preset.flash[0] <= progress < preset.flash[1]:
+        rate *= preset.flash[2]
+    if preset.arrival_cv == 1.0:
+        return rng.expovariate(rate)
+    shape = 1 / preset.arrival_cv**2
+    return rng.gammavariate(shape, 1 / (shape * rate))
+
+
+def _num_turns(preset: Preset, rng: random.Random) -> int:
+    counts, shares = zip(*preset.turns, strict=True)
+    return int(rng.choices(counts, shares)[0])
+
+
+def _pause(preset: Preset, rng: random.Random) -> float:
+    if preset.pause_median_s == 0.0:
+        return 0.0
+    return math.exp(rng.gauss(math.log(preset.pause_median_s), preset.pause_sigma))
+
+
+# fmt: off
+_CONVERSATION = Preset(
+    description="chat with long prompts and later turns; all share a system prompt",
+    first=Quantiles((
+        (0, 200), (1, 382), (10, 395), (25, 947), (50, 5421), (75, 13769), (90, 25767),
+        (95, 37641), (99, 86706), (100, 125488),
+    )),
+    output=Quantiles((
+        (0, 1), (1, 3), (5, 10), (10, 24), (25, 156), (50, 350), (75, 472), (90, 597), (95, 698),
+        (99, 1118), (100, 2000),
+    )),
+    new=Quantiles((
+        (0, 1), (25, 9), (50, 26), (75, 384), (90, 3800), (95, 6500), (99, 15000), (100, 50000),
+    )),
+    turns=(
+        (1, .7503), (2, .152), (3, .0487), (4, .0207), (5, .0114), (6, .006), (7, .0035),
+        (8, .002), (10, .003), (14, .0012), (20, .0007), (35, .0005),
+    ),
+    pause_median_s=124.5,
+    shared_tokens=512,
+)
+
+PRESETS = {
+    "conversation": _CONVERSATION,
+    "no-share": replace(
+        _CONVERSATION, description="the same lengths, nothing in common, one turn each",
+        turns=((1, 1.0),), shared_tokens=0,
+    ),
+    "hot-prefix": replace(
+        _CONVERSATION, description="nine in ten begin with the same 4096 tokens",
+        first=Quantiles(((0, 50), (50, 300), (90, 1500), (100, 4000))),
+        shared_tokens=4096, shared_fraction=.9,
+    ),
+    "flash-crowd": replace(
+        _CONVERSATION, description="conversation, four times as many in the middle fifth",
+        flash=(.4, .6, 4.0),
+    ),
+    "agent": Preset(
+        description="tool calls: short answers, short pauses, most of each prompt known",
+        first=Quantiles(((0, 500), (25, 2000), (50, 4500), (75, 8000), (95, 20000), (100, 60000))),
+        output=Quantiles(((0, 5), (25, 30), (50, 90), (75, 230), (95, 600), (100, 2000))),
+        new=Quantiles(((0, 20), (50, 900), (90, 5000), (100, 20000))),
+        turns=((1, .4), (2, .2), (3, .14), (4, .1), (6, .08), (9, .05), (15, .03)),
+        pause_median_s=5.0, shared_tokens=2048,
+    ),
+    "code-burst": Preset(
+        description="code completion: very short answers, requests in bursts",
+        first=Quantiles(((0, 3), (50, 1469), (90, 5188), (99, 7436), (100, 7437))),
+        output=Quantiles(((0, 1), (50, 13), (90, 55), (99, 251), (100, 1900))),
+        arrival_cv=13.2,
+    ),
+    "chat-short": Preset(
+        description="short chat, one turn each",
+        first=Quantiles(((0, 2), (50, 1020), (90, 2735), (99, 4142), (100, 14050))),
+        output=Quantiles(((0, 1), (50, 129), (75, 395), (90, 424), (99, 601), (100, 1000))),
+        arrival_cv=1.09,
+    ),
+    "reasoning": Preset(
+        description="short questions, long answers",
+        first=Quantiles(((0, 10), (50, 208), (90, 2500), (99, 23423), (100, 60000))),
+        output=Quantiles(((0, 20), (50, 792), (90, 3432), (99, 12607), (100, 32000))),
+        arrival_cv=2.3,
+    ),
+}
+# fmt: on
