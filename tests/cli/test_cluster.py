@@ -1,0 +1,56 @@
+"""Which processes a cluster is made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from cli.cluster import UpSettings, cluster_specs, free_ports
+from cli.up import split_node_args
+
+
+def option(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_every_node_is_known_to_the_router_and_ports_are_distinct() -> None:
+    specs = cluster_specs(UpSettings(prefill=2, decode=3, port=8123), ["--block-size", "32"])
+    assert [s.name for s in specs] == [
+        "router", "decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1",
+    ]  # fmt: skip
+    router, decodes, prefills = specs[0], specs[1:4], specs[4:]
+    assert option(router.argv, "--port") == "8123"
+    assert option(router.argv, "--prefill") == ",".join(
+        f"127.0.0.1:{option(s.argv, '--port')}" for s in prefills
+    )
+    assert option(router.argv, "--decode") == ",".join(
+        f"127.0.0.1:{option(s.argv, '--port')}/{option(s.argv, '--grpc-port')}" for s in decodes
+    )
+    ports = [option(s.argv, "--port") for s in specs]
+    ports += [option(s.argv, "--grpc-port") for s in decodes]
+    ports += [option(s.argv, "--metrics-port") for s in prefills]
+    assert len(set(ports)) == len(ports)
+    assert all(option(s.argv, "--block-size") == "32" for s in specs[1:])
+    assert "--block-size" not in router.argv
+
+
+def test_settings_come_from_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_UP_DECODE", "4")
+    settings = UpSettings(_cli_parse_args=["some/model", "--prefill", "2", "--verbose"])
+    assert (settings.model, settings.prefill, settings.decode, settings.verbose) == (
+        "some/model", 2, 4, True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [["--prefill", "-1"], ["--decode", "0"], ["--port", "70000"]])
+def test_impossible_settings_are_refused(bad: list[str]) -> None:
+    with pytest.raises((SystemExit, ValueError)):
+        UpSettings(_cli_parse_args=bad)
+
+
+def test_node_arguments_follow_two_dashes() -> None:
+    assert split_node_args(["m", "--", "--a", "--", "b"]) == (["m"], ["--a", "--", "b"])
+    assert split_node_args(["m"]) == (["m"], [])
+
+
+def test_free_ports_are_distinct() -> None:
+    assert len(set(free_ports(20))) == 20

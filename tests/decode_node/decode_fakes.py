@@ -1,0 +1,283 @@
+"""An engine and prefill nodes that do exactly what a test says, when it says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode_node.prefill_client import FirstToken, KVTaken, PrefillError, PrefillEvent
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.frontend.detokenizer import Decoder
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.output_processor import OutputProcessor, RequestOutput
+from engine.frontend.request_stream import RequestState, RequestStream
+from engine.messages import EngineReady, KVTransferResult
+from engine.outputs import SchedulerStats, TokenLogprobs
+from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
+from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
+
+TIMEOUT_S = 60.0
+
+
+def token_at(position: int, seed: int = 0) -> int:
+    """What every engine of these tests samples: a function of seed and position alone."""
+    return 2 + (seed * 31 + position * 7) % 200
+
+
+def kv_peer(config: EngineConfig) -> KVPeer:
+    return KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.kv_layout)
+
+
+@dataclass
+class FakeRequest:
+    """What the fake engine keeps of a request."""
+
+    request: GenerationRequest
+    state: RequestState
+    kv_results: asyncio.Queue[KVTransferResult | Exception] = field(default_factory=asyncio.Queue)
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    has_first_token: bool = False
+    has_kv: bool = False
+    params: KVTransferParams | None = None
+    aborted: bool = False
+    finished: bool = False
+
+
+class FakeEngine:
+    """Behaves as `AsyncLLM`. Tokens come when a test calls `produce`, or by themselves with
+    `auto`: then a request produces all its tokens as soon as it has KV and first token."""
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        tokenizer: Decoder | None = None,
+        *,
+        auto: bool = False,
+    ) -> None:
+        self.config = config or tiny_config()
+        self.stats = SchedulerStats(num_free_blocks=NUM_BLOCKS, num_total_blocks=NUM_BLOCKS)
+        self.ready = EngineReady(num_blocks=NUM_BLOCKS, peer=kv_peer(self.config))
+        self.is_dead = False
+        self.dead_reason = ""
+        self.requests: dict[str, FakeRequest] = {}
+        self.on_generate: Callable[[FakeRequest], None] = lambda request: None
+        self._tokenizer = tokenizer
+        self._auto = auto
+
+    # AsyncLLM -------------------------------------------------------------------------------
+
+    def generate(self, request: GenerationRequest) -> RequestStream:
+        if self.is_dead:
+            raise EngineDeadError(self.dead_reason)
+        assert request.request_id not in self.requests, "request ids must be unique"
+        state = RequestState(OutputProcessor(request, self._tokenizer))
+        fake = FakeRequest(request, state, params=request.kv_transfer_params)
+        self.requests[request.request_id] = fake
+        if fake.params is None:
+            fake.has_kv = True
+        self.on_generate(fake)
+        if fake.params is None and self._auto:
+            self.produce_all(fake)
+        return RequestStream(state, lambda state: self.abort(state.request_id))
+
+    def abort(self, request_id: str) -> None:
+        fake = self.requests.get(request_id)
+        if fake is None or fake.finished:
+            return
+        fake.aborted = fake.finished = True
+        fake.state.queue.put_nowait(fake.state.processor.process([], finish_reason="abort"))
+
+    def supply_first_token(
+        self, request_id: str, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> None:
+        fake = self.requests[request_id]
+        fake.calls.append(("first_token", token_id))
+        if fake.finished or fake.state.processor.num_output_tokens:
+            return
+        output = fake.state.processor.process_first_token(token_id, logprobs)
+        fake.has_first_token = True
+        fake.finished = output.finished
+        fake.state.queue.put_nowait(output)
+        self._join(fake)
+
+    def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
+        fake = self.requests[request_id]
+        fake.calls.append(("retry", params))
+        fake.params = params
+        fake.has_kv = False
+
+    def prefill_locally(self, request_id: str) -> None:
+        fake = self.requests[request_id]
+        fake.calls.append(("local", None))
+        fake.params = None
+        fake.has_kv = True
+        if self._auto and not fake.finished:
+            self.produce_all(fake)
+
+    async def wait_kv_result(self, request_id: str) -> KVTransferResult:
+        if self.is_dead:
+            raise EngineDeadError(self.dead_reason)
+        result = await self.requests[request_id].kv_results.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    # What tests steer -----------------------------------------------------------------------
+
+    @property
+    def only(self) -> FakeRequest:
+        (fake,) = self.requests.values()
+        return fake
+
+    async def added(self, count: int = 1) -> FakeRequest:
+        """The newest request, once there are `count`."""
+        await until(lambda: len(self.requests) >= count, f"{count} requests in the engine")
+        return list(self.requests.values())[-1]
+
+    def kv_arrives(
+        self, fake: FakeRequest, attempt: int = 0, *, ok: bool = True, retryable: bool = True
+    ) -> None:
+        stats = TransferStats(4096, 2, 1.0, 2.0) if ok else TransferStats()
+        reason = "" if ok else "the connection broke"
+        name = fake.request.request_id
+        fake.kv_results.put_nowait(KVTransferResult(name, attempt, ok, stats, reason, retryable))
+        if ok and fake.params is not None and fake.params.attempt == attempt:
+            fake.has_kv = True
+            self._join(fake)
+
+    def produce(self, fake: FakeRequest, count: int = 1, **last: Any) -> None:
+        """The next `count` tokens of the fixed sequence; `last`: how the last one ends it."""
+        assert fake.has_kv, "no token without KV"
+        processor = fake.state.processor
+        for i in range(count):
+            position = len(fake.request.prompt_token_ids) + processor.num_output_tokens
+            token = token_at(position, fake.request.sampling.seed)
+            done = processor.num_output_tokens + 1 == fake.request.sampling.max_tokens
+            ending = {"finish_reason": "length"} if done else {}
+            if i == count - 1:
+                ending |= last
+            if processor.num_output_tokens == 0:
+                ending |= {"num_cached_tokens": 0, "queue_s": 0.001}
+            logprobs = None
+            if fake.request.sampling.logprobs is not None:
+                ids = [token, 1, 2, 3][: 1 + fake.request.sampling.logprobs]
+                logprobs = [TokenLogprobs(ids, [-0.25 * (i + 1) for i in range(len(ids))], 1)]
+            output = processor.process([token], logprobs, **ending)
+            fake.finished = output.finished
+            fake.state.queue.put_nowait(output)
+            if output.finished:
+                return
+
+    def produce_all(self, fake: FakeRequest) -> None:
+        while not fake.finished:
+            self.produce(fake)
+
+    def die(self, reason: str = "worker 0 was killed by SIGKILL") -> None:
+        self.is_dead = True
+        self.dead_reason = reason
+        for fake in self.requests.values():
+            if not fake.finished:
+                fake.finished = True
+                fake.state.queue.put_nowait(EngineDeadError(reason))
+                fake.kv_results.put_nowait(EngineDeadError(reason))
+
+    def check_empty(self) -> None:
+        open_requests = [name for name, fake in self.requests.items() if not fake.finished]
+        assert not open_requests, f"still in the engine: {open_requests}"
+
+    def _join(self, fake: FakeRequest) -> None:
+        if self._auto and fake.has_kv and fake.has_first_token and not fake.finished:
+            self.produce_all(fake)
+
+
+def expected_tokens(fake: FakeRequest, count: int) -> list[int]:
+    prompt = len(fake.request.prompt_token_ids)
+    return [token_at(prompt + i, fake.request.sampling.seed) for i in range(count)]
+
+
+class FakeCall:
+    """One `Prefill` call that a test feeds."""
+
+    def __init__(self, address: str, request: GenerationRequest, params: KVTransferParams) -> None:
+        self.address = address
+        self.request = request
+        self.params = params
+        self.is_open = True
+        self._events: asyncio.Queue[PrefillEvent | PrefillError | None] = asyncio.Queue()
+
+    def first_token(self, token_id: int | None = None) -> None:
+        if token_id is None:
+            position = len(self.request.prompt_token_ids)
+            token_id = token_at(position, self.request.sampling.seed)
+        self._events.put_nowait(FirstToken(token_id, None, 3, 0.01, 0.02))
+
+    def taken(self) -> None:
+        self._events.put_nowait(KVTaken())
+
+    def fail(self, code: str = "unreachable") -> None:
+        self._events.put_nowait(PrefillError(code, "a test said so"))
+
+    def end(self) -> None:
+        self._events.put_nowait(None)
+
+    async def events(self) -> AsyncGenerator[PrefillEvent, None]:
+        try:
+            while (event := await self._events.get()) is not None:
+                if isinstance(event, PrefillError):
+                    raise event
+                yield event
+        finally:
+            self.is_open = False
+
+
+class FakePrefillNodes:
+    """Behaves as `PrefillClient`. `unreachable`: addresses that cannot be greeted."""
+
+    def __init__(self) -> None:
+        self.unreachable: set[str] = set()
+        self.greeted: list[str] = []
+        self.calls: list[FakeCall] = []
+        self.on_call: Callable[[FakeCall], None] = lambda call: None
+
+    async def greet(self, address: str) -> KVPeer:
+        self.greeted.append(address)
+        await asyncio.sleep(0)
+        if address in self.unreachable:
+            raise PrefillError("unreachable", f"{address} does not answer")
+        return kv_peer(tiny_config())
+
+    async def prefill(
+        self, address: str, request: GenerationRequest, params: KVTransferParams
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        call = FakeCall(address, request, params)
+        self.calls.append(call)
+        self.on_call(call)
+        async with aclosing(call.events()) as events:
+            async for event in events:
+                yield event
+
+    async def called(self, count: int = 1) -> FakeCall:
+        """The newest call, once there are `count`."""
+        await until(lambda: len(self.calls) >= count, f"{count} calls to prefill nodes")
+        return self.calls[-1]
+
+    async def check_empty(self) -> None:
+        await until(lambda: not any(call.is_open for call in self.calls), "no open call")
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Raises AssertionError naming `what` when it does not come true."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + TIMEOUT_S
+    while not condition():
+        assert loop.time() < deadline, f"not in time: {what}"
+        await asyncio.sleep(0.001)
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    async with asyncio.timeout(TIMEOUT_S):
+        return [output async for output in stream]

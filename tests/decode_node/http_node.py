@@ -1,0 +1,130 @@
+"""A decode node's HTTP application over a fake engine, reached through ASGI or a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import httpx
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp
+
+from decode_node.api import NodeState
+from decode_node.config import DecodeNodeSettings
+from decode_node.credits import KVCredits
+from decode_node.prefix_index import PrefixIndex
+from decode_node.proxy import DisaggProxy
+from decode_node.remote_prefill import RemotePrefillLimits
+from decode_node.server import HttpServer, create_node_app, listen
+from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.tokenizer import Tokenizer
+from tests.decode_node.decode_fakes import TIMEOUT_S, FakeEngine, FakePrefillNodes
+from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
+from tests.engine.frontend.small_tokenizers import byte_level_backend
+
+MODEL = "tiny"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if messages[0].content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}"
+)
+VOCAB_SIZE = 400
+CONTEXT = 256
+_COMMON_LABELS = {"model_name", "engine"}
+
+
+@cache
+def chat_tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_backend(), ChatTemplate(TEMPLATE, {}))
+
+
+@dataclass
+class HttpNode:
+    """One node. `client` speaks ASGI; the app never sees a socket."""
+
+    engine: FakeEngine
+    nodes: FakePrefillNodes
+    proxy: DisaggProxy
+    state: NodeState
+    tokenizer: Tokenizer
+    app: ASGIApp
+    client: httpx.AsyncClient
+
+    async def metrics(self) -> dict[str, float]:
+        """`name{"label": ...}` without the labels that all have, to value."""
+        text = (await self.client.get("/metrics")).text
+        found = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = {k: v for k, v in sample.labels.items() if k not in _COMMON_LABELS}
+                found[sample.name + (json.dumps(labels) if labels else "")] = sample.value
+        return found
+
+    async def check_empty(self) -> None:
+        await self.nodes.check_empty()
+        await self.proxy.open.wait_idle(TIMEOUT_S)
+        self.engine.check_empty()
+        assert self.proxy.open.count == 0
+        assert self.proxy.num_free_blocks == NUM_BLOCKS
+        assert self.proxy.num_queued == 0
+
+
+@asynccontextmanager
+async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[HttpNode]:
+    """At the end everything must be empty. `auto`: the engine answers by itself."""
+    tokenizer = chat_tokenizer()
+    config = tiny_config(vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    engine = FakeEngine(config, tokenizer, auto=auto)
+    nodes = FakePrefillNodes()
+    node_settings = DecodeNodeSettings(model="unused", **settings)
+    proxy = DisaggProxy(
+        engine,
+        nodes,
+        KVCredits(NUM_BLOCKS, config.cache.block_size, 64),
+        prefix_index=PrefixIndex(NUM_BLOCKS, config.cache.block_size),
+        limits=RemotePrefillLimits(),
+        max_waiting_requests=node_settings.max_waiting_requests,
+    )
+    state = NodeState()
+    app = create_node_app(node_settings, engine, tokenizer, proxy, state)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        node = HttpNode(engine, nodes, proxy, state, tokenizer, app, client)
+        yield node
+        await node.check_empty()
+
+
+@asynccontextmanager
+async def live(app: ASGIApp) -> AsyncIterator[str]:
+    """The application behind a real uvicorn on loopback; its URL."""
+    listener = listen("127.0.0.1", 0)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+    server = HttpServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        async with asyncio.timeout(TIMEOUT_S):
+            await serving
+
+
+def sse_events(body: str) -> list[str]:
+    """Payloads of a stream, whose framing must be exact."""
+    assert body.endswith("\n\n")
+    events = body.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [event.removeprefix("data: ") for event in events]
+
+
+def chunks_of(body: str) -> list[dict[str, Any]]:
+    """Chunks of a complete stream: `[DONE]` once and last."""
+    *chunks, done = sse_events(body)
+    assert done == "[DONE]"
+    assert "[DONE]" not in chunks
+    return [json.loads(chunk) for chunk in chunks]

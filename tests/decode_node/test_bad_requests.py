@@ -1,0 +1,418 @@
+"""Everything wrong gets a typed error of the API, and hurts nothing else in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_node.errors import ApiError
+from decode_node.protocol import ChatCompletionRequest, CompletionRequest, parse_body
+from tests.decode_node.decode_fakes import until
+from tests.decode_node.http_node import CONTEXT, VOCAB_SIZE, chunks_of, http_node, sse_events
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+def check_error(response: httpx.Response, status: int, param: str | None = None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and len(error["message"]) > 8
+    assert error["type"] and error["code"]
+    if param is not None:
+        assert error["param"] == param, error
+    return error
+
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [VOCAB_SIZE]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": [1] * CONTEXT}, "prompt"),
+    ({"prompt": [1], "max_tokens": CONTEXT}, "max_tokens"),
+    ({"prompt": [1], "max_tokens": 0}, "max_tokens"),
+    ({"prompt": [1], "max_tokens": -5}, "max_tokens"),
+    ({"prompt": [1], "max_tokens": 10**40}, "max_tokens"),
+    ({"prompt": [1], "max_tokens": "5"}, "max_tokens"),
+    ({"prompt": [1], "max_tokens": 5.5}, "max_tokens"),
+    ({"prompt": [1], "max_tokens": True}, "max_tokens"),
+    ({"prompt": [1], "temperature": -1}, "temperature"),
+    ({"prompt": [1], "temperature": "hot"}, "temperature"),
+    ({"prompt": [1], "temperature": 10**400}, "temperature"),
+    ({"prompt": [1], "top_p": 0}, "top_p"),
+    ({"prompt": [1], "top_p": 1.01}, "top_p"),
+    ({"prompt": [1], "top_k": -2}, "top_k"),
+    ({"prompt": [1], "presence_penalty": 3}, "presence_penalty"),
+    ({"prompt": [1], "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": [1], "n": 0}, "n"),
+    ({"prompt": [1], "n": -1}, "n"),
+    ({"prompt": [1], "n": 10**6}, "n"),
+    ({"prompt": [[1]] * 65}, "n"),
+    ({"prompt": [1], "best_of": 2}, "best_of"),
+    ({"prompt": [1], "suffix": "x"}, "suffix"),
+    ({"prompt": [1], "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": [1], "logprobs": 21}, "logprobs"),
+    ({"prompt": [1], "logprobs": True}, "logprobs"),
+    ({"prompt": [1], "stop": ""}, "stop"),
+    ({"prompt": [1], "stop": ["x"] * 17}, "stop"),
+    ({"prompt": [1], "stop": [1]}, "stop.0"),
+    ({"prompt": [1], "stop": {}}, "stop"),
+    ({"prompt": [1], "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+    ({"prompt": [1], "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": [1], "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+    ({"prompt": [1], "logit_bias": {"1": 1000}}, "logit_bias"),
+    ({"prompt": [1], "logit_bias": [1]}, "logit_bias"),
+    ({"prompt": [1], "seed": "x"}, "seed"),
+    ({"prompt": [1], "stream": "yes"}, "stream"),
+    ({"prompt": [1], "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"prompt": [1], "stream_options": {"typo": True}}, "stream_options.typo"),
+    ({"prompt": [1], "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"prompt": [1], "priority": 1 << 40}, "priority"),
+    ({"prompt": [1], "cache_salt": "x" * 513}, "cache_salt"),
+    ({"prompt": [1], "model": 5}, "model"),
+    ({"prompt": [1], "messages": [USER]}, "messages"),
+    ({"prompt": [1], "temprature": 0.5}, "temprature"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [USER], "prompt": "x"}, "prompt"),
+    ({"messages": ["hi"]}, "messages.0"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+    ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": [USER], "modalities": ["audio"]}, "modalities"),
+    ({"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
+    ({"messages": [USER], "logprobs": 3}, "logprobs"),
+    ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": [USER], "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
+    ({"messages": [USER], "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a"),
+    ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
+async def test_wrong_completions_name_the_parameter(body: dict[str, Any], param: str) -> None:
+    async with http_node() as node:
+        check_error(await node.client.post(COMPLETIONS, json=body), 400, param)
+        streamed = await node.client.post(COMPLETIONS, json={"stream": True, **body})
+        check_error(streamed, 400, param)
+        assert not node.engine.requests
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_CHATS)
+async def test_wrong_chats_name_the_parameter(body: dict[str, Any], param: str) -> None:
+    async with http_node() as node:
+        check_error(await node.client.post(CHATS, json=body), 400, param)
+        assert not node.engine.requests
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[1]",
+        b"5",
+        b"null",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "max_tokens": ' + b"1" * 5000 + b"}",
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b"\xef\xbb\xbf{}",
+    ],
+    ids=range(15),
+)
+async def test_bodies_that_are_no_json_object(raw: bytes) -> None:
+    async with http_node() as node:
+        for url in (COMPLETIONS, CHATS):
+            error = check_error(await node.client.post(url, content=raw), 400)
+            assert error["type"] == "invalid_request_error"
+
+
+async def test_the_context_message_has_both_numbers() -> None:
+    async with http_node() as node:
+        body = {"prompt": [1] * 10, "max_tokens": CONTEXT}
+        error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "max_tokens")
+        assert str(CONTEXT) in error["message"] and str(CONTEXT + 10) in error["message"]
+        assert error["code"] == "context_length_exceeded"
+
+
+async def test_unknown_models_paths_and_methods() -> None:
+    async with http_node() as node:
+        body = {"prompt": "x", "model": "gpt-7"}
+        error = check_error(await node.client.post(COMPLETIONS, json=body), 404, "model")
+        assert error["code"] == "model_not_found"
+        check_error(await node.client.post("/v1/nothing", json={}), 404)
+        check_error(await node.client.get("/"), 404)
+        check_error(await node.client.get("/docs"), 404)
+        check_error(await node.client.get(COMPLETIONS), 405)
+
+
+async def test_a_body_too_large_is_refused_by_its_declared_length() -> None:
+    async with http_node(max_body_bytes=4096) as node:
+        error = check_error(await node.client.post(COMPLETIONS, content=b"x" * 10_000), 413)
+        assert "4096" in error["message"]
+
+
+async def test_ten_megabytes_are_too_many_by_default() -> None:
+    async with http_node() as node:
+        body = json.dumps({"prompt": "x" * (10 << 20)}).encode()
+        check_error(await node.client.post(COMPLETIONS, content=body), 413)
+
+
+async def test_a_body_too_large_is_refused_without_a_declared_length() -> None:
+    async def endless() -> Any:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    async with http_node(max_body_bytes=4096) as node:
+        check_error(await node.client.post(COMPLETIONS, content=endless()), 413)
+
+
+async def test_a_body_that_does_not_arrive_times_out() -> None:
+    async def stuck() -> Any:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with http_node(body_timeout_s=0.05) as node:
+        check_error(await node.client.post(COMPLETIONS, content=stuck()), 408)
+
+
+async def test_compressed_bodies_are_refused() -> None:
+    async with http_node() as node:
+        headers = {"content-encoding": "gzip"}
+        check_error(await node.client.post(COMPLETIONS, content=b"x", headers=headers), 415)
+
+
+async def test_a_text_far_too_long_is_refused_before_it_is_tokenised() -> None:
+    async with http_node() as node:
+        node.tokenizer.encode("warm")
+        longest = node.tokenizer.max_token_length * CONTEXT
+        error = check_error(
+            await node.client.post(COMPLETIONS, json={"prompt": "x" * (longest + 1)}), 400, "prompt"
+        )
+        assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("header", ["nonsense", "a:b", "host:123456", "a:1,b", "x y:1"])
+async def test_a_malformed_prefill_header(header: str) -> None:
+    async with http_node() as node:
+        headers = {"x-prefiller-host-port": header}
+        response = await node.client.post(COMPLETIONS, json={"prompt": "x"}, headers=headers)
+        check_error(response, 400, "x-prefiller-host-port")
+
+
+# Keys, draining, overload ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer wrong", "Basic key-1", "key-1", "Bearer key-1x"]
+)
+async def test_wrong_keys(authorization: str | None) -> None:
+    async with http_node(api_keys="key-1,key-2") as node:
+        headers = {} if authorization is None else {"authorization": authorization}
+        for url in ("/v1/models", "/nothing", "/v1/completions"):
+            response = await node.client.get(url, headers=headers)
+            error = check_error(response, 401)
+            assert error["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["x-request-id"]
+
+
+async def test_right_keys_and_open_paths() -> None:
+    async with http_node(api_keys="key-1, key-2") as node:
+        for key in ("key-1", "key-2"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await node.client.get("/v1/models", headers=headers)).status_code == 200
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await node.client.get(path)).status_code == 200
+        sneaky = {"host": "node/health"}
+        assert (await node.client.get("/v1/models", headers=sneaky)).status_code == 401
+
+
+async def test_keys_from_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("file-key\n\n", encoding="utf-8")
+    async with http_node(api_key_file=file) as node:
+        headers = {"authorization": "Bearer file-key"}
+        assert (await node.client.get("/v1/models", headers=headers)).status_code == 200
+        assert (await node.client.get("/v1/models")).status_code == 401
+
+
+async def test_a_draining_node_finishes_and_refuses() -> None:
+    async with http_node(auto=False) as node:
+        body = {"prompt": "x", "max_tokens": 3, "stream": True}
+        running = asyncio.create_task(node.client.post(COMPLETIONS, json=body))
+        fake = await node.engine.added()
+        node.state.draining = True
+        ready = await node.client.get("/ready")
+        check_error(ready, 503)
+        assert (await node.client.get("/health")).status_code == 200
+        refused = await node.client.post(COMPLETIONS, json=body)
+        assert check_error(refused, 503)["code"] == "draining"
+        assert int(refused.headers["retry-after"]) >= 1
+        node.engine.produce_all(fake)
+        assert len(chunks_of((await running).text)) >= 1
+
+
+async def test_an_unhealthy_node_says_so() -> None:
+    async with http_node() as node:
+        node.state.unhealthy = "the engine has died"
+        for path in ("/health", "/ready"):
+            assert "died" in check_error(await node.client.get(path), 503)["message"]
+        check_error(await node.client.post(COMPLETIONS, json={"prompt": "x"}), 503)
+
+
+async def test_a_full_queue_is_429() -> None:
+    async with http_node(max_waiting_requests=1) as node:
+        response = await node.client.post(COMPLETIONS, json={"prompt": "x", "n": 2})
+        check_error(response, 429)
+        assert int(response.headers["retry-after"]) >= 1
+
+
+# Failures in the middle ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHATS])
+async def test_an_engine_that_dies_before_the_first_token_is_a_503(url: str) -> None:
+    body = {"prompt": "x"} if url == COMPLETIONS else {"messages": [USER]}
+    async with http_node(auto=False) as node:
+        for stream in (True, False):
+            running = asyncio.create_task(node.client.post(url, json={**body, "stream": stream}))
+            await node.engine.added()
+            node.engine.die()
+            check_error(await running, 503)
+            node.engine.requests.clear()
+            node.engine.is_dead = False
+        node.engine.is_dead = True
+        check_error(await node.client.post(url, json=body), 503)
+
+
+@pytest.mark.parametrize("cause", ["dies", "aborts", "bug"])
+async def test_a_failure_after_the_first_token_is_an_error_event(cause: str) -> None:
+    async with http_node(auto=False) as node:
+        body = {"prompt": "x", "max_tokens": 9, "stream": True, "return_token_ids": True}
+        running = asyncio.create_task(node.client.post(COMPLETIONS, json=body))
+        fake = await node.engine.added()
+        node.engine.produce(fake, 2)
+        await until(lambda: fake.state.queue.empty(), "two tokens on their way")
+        if cause == "dies":
+            node.engine.die()
+        elif cause == "aborts":
+            node.engine.abort(fake.request.request_id)
+        else:
+            fake.finished = True
+            fake.state.queue.put_nowait(ZeroDivisionError("a bug"))
+        response = await running
+        assert response.status_code == 200
+        *chunks, last = sse_events(response.text)
+        assert len(chunks) == 2 and "[DONE]" not in chunks
+        error = json.loads(last)["error"]
+        assert error["type"] in ("service_unavailable", "server_error")
+        assert "a bug" not in error["message"]
+
+
+async def test_bad_requests_do_not_hurt_others() -> None:
+    async with http_node(auto=False) as node:
+        good = asyncio.create_task(
+            node.client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 5, "stream": True})
+        )
+        fake = await node.engine.added()
+        node.engine.produce(fake, 2)
+        for body, _ in BAD_COMPLETIONS[:12]:
+            await node.client.post(COMPLETIONS, json=body)
+        node.engine.produce_all(fake)
+        chunks = chunks_of((await good).text)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_one_failed_choice_ends_all() -> None:
+    async with http_node(auto=False) as node:
+        running = asyncio.create_task(
+            node.client.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 5, "n": 3})
+        )
+        await node.engine.added(3)
+        first = next(iter(node.engine.requests.values()))
+        node.engine.abort(first.request.request_id)
+        check_error(await running, 500)
+        await until(lambda: all(f.finished for f in node.engine.requests.values()), "all ended")
+
+
+# Anything --------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(
+    [*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, "typo"]
+)
+
+
+@given(body=st.dictionaries(NAMES, JSON, max_size=6), raw=st.binary(max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_no_body_is_more_than_a_bad_request(body: dict[str, Any], raw: bytes) -> None:
+    try:
+        encoded = json.dumps(body, allow_nan=True).encode()
+    except UnicodeEncodeError:
+        encoded = raw
+    for content in (encoded, raw):
+        for kind in (CompletionRequest, ChatCompletionRequest):
+            try:
+                parsed = parse_body(content, kind)
+                parsed.check_supported()
+                parsed.sampling()
+                if isinstance(parsed, CompletionRequest):
+                    parsed.prompts()
+            except ApiError as error:
+                assert 400 <= error.status < 500
+                assert json.loads(error.body())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "logit_bias": {str(i): "a" for i in range(20_000)}},
+        {str(i): 1 for i in range(20_000)},
+        {"prompt": "a", "stream_options": {str(i): 1 for i in range(20_000)}},
+        {"messages": [{}] * 20_000},
+        {"messages": [{"role": "user", "content": [{}] * 20_000}]},
+        {"messages": [USER], "chat_template_kwargs": {str(i): [1] for i in range(20_000)}},
+    ],
+    ids=range(6),
+)
+def test_huge_objects_are_refused_by_their_size(body: dict[str, Any]) -> None:
+    """Validating them item by item would stop the server for seconds."""
+    kind = ChatCompletionRequest if "messages" in body else CompletionRequest
+    with pytest.raises(ApiError, match="more than"):
+        parse_body(json.dumps(body).encode(), kind)

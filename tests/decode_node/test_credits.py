@@ -1,0 +1,122 @@
+"""Room for KV: in order of arrival, never more than there is, all back at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_node.credits import Claim, KVCredits
+from tests.decode_node.decode_fakes import until
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_claims_are_admitted_in_order_of_arrival() -> None:
+    credits = KVCredits(num_blocks=10, block_size=8, max_claims=100)
+    first = await credits.acquire(40, 8)
+    assert credits.num_free == 4
+    big = asyncio.create_task(credits.acquire(40, 8))
+    small = asyncio.create_task(credits.acquire(8, 8))
+    await settle()
+    assert credits.num_waiting == 2
+    assert not small.done(), "a small one must not overtake"
+    first.release()
+    await until(lambda: big.done() and small.done(), "both admitted")
+    big.result().release()
+    small.result().release()
+    assert (credits.num_free, credits.num_claims, credits.num_waiting) == (10, 0, 0)
+
+
+async def test_a_request_larger_than_everything_is_admitted_alone() -> None:
+    credits = KVCredits(num_blocks=4, block_size=8, max_claims=100)
+    other = await credits.acquire(8, 1)
+    huge = asyncio.create_task(credits.acquire(800, 1))
+    await settle()
+    assert not huge.done()
+    other.release()
+    (await huge).release()
+    assert credits.num_free == 4
+
+
+async def test_seats_are_limited() -> None:
+    credits = KVCredits(num_blocks=100, block_size=8, max_claims=1)
+    claim = await credits.acquire(8, 1)
+    second = asyncio.create_task(credits.acquire(8, 1))
+    await settle()
+    assert not second.done()
+    claim.release()
+    claim.release()
+    (await second).release()
+    assert (credits.num_free, credits.num_claims) == (100, 0)
+
+
+async def test_growth_counts_and_comes_back() -> None:
+    credits = KVCredits(num_blocks=4, block_size=8, max_claims=9)
+    claim = credits.claim_now(8, 8)
+    claim.grow_to(16)
+    assert credits.num_free == 2
+    claim.grow_to(41)
+    assert credits.num_free == -2
+    claim.release()
+    claim.grow_to(80)
+    assert credits.num_free == 4
+
+
+@pytest.mark.parametrize("admit_first", [True, False])
+async def test_a_waiter_may_leave_at_any_moment(admit_first: bool) -> None:
+    credits = KVCredits(num_blocks=4, block_size=8, max_claims=9)
+    claim = await credits.acquire(24, 8)
+    leaving = asyncio.create_task(credits.acquire(24, 8))
+    staying = asyncio.create_task(credits.acquire(24, 8))
+    await settle()
+    if admit_first:
+        claim.release()
+        leaving.cancel()
+    else:
+        leaving.cancel()
+        claim.release()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    (await staying).release()
+    assert (credits.num_free, credits.num_claims, credits.num_waiting) == (4, 0, 0)
+
+
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=50, deadline=None)
+def test_random_arrivals_and_departures_leave_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+
+    async def request(credits: KVCredits, held: list[Claim]) -> None:
+        claim = await credits.acquire(draw.randint(1, 60), draw.randint(1, 100))
+        held.append(claim)
+        assert credits.num_free >= 0 or credits.num_claims == 1
+        try:
+            for _ in range(draw.randint(0, 4)):
+                await asyncio.sleep(0)
+        finally:
+            held.remove(claim)
+            claim.release()
+
+    async def scenario() -> None:
+        credits = KVCredits(num_blocks=16, block_size=8, max_claims=3)
+        held: list[Claim] = []
+        tasks = []
+        for _ in range(30):
+            tasks.append(asyncio.create_task(request(credits, held)))
+            if draw.random() < 0.5:
+                await asyncio.sleep(0)
+            if draw.random() < 0.3:
+                draw.choice(tasks).cancel()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert not held
+        assert (credits.num_free, credits.num_claims, credits.num_waiting) == (16, 0, 0)
+
+    asyncio.run(scenario())

@@ -1,0 +1,172 @@
+"""Both kinds of node as real processes with the demo checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.decode_node.http_node import chunks_of, sse_events
+from tests.decode_node.node_processes import TIMEOUT_S, NodeProcess, node_process
+
+PROMPT = "Ada the clockmaker walked to the library with the blue key and the lamp. "
+HERE = {"x-prefiller-host-port": ","}
+
+
+def body(i: int, **more: Any) -> dict[str, Any]:
+    return {
+        "prompt": PROMPT * (1 + i % 3),
+        "max_tokens": 24,
+        "temperature": 0.8 * (i % 2),
+        "seed": i,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+
+
+async def tokens(client: httpx.AsyncClient, i: int, **headers: str) -> tuple[list[int], dict]:
+    headers = {"x-tandem-timeline": "1", **headers}
+    response = await client.post("/v1/completions", json=body(i), headers=headers)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    return answer["choices"][0]["token_ids"], answer["timeline"]
+
+
+async def until_idle(client: httpx.AsyncClient) -> None:
+    """All blocks and rows are back."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            lines = (await client.get("/metrics")).text.splitlines()
+            values = {
+                line.partition("{")[0]: float(line.rpartition(" ")[2])
+                for line in lines
+                if line.startswith("tandem_") and "_bucket" not in line
+            }
+            if (
+                values["tandem_kv_blocks_free"] == values["tandem_kv_blocks_total"] == 256
+                and values["tandem_rows_free"] == 16
+                and values["tandem_open_requests"] == 0
+                and values["tandem_delayed_frees"] == 0
+            ):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def health(address: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return (await stub.Check(health_pb2.HealthCheckRequest())).status
+
+
+async def test_prefill_and_decode_together_then_alone(demo_checkpoint: Path) -> None:
+    """Equal to one node; a killed prefill node changes nothing; draining finishes what is open."""
+    async with node_process("prefill_node", demo_checkpoint, "--metrics-port", "0") as prefill:
+        await prefill.wait_ready()
+        args = ("--prefill", prefill.ready["address"])
+        async with node_process("decode_node", demo_checkpoint, *args) as decode:
+            await decode.wait_ready()
+            assert await health(prefill.ready["address"]) == health_pb2.HealthCheckResponse.SERVING
+            url = decode.ready["url"]
+            async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+                await compare_remote_with_local(client)
+                await drain_prefill(prefill, client)
+                await drain_decode(decode, client)
+        port = prefill.ready["metrics_port"]
+        assert port > 0
+
+
+async def compare_remote_with_local(client: httpx.AsyncClient) -> None:
+    numbers = range(8)
+    local = await asyncio.gather(*(tokens(client, i, **HERE) for i in numbers))
+    remote = await asyncio.gather(*(tokens(client, i) for i in numbers))
+    assert [found for found, _ in remote] == [found for found, _ in local]
+    assert {timeline["path"] for _, timeline in local} == {"local"}
+    assert {timeline["path"] for _, timeline in remote} == {"remote"}
+    assert all(timeline["kv_bytes"] > 0 for _, timeline in remote)
+    await until_idle(client)
+
+
+async def drain_prefill(prefill: NodeProcess, client: httpx.AsyncClient) -> None:
+    """New prompts are computed on the decode node from then on."""
+    running = [asyncio.create_task(tokens(client, i)) for i in range(4)]
+    prefill.send(signal.SIGTERM)
+    for task in running:
+        await task
+    assert await prefill.exit_code() == 0, "".join(prefill.log)
+    expected, _ = await tokens(client, 1, **HERE)
+    found, timeline = await tokens(client, 1)
+    assert (found, timeline["path"]) == (expected, "local")
+
+
+async def drain_decode(decode: NodeProcess, client: httpx.AsyncClient) -> None:
+    long = body(3, max_tokens=400, stream=True)
+    async with client.stream("POST", "/v1/completions", json=long) as response:
+        lines = response.aiter_text()
+        text = await anext(lines)
+        decode.send(signal.SIGTERM)
+        async with asyncio.timeout(TIMEOUT_S):
+            while (await client.get("/ready")).status_code != 503:
+                await asyncio.sleep(0.01)
+        refused = await client.post("/v1/completions", json=body(1))
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        async for more in lines:
+            text += more
+    chunks = chunks_of(text)
+    assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 400
+    assert await decode.exit_code() == 0, "".join(decode.log)
+
+
+async def test_a_killed_worker_ends_answers_with_an_error_and_the_node(
+    demo_checkpoint: Path,
+) -> None:
+    async with node_process("decode_node", demo_checkpoint) as node:
+        await node.wait_ready()
+        (worker,) = node.descendants("engine.executor.worker_proc")
+        async with httpx.AsyncClient(base_url=node.ready["url"], timeout=TIMEOUT_S) as client:
+            long = body(3, max_tokens=1500, stream=True)
+            async with client.stream("POST", "/v1/completions", json=long) as response:
+                lines = response.aiter_text()
+                text = await anext(lines)
+                os.kill(worker, signal.SIGKILL)
+                async for more in lines:
+                    text += more
+        *_, last = sse_events(text)
+        assert "SIGKILL" in json.loads(last)["error"]["message"]
+        assert await node.exit_code() == 1
+        assert any("died" in line for line in node.log)
+
+
+async def test_a_node_can_be_stopped_while_it_loads(demo_checkpoint: Path) -> None:
+    async with node_process("prefill_node", demo_checkpoint) as node:
+        await node.wait_event("progress")
+        node.send(signal.SIGTERM)
+        assert await node.exit_code() == 0, "".join(node.log)
+        assert not any(event["event"] == "ready" for event in node.events)
+
+
+@pytest.mark.parametrize("module", ["prefill_node", "decode_node"])
+async def test_a_wrong_folder_is_named(module: str, tmp_path: Path) -> None:
+    async with node_process(module, tmp_path) as node:
+        assert await node.exit_code() == 1
+        assert str(tmp_path) in "".join(node.log)
+        assert "Traceback" not in "".join(node.log)
+
+
+@pytest.mark.parametrize("module", ["prefill_node", "decode_node"])
+async def test_a_port_in_use_is_named(module: str, demo_checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        async with node_process(module, demo_checkpoint, "--port", port) as node:
+            assert await node.exit_code() == 1
+            log = "".join(node.log)
+            assert port in log and "choose another port" in log and "Traceback" not in log

@@ -1,0 +1,337 @@
+"""Answers of the OpenAI API: bodies, streams, usage, logprobs, timeline, several choices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.decode_node.decode_fakes import token_at
+from tests.decode_node.http_node import CONTEXT, MODEL, HttpNode, chunks_of, http_node
+
+CHAT = {"messages": [{"role": "user", "content": "the dog"}], "max_tokens": 8, "seed": 4}
+TEXT = {"prompt": "the dog", "max_tokens": 8, "seed": 4}
+URLS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+
+
+async def post(node: HttpNode, url: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    response = await node.client.post(url, json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def stream(node: HttpNode, url: str, body: dict[str, Any], **headers: str) -> list[dict]:
+    response = await node.client.post(url, json={**body, "stream": True}, headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return chunks_of(response.text)
+
+
+def answer_text(node: HttpNode, num_prompt_tokens: int, seed: int, count: int = 8) -> str:
+    return node.tokenizer.decode([token_at(num_prompt_tokens + i, seed) for i in range(count)])
+
+
+def chunk_text(chunk: dict[str, Any]) -> str:
+    (choice,) = chunk["choices"]
+    return choice["text"] if "text" in choice else choice["delta"].get("content", "")
+
+
+async def test_a_completion() -> None:
+    async with http_node() as node:
+        body = await post(node, "/v1/completions", {**TEXT, "model": MODEL})
+        prompt = len(node.tokenizer.encode("the dog"))
+        assert body["object"] == "text_completion" and body["model"] == MODEL
+        (choice,) = body["choices"]
+        assert choice["text"] == answer_text(node, prompt, 4)
+        assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+        assert body["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": 8,
+            "total_tokens": prompt + 8,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        assert "timeline" not in body
+
+
+async def test_a_chat_completion_uses_the_template() -> None:
+    async with http_node() as node:
+        body = await post(node, "/v1/chat/completions", CHAT)
+        request = node.engine.only.request
+        assert node.tokenizer.decode(request.prompt_token_ids) == "u:the dog\n"
+        (choice,) = body["choices"]
+        assert choice["message"]["role"] == "assistant"
+        prompt = len(request.prompt_token_ids)
+        assert choice["message"]["content"] == answer_text(node, prompt, 4)
+        assert body["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_streamed_and_whole_answers_are_the_same(url: str) -> None:
+    async with http_node() as node:
+        whole = await post(node, url, {**URLS[url], "stop": ["zzz"]})
+        chunks = await stream(node, url, {**URLS[url], "stop": ["zzz"]})
+        choice = whole["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert "".join(map(chunk_text, chunks)) == text
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert reasons[-1] == "length" and set(reasons[:-1]) <= {None}
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert not any("usage" in chunk for chunk in chunks)
+        if "messages" in URLS[url]:
+            assert [c["choices"][0]["delta"].get("role") for c in chunks][:2] == ["assistant", None]
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_usage_comes_in_a_chunk_of_its_own(url: str) -> None:
+    async with http_node() as node:
+        body = {**URLS[url], "stream_options": {"include_usage": True}}
+        *chunks, last = await stream(node, url, body)
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert last["choices"] == []
+        assert last["usage"] == (await post(node, url, URLS[url]))["usage"]
+
+
+async def test_token_ids_and_lists_of_prompts() -> None:
+    async with http_node() as node:
+        one = await post(node, "/v1/completions", {**TEXT, "prompt": [5, 6, 7]})
+        assert one["choices"][0]["text"] == answer_text(node, 3, 4)
+        many = await post(node, "/v1/completions", {**TEXT, "prompt": [[5, 6, 7], [8, 9]], "n": 2})
+        assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
+        texts = [choice["text"] for choice in many["choices"]]
+        assert texts == [answer_text(node, n, seed) for n in (3, 2) for seed in (4, 5)]
+        assert many["usage"]["prompt_tokens"] == 5
+        assert many["usage"]["completion_tokens"] == 32
+        texts = await post(node, "/v1/completions", {**TEXT, "prompt": ["the", "dog"]})
+        assert len(texts["choices"]) == 2
+
+
+async def test_several_choices_stream_side_by_side() -> None:
+    async with http_node() as node:
+        body = {**CHAT, "n": 3, "stream_options": {"include_usage": True}}
+        *chunks, usage = await stream(node, "/v1/chat/completions", body)
+        prompt = usage["usage"]["prompt_tokens"]
+        for index in range(3):
+            own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert "".join(map(chunk_text, own)) == answer_text(node, prompt, 4 + index)
+            assert [c["choices"][0]["finish_reason"] for c in own][-1] == "length"
+        assert usage["usage"]["completion_tokens"] == 24
+
+
+async def test_max_tokens_defaults_to_what_is_left() -> None:
+    async with http_node() as node:
+        for url, body in URLS.items():
+            answer = await post(node, url, {k: v for k, v in body.items() if k != "max_tokens"})
+            assert answer["usage"]["total_tokens"] == CONTEXT
+        answer = await post(node, "/v1/chat/completions", {**CHAT, "max_completion_tokens": 3})
+        assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_echo_repeats_the_prompt() -> None:
+    async with http_node() as node:
+        body = await post(node, "/v1/completions", {**TEXT, "echo": True})
+        assert body["choices"][0]["text"].startswith("the dog")
+        chunks = await stream(node, "/v1/completions", {**TEXT, "echo": True})
+        assert "".join(map(chunk_text, chunks)) == body["choices"][0]["text"]
+
+
+async def test_stop_strings_end_the_text_before_them() -> None:
+    async with http_node() as node:
+        whole = (await post(node, "/v1/completions", TEXT))["choices"][0]["text"]
+        stop = whole[3:5]
+        for body in ({**TEXT, "stop": stop}, {**TEXT, "stop": [stop, "zzz"]}):
+            choice = (await post(node, "/v1/completions", body))["choices"][0]
+            assert choice["text"] == whole[: whole.index(stop)]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+            chunks = await stream(node, "/v1/completions", body)
+            assert "".join(map(chunk_text, chunks)) == choice["text"]
+
+
+async def test_logprobs_of_completions() -> None:
+    async with http_node() as node:
+        body = await post(node, "/v1/completions", {**TEXT, "logprobs": 2, "max_tokens": 3})
+        logprobs = body["choices"][0]["logprobs"]
+        assert logprobs["token_logprobs"] == [-0.25] * 3
+        assert logprobs["text_offset"][0] == 0
+        assert [len(top) for top in logprobs["top_logprobs"]] == [3, 3, 3]
+        assert logprobs["tokens"][0] in logprobs["top_logprobs"][0]
+        chunks = await stream(node, "/v1/completions", {**TEXT, "logprobs": 2, "max_tokens": 3})
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [part["tokens"][0] for part in parts] == logprobs["tokens"]
+
+
+async def test_logprobs_of_chats() -> None:
+    async with http_node() as node:
+        body = {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+        answer = await post(node, "/v1/chat/completions", body)
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert len(content) == 3
+        assert content[0]["logprob"] == -0.25
+        assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
+        whole = b"".join(bytes(entry["bytes"]) for entry in content)
+        assert whole.decode("utf-8", "replace") == answer["choices"][0]["message"]["content"]
+        plain = await post(node, "/v1/chat/completions", {**body, "top_logprobs": 0})
+        assert plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+async def test_token_ids_on_request() -> None:
+    async with http_node() as node:
+        body = {**TEXT, "prompt": [5, 6, 7], "return_token_ids": True}
+        choice = (await post(node, "/v1/completions", body))["choices"][0]
+        assert choice["prompt_token_ids"] == [5, 6, 7]
+        assert choice["token_ids"] == [token_at(3 + i, 4) for i in range(8)]
+        chunks = await stream(node, "/v1/completions", body)
+        streamed = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+        assert streamed == choice["token_ids"]
+
+
+async def test_sampling_parameters_reach_the_engine() -> None:
+    sent = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "min_tokens": 2,
+        "stop_token_ids": [399],
+        "ignore_eos": True,
+    }
+    async with http_node() as node:
+        body = {**TEXT, **sent, "logit_bias": {"5": -1.5}, "priority": -3, "cache_salt": "tenant"}
+        await post(node, "/v1/completions", body)
+        request = node.engine.only.request
+        for name, value in sent.items():
+            expected = tuple(value) if isinstance(value, list) else value
+            assert getattr(request.sampling, name) == expected, name
+        assert request.sampling.logit_bias == {5: -1.5}
+        assert (request.priority, request.cache_salt, request.sampling.seed) == (-3, "tenant", 4)
+
+
+async def test_fields_that_change_nothing_are_taken() -> None:
+    ignored = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    harmless = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"}
+    message = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": []}
+    async with http_node() as node:
+        messages = [*CHAT["messages"], message, {"role": "user", "content": "b", "name": "x"}]
+        body = {**CHAT, **ignored, **harmless, "messages": messages, "prompt_cache_key": "k"}
+        await post(node, "/v1/chat/completions", body)
+        await post(node, "/v1/completions", {**TEXT, **ignored, "best_of": 1, "suffix": None})
+
+
+async def test_text_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "dog"}]
+    async with http_node() as node:
+        body = {**CHAT, "messages": [{"role": "user", "content": parts}]}
+        await post(node, "/v1/chat/completions", body)
+        prompt = node.tokenizer.decode(node.engine.only.request.prompt_token_ids)
+        assert prompt == "u:the\ndog\n"
+
+
+# What tandem adds -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+@pytest.mark.parametrize("url", URLS)
+async def test_the_timeline_rides_on_the_last_chunk(url: str, include_usage: bool) -> None:
+    async with http_node() as node:
+        body = {**URLS[url], "stream_options": {"include_usage": include_usage}}
+        *chunks, last = await stream(node, url, body, **{"x-tandem-timeline": "1"})
+        assert not any("timeline" in chunk for chunk in chunks)
+        timeline = last["timeline"]
+        assert timeline["path"] == "local" and timeline["prefill_node"] is None
+        whole = await post(node, url, URLS[url], **{"x-tandem-timeline": "1"})
+        assert whole["timeline"].keys() == timeline.keys()
+        assert set(timeline) == {
+            *("queue_s", "prefill_s", "first_token_s", "second_token_s", "total_s"),
+            *("kv_first_byte_s", "kv_last_byte_s", "kv_bytes", "kv_streams", "cached_tokens"),
+            *("prefill_node", "path", "attempts"),
+        }
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_a_remote_prefill_shows_in_headers_usage_and_timeline(url: str) -> None:
+    async with http_node() as node:
+        node.nodes.on_call = lambda call: (call.first_token(), call.taken())
+        node.engine.on_generate = lambda fake: node.engine.kv_arrives(fake)
+        headers = {"x-prefiller-host-port": "a:1, b:2", "x-tandem-timeline": "1"}
+        response = await node.client.post(url, json=URLS[url], headers=headers)
+        assert response.headers["x-tandem-prefill-node"] == "a:1"
+        body = response.json()
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+        assert body["usage"]["completion_tokens"] == 8
+        timeline = body["timeline"]
+        assert (timeline["path"], timeline["prefill_node"]) == ("remote", "a:1")
+        assert (timeline["attempts"], timeline["cached_tokens"]) == (1, 3)
+        local = await node.client.post(url, json=URLS[url])
+        assert local.headers["x-tandem-prefill-node"] == "local"
+        assert local.json()["choices"] == body["choices"]
+
+
+async def test_the_header_can_be_switched_off() -> None:
+    async with http_node(accept_prefill_header=False) as node:
+        await post(node, "/v1/completions", TEXT, **{"x-prefiller-host-port": "evil:1"})
+        assert not node.nodes.greeted
+
+
+async def test_request_ids_are_kept_or_made() -> None:
+    async with http_node() as node:
+        response = await node.client.post(
+            "/v1/completions", json=TEXT, headers={"x-request-id": "my-id_1.2"}
+        )
+        assert response.headers["x-request-id"] == "my-id_1.2"
+        assert response.json()["id"] == "cmpl-my-id_1.2"
+        for bad in ("x" * 65, "two words", "ünïcode"):
+            response = await node.client.get(
+                "/v1/models", headers={"x-request-id": bad.encode("latin-1")}
+            )
+            assert response.headers["x-request-id"] != bad
+            assert len(response.headers["x-request-id"]) == 32
+
+
+async def test_equal_request_ids_at_the_same_time_do_not_clash() -> None:
+    async with http_node() as node:
+        for _ in range(2):
+            await post(node, "/v1/completions", TEXT, **{"x-request-id": "same"})
+        assert len(node.engine.requests) == 2
+
+
+async def test_models() -> None:
+    async with http_node() as node:
+        models = (await node.client.get("/v1/models")).json()
+        assert models["object"] == "list"
+        (model,) = models["data"]
+        assert (model["id"], model["max_model_len"]) == (MODEL, CONTEXT)
+        assert (await node.client.get(f"/v1/models/{MODEL}")).json() == model
+        assert (await node.client.get("/v1/models/other")).status_code == 404
+
+
+async def test_metrics_count_what_happened() -> None:
+    async with http_node() as node:
+        await post(node, "/v1/completions", {**TEXT, "n": 2})
+        node.nodes.unreachable = {"a:1"}
+        await post(node, "/v1/completions", TEXT, **{"x-prefiller-host-port": "a:1"})
+        node.nodes.unreachable = set()
+        node.nodes.on_call = lambda call: call.fail("resource_exhausted")
+        await post(node, "/v1/completions", TEXT, **{"x-prefiller-host-port": "a:1"})
+        metrics = await node.metrics()
+
+        def value(name: str, **labels: str) -> float:
+            return metrics[name + (json.dumps(labels) if labels else "")]
+
+        assert value("vllm:request_success_total", finished_reason="length") == 4
+        assert value("vllm:time_to_first_token_seconds_count") == 4
+        assert value("vllm:inter_token_latency_seconds_count") == 28
+        assert value("vllm:request_generation_tokens_sum") == 32
+        assert value("vllm:request_params_n_sum") == 4
+        assert value("tandem_disagg_decision_total", decision_type="decode-only") == 3
+        assert value("tandem_disagg_decision_total", decision_type="prefill-decode") == 1
+        assert value("tandem_prefill_attempt_failures_total", reason="unreachable") == 1
+        assert value("tandem_prefill_attempt_failures_total", reason="resource_exhausted") == 1
+        assert value("tandem_local_prefill_fallbacks_total") == 1
+        assert value("tandem_open_requests") == 0
+        assert value("tandem_credit_blocks_free") == value("tandem_kv_blocks_total")
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert value(f"vllm:{name}") == 0
+        assert value("vllm:cache_config_info", block_size="8", num_gpu_blocks="96") == 1

@@ -1,0 +1,242 @@
+"""The client against a real gRPC server that does what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from decode_node.prefill_client import FirstToken, KVTaken, PrefillClient, PrefillError
+from engine.frontend.input_processor import GenerationRequest
+from engine.sampling_params import SamplingParams
+from kv_transfer.handshake import peer_from_proto, peer_to_proto
+from kv_transfer.metadata import KVPeer, KVTransferParams
+from tandem_pb import node_pb2, prefill_pb2, prefill_pb2_grpc
+from tests.decode_node.decode_fakes import kv_peer, until
+from tests.engine.core.tiny_engine import tiny_config
+
+US = kv_peer(tiny_config())
+THEM = kv_peer(tiny_config())
+REQUEST = GenerationRequest(
+    "r", [1, 2, 3], SamplingParams(seed=7, logprobs=2), priority=2, cache_salt="s"
+)
+Handler = Callable[[prefill_pb2.PrefillRequest, Any], AsyncIterator[prefill_pb2.PrefillEvent]]
+
+
+class Servicer(prefill_pb2_grpc.PrefillServicer):
+    """One prefill node of a test."""
+
+    def __init__(self) -> None:
+        self.peer: KVPeer = THEM
+        self.load = node_pb2.NodeLoad()
+        self.greetings: list[KVPeer] = []
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.cancelled = 0
+        self.hello: Callable[[Any], Awaitable[None]] | None = None
+        self.handler: Handler = _complete
+
+    async def Hello(self, request: prefill_pb2.HelloRequest, context: Any) -> Any:
+        self.greetings.append(peer_from_proto(request.decode))
+        if self.hello is not None:
+            await self.hello(context)
+        return prefill_pb2.HelloReply(prefill=peer_to_proto(self.peer), load=self.load)
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> Any:
+        self.requests.append(request)
+        try:
+            async for event in self.handler(request, context):
+                yield event
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+async def _complete(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+    yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.Accepted())
+    logprobs = prefill_pb2.TokenLogprobs(token_ids=[9, 4], logprobs=[-0.5, -1.0], rank=1)
+    token = prefill_pb2.FirstToken(
+        token_id=9, logprobs=logprobs, num_cached_tokens=2, queue_s=0.1, prefill_s=0.2
+    )
+    yield prefill_pb2.PrefillEvent(first_token=token)
+    yield prefill_pb2.PrefillEvent(done=prefill_pb2.Done(kv_bytes=10))
+
+
+@asynccontextmanager
+async def prefill_node() -> AsyncIterator[tuple[Servicer, str, grpc.aio.Server]]:
+    servicer = Servicer()
+    server = grpc.aio.server()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}", server
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def prefill_client(greet_timeout_s: float = 30.0) -> AsyncIterator[PrefillClient]:
+    client = PrefillClient(US, greet_timeout_s)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def params(peer: KVPeer = THEM) -> KVTransferParams:
+    return KVTransferParams(do_remote_prefill=True, transfer_id="ab" * 16, attempt=1, peer=peer)
+
+
+async def events(client: PrefillClient, address: str) -> list[object]:
+    async with aclosing(client.prefill(address, REQUEST, params())) as stream:
+        return [event async for event in stream]
+
+
+async def test_a_prompt_goes_out_and_its_token_comes_back() -> None:
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        assert await client.greet(address) == THEM
+        first, taken = await events(client, address)
+        assert isinstance(first, FirstToken) and isinstance(taken, KVTaken)
+        assert (first.token_id, first.num_cached_tokens) == (9, 2)
+        assert first.logprobs is not None and first.logprobs.token_ids == [9, 4]
+        (sent,) = servicer.requests
+        assert list(sent.prompt_token_ids) == [1, 2, 3]
+        assert (sent.transfer_id, sent.attempt) == ("ab" * 16, 1)
+        assert sent.expected_epoch == THEM.epoch
+        assert (sent.priority, sent.cache_salt, sent.sampling.seed) == (2, "s", 7)
+
+
+async def test_a_node_is_greeted_once() -> None:
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await asyncio.gather(*(client.greet(address) for _ in range(5)))
+        assert servicer.greetings == [US]
+
+
+@pytest.mark.parametrize("code", ["FAILED_PRECONDITION", "UNAVAILABLE"])
+@pytest.mark.parametrize("as_event", [True, False])
+async def test_after_some_failures_it_is_greeted_again(code: str, as_event: bool) -> None:
+    async def refuse(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        if as_event:
+            failed = prefill_pb2.Failed(code=code.lower(), message="restarted")
+            yield prefill_pb2.PrefillEvent(failed=failed)
+        await context.abort(grpc.StatusCode[code], "restarted")
+
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await client.greet(address)
+        servicer.handler = refuse
+        with pytest.raises(PrefillError, match="restarted"):
+            await events(client, address)
+        restarted = msgspec.structs.replace(THEM, epoch=THEM.epoch ^ 1)
+        servicer.peer = restarted
+        assert await client.greet(address) == restarted
+        assert len(servicer.greetings) == 2
+
+
+async def test_other_failures_keep_the_greeting() -> None:
+    async def refuse(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        failed = prefill_pb2.Failed(code="resource_exhausted", message="the queue is long")
+        yield prefill_pb2.PrefillEvent(failed=failed)
+
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await client.greet(address)
+        servicer.handler = refuse
+        with pytest.raises(PrefillError, match="queue") as caught:
+            await events(client, address)
+        assert caught.value.code == "resource_exhausted"
+        await client.greet(address)
+        assert len(servicer.greetings) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model_hash", "other"), ("dtype", "bfloat16"), ("num_layers", 7)]
+)
+async def test_nodes_that_do_not_fit_are_refused_by_field(field: str, value: object) -> None:
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        layout = msgspec.structs.replace(THEM.layout, **{field: value})
+        servicer.peer = msgspec.structs.replace(THEM, layout=layout)
+        with pytest.raises(PrefillError, match=field) as caught:
+            await client.greet(address)
+        assert caught.value.code == "handshake_mismatch"
+
+
+async def test_block_and_tensor_parallel_sizes_may_differ() -> None:
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        layout = msgspec.structs.replace(THEM.layout, block_size=64, tp_size=2)
+        servicer.peer = msgspec.structs.replace(THEM, layout=layout)
+        assert (await client.greet(address)).layout == layout
+
+
+async def test_a_stopping_node_gets_no_work() -> None:
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        servicer.load = node_pb2.NodeLoad(draining=True)
+        with pytest.raises(PrefillError, match="stopping"):
+            await client.greet(address)
+
+
+async def test_nobody_there_is_found_out_and_remembered() -> None:
+    async with prefill_node() as (_, address, server), prefill_client() as client:
+        await server.stop(0)
+        with pytest.raises(PrefillError) as caught:
+            await client.greet(address)
+        assert caught.value.code == "unreachable"
+        with pytest.raises(PrefillError, match="a moment ago"):
+            await client.greet(address)
+
+
+async def test_a_silent_node_does_not_hold_up_for_long() -> None:
+    async def silent(context: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with prefill_node() as (servicer, address, _), prefill_client(0.1) as client:
+        servicer.hello = silent
+        with pytest.raises(PrefillError) as caught:
+            await client.greet(address)
+        assert caught.value.code == "deadline_exceeded"
+
+
+async def test_a_lost_connection_is_an_error_and_not_the_end() -> None:
+    async def hang(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.Accepted())
+        await asyncio.Event().wait()
+
+    async with prefill_node() as (servicer, address, server), prefill_client() as client:
+        await client.greet(address)
+        servicer.handler = hang
+        reading = asyncio.create_task(events(client, address))
+        await until(lambda: len(servicer.requests) == 1, "the call")
+        await server.stop(0)
+        with pytest.raises(PrefillError):
+            await reading
+
+
+async def test_leaving_cancels_the_call() -> None:
+    async def hang(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.Accepted())
+        await asyncio.Event().wait()
+
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await client.greet(address)
+        servicer.handler = hang
+        reading = asyncio.create_task(events(client, address))
+        await until(lambda: len(servicer.requests) == 1, "the call")
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(lambda: servicer.cancelled == 1, "cancelled on the other side")
+
+
+async def test_a_stream_that_stops_early_just_ends() -> None:
+    """The proxy knows what is missing."""
+
+    async def stop(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.Accepted())
+
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await client.greet(address)
+        servicer.handler = stop
+        assert await events(client, address) == []

@@ -1,0 +1,49 @@
+"""The guess about cached prefixes against a plain model that remembers everything."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_node.prefix_index import PrefixIndex
+
+BLOCK = 4
+TOKENS = st.lists(st.integers(0, 2), max_size=20)
+SALTS = st.sampled_from(["", "tenant"])
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+@given(past=st.lists(st.tuples(TOKENS, SALTS), max_size=8), prompt=TOKENS, salt=SALTS)
+@settings(max_examples=300, deadline=None)
+def test_it_finds_the_longest_common_prefix_in_full_blocks(
+    past: list[tuple[list[int], str]], prompt: list[int], salt: str
+) -> None:
+    index = PrefixIndex(1000, BLOCK)
+    for tokens, their_salt in past:
+        index.add(tokens, their_salt)
+    longest = max((common_prefix(t, prompt) for t, s in past if s == salt), default=0)
+    expected = min(longest // BLOCK * BLOCK, len(prompt) - 1)
+    assert index.num_cached_tokens(prompt, salt) == expected
+
+
+def test_the_oldest_blocks_are_forgotten() -> None:
+    index = PrefixIndex(4, BLOCK)
+    first, second = list(range(8)), list(range(100, 108))
+    index.add(first, "")
+    index.add(second, "")
+    assert index.num_cached_tokens([*first, 1], "") == 8
+    index.add(list(range(200, 208)), "")
+    assert len(index) == 4
+    assert index.num_cached_tokens([*first, 1], "") == 0
+    assert index.num_cached_tokens([*second, 1], "") == 8
+
+
+def test_without_a_cache_nothing_is_remembered() -> None:
+    index = PrefixIndex(0, BLOCK)
+    index.add(list(range(8)), "")
+    assert (len(index), index.num_cached_tokens(list(range(8)), "")) == (0, 0)

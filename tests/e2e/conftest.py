@@ -1,0 +1,380 @@
+"""Real clusters for tests: every process as an operator would start it.
+
+`start_cluster(...)` gives a running `Cluster`; the test's end stops it and checks that no process
+of it is left. `share_cluster(...)` is the same for all tests of a module: asked for the same nodes
+again, it gives the cluster that runs already, as soon as that one is whole and empty.
+
+All tests here run in one event loop, because a shared cluster's pipes belong to a loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from cli.cluster import free_ports
+from cli.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
+
+_HERE = Path(__file__).parent
+
+START_TIMEOUT_S = 90.0
+SETTLE_TIMEOUT_S = 40.0
+
+EMPTY_WHEN_ZERO = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "tandem_requests_waiting_for_remote_kvs",
+    "tandem_delayed_frees",
+    "tandem_kv_transfer_live_transfers",
+    "tandem_kv_transfer_process_transfers",
+    "tandem_kv_transfer_staged_bytes",
+    "tandem_kv_transfer_leases",
+    "tandem_kv_transfer_open_pulls",
+    "tandem_open_requests",
+    "tandem_open_prefills",
+    "tandem_remote_prefills",
+    "tandem_credit_waiters",
+)
+
+
+@dataclass(slots=True)
+class Node:
+    """One node: how to reach it, and where it tells its metrics."""
+
+    service: Service
+    address: str
+    metrics_url: str
+
+    @property
+    def pid(self) -> int:
+        assert self.service.pid is not None
+        return self.service.pid
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Running services; `url` is the router's."""
+
+    url: str
+    supervisor: Supervisor
+    prefills: list[Node] = field(default_factory=list)
+    decodes: list[Node] = field(default_factory=list)
+    logs: list[str] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [*self.prefills, *self.decodes]
+
+    def pids(self) -> set[int]:
+        """Of every process of the cluster."""
+        roots = [s.pid for s in self.supervisor.services if s.pid is not None]
+        return {pid for root in roots for pid in process_tree(root)}
+
+    async def wait_log(self, service: str, words: str) -> str:
+        """The first line of that service's log with these words; logs come a little later than
+        answers."""
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            while True:
+                for line in self.logs:
+                    if line.startswith(service) and words in line:
+                        return line
+                await asyncio.sleep(0.05)
+
+    async def wait_whole(self) -> None:
+        """Every service is ready, the restarted ones too, and the router knows of all nodes."""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while any(s.state is not ServiceState.READY for s in self.supervisor.services):
+                await asyncio.sleep(0.05)
+        await _wait_routable(self)
+
+    async def wait_empty(self) -> None:
+        """Every node has all blocks, rows and buffers back. Fails naming what is left."""
+        left: list[str] = ["nothing asked yet"]
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S), aiohttp.ClientSession() as session:
+                while left:
+                    left = [text for node in self.nodes for text in await _left_over(session, node)]
+                    if left:
+                        await asyncio.sleep(0.1)
+        except TimeoutError:
+            pytest.fail(f"not empty after {SETTLE_TIMEOUT_S} s: {left}")
+
+
+async def _left_over(session: aiohttp.ClientSession, node: Node) -> list[str]:
+    name = node.service.spec.name
+    try:
+        values = await metrics(session, node.metrics_url)
+    except aiohttp.ClientError as error:
+        return [f"{name}: {error}"]
+    left = [f"{name} {key}={values[key]}" for key in EMPTY_WHEN_ZERO if values.get(key)]
+    if values["tandem_kv_blocks_free"] != values["tandem_kv_blocks_total"]:
+        left.append(
+            f"{name} free {values['tandem_kv_blocks_free']} of {values['tandem_kv_blocks_total']}"
+        )
+    return left
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Name to value, summed over labels."""
+    async with session.get(url) as response:
+        assert response.status == 200
+        text = await response.text()
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if match := re.match(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$", line):
+            values[match[1]] = values.get(match[1], 0.0) + float(match[2])
+    return values
+
+
+def process_tree(root: int) -> set[int]:
+    """`root` and all its descendants that live."""
+    found = set()
+    waiting = [root]
+    while waiting:
+        pid = waiting.pop()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+            found.add(pid)
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                children = (task / "children").read_text().split()
+                waiting.extend(int(child) for child in children)
+    return found
+
+
+def find_process(root: int, pattern: str) -> int:
+    """The one descendant of `root` whose command line matches."""
+    matches = []
+    for pid in process_tree(root) - {root}:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if re.search(pattern, command):
+                matches.append(pid)
+    assert matches, f"no process below {root} matches {pattern}"
+    return min(matches)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _argv(module: str, *args: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *args)
+
+
+def _node_args(model: Path, args: Iterable[str]) -> list[str]:
+    return ["--model", str(model), "--served-model-name", "demo", "--device", "cpu", *args]
+
+
+StartCluster = Callable[..., Awaitable[Cluster]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(_HERE) and pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+class _Clusters:
+    """All that were started; `stop` ends them."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._running: list[Cluster] = []
+
+    async def start(
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        prefill_args: Iterable[str] = (),
+        decode_args: Iterable[str] = (),
+        router_args: Iterable[str] = (),
+    ) -> Cluster:
+        cluster = _make_cluster(
+            self._model, prefill, decode, prefill_args, decode_args, router_args
+        )
+        self._running.append(cluster)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await cluster.supervisor.start()
+        await _wait_routable(cluster)
+        return cluster
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(_stop_and_check(cluster) for cluster in self._running))
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def start_cluster(demo_checkpoint: Path) -> AsyncIterator[StartCluster]:
+    """Factory: `await start_cluster(prefill=1, decode=1, prefill_args=[...], ...)`."""
+    clusters = _Clusters(demo_checkpoint)
+    yield clusters.start
+    await clusters.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def share_cluster(demo_checkpoint: Path) -> AsyncIterator[StartCluster]:
+    """The same factory; equal arguments give the same cluster."""
+    clusters = _Clusters(demo_checkpoint)
+    known: dict[str, Cluster] = {}
+
+    async def share(**wanted: Any) -> Cluster:
+        name = repr(sorted(wanted.items()))
+        if name not in known:
+            known[name] = await clusters.start(**wanted)
+        await known[name].wait_whole()
+        await known[name].wait_empty()
+        return known[name]
+
+    yield share
+    await clusters.stop()
+
+
+def _make_cluster(
+    model: Path,
+    prefill: int,
+    decode: int,
+    prefill_args: Iterable[str],
+    decode_args: Iterable[str],
+    router_args: Iterable[str],
+) -> Cluster:
+    logs: list[str] = []
+    listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
+    specs: list[ServiceSpec] = []
+    addresses: list[tuple[str, str]] = []
+    for i in range(prefill):
+        port, metrics_port = free_ports(2)
+        ports = ("--port", str(port), "--metrics-port", str(metrics_port))
+        argv = _argv("prefill_node", *_node_args(model, prefill_args), *ports)
+        specs.append(ServiceSpec(f"prefill-{i}", argv, f"127.0.0.1:{port}", stop_stage=2))
+        addresses.append((f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics"))
+    decode_targets = []
+    for i in range(decode):
+        port, grpc_port = free_ports(2)
+        ports = ("--port", str(port), "--grpc-port", str(grpc_port))
+        argv = _argv("decode_node", *_node_args(model, decode_args), *ports)
+        specs.append(ServiceSpec(f"decode-{i}", argv, f"127.0.0.1:{port}", stop_stage=1))
+        addresses.append((f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/metrics"))
+        decode_targets.append(f"127.0.0.1:{port}/{grpc_port}")
+    (router_port,) = free_ports(1)
+    prefill_targets = [address for address, _ in addresses[:prefill]]
+    router = _argv(
+        "router", "--port", str(router_port), "--decode", ",".join(decode_targets),
+        *(["--prefill", ",".join(prefill_targets)] if prefill_targets else []), *router_args,
+    )  # fmt: skip
+    specs.insert(0, ServiceSpec("router", router, f"http://127.0.0.1:{router_port}"))
+    supervisor = Supervisor(specs, listener, max_pause_s=0.5)
+    nodes = [
+        Node(service, address, metrics_url)
+        for service, (address, metrics_url) in zip(supervisor.services[1:], addresses, strict=True)
+    ]
+    return Cluster(specs[0].endpoint, supervisor, nodes[:prefill], nodes[prefill:], logs)
+
+
+async def _wait_routable(cluster: Cluster) -> None:
+    """The router has seen a report of every node."""
+    wanted = (len(cluster.prefills), len(cluster.decodes))
+    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{cluster.url}/ready") as response:
+                known = await response.json()
+            if (known["prefill_nodes"], known["decode_nodes"]) == wanted:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def _stop_and_check(cluster: Cluster) -> None:
+    pids = cluster.pids()
+    await cluster.supervisor.stop()
+    async with asyncio.timeout(30):
+        while left := [pid for pid in pids if _is_alive(pid)]:
+            await asyncio.sleep(0.05)
+    assert not left
+
+
+@dataclass(slots=True)
+class Completion:
+    """What one streamed completion gave."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    timeline: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    status: int = 0
+    num_events: int = 0
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=100)) as session:
+        yield session
+
+
+Complete = Callable[..., Awaitable[Completion]]
+
+
+@pytest.fixture(scope="module")
+def complete(http: aiohttp.ClientSession) -> Complete:
+    """`await complete(url, prompt=..., max_tokens=..., headers=..., on_event=...)`: streamed."""
+
+    async def call(
+        url: str,
+        *,
+        headers: dict[str, str] | None = None,
+        on_event: Callable[[int], None] | None = None,
+        **body: Any,
+    ) -> Completion:
+        import json
+
+        request = {
+            "model": "demo",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **body,
+        }
+        result = Completion()
+        headers = {"x-tandem-timeline": "1", **(headers or {})}
+        async with http.post(f"{url}/v1/completions", json=request, headers=headers) as response:
+            result.status = response.status
+            if response.status != 200:
+                result.error = (await response.json())["error"]
+                return result
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                result.error = event.get("error", result.error)
+                result.usage = event.get("usage") or result.usage
+                result.timeline = event.get("timeline") or result.timeline
+                for choice in event.get("choices", []):
+                    result.text += choice["text"]
+                    result.finish_reason = choice["finish_reason"] or result.finish_reason
+                result.num_events += 1
+                if on_event is not None:
+                    on_event(result.num_events)
+        return result
+
+    return call
+
+
+@pytest.fixture
+def find() -> Callable[[int, str], int]:
+    return find_process

@@ -1,0 +1,124 @@
+"""Prefill and decode on two nodes give what one node gives, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+TWO_TOPOLOGIES = [
+    pytest.param([], [], id="tp1-tp1-block16-streams4"),
+    pytest.param(
+        ["--tensor-parallel-size", "2"],
+        ["--block-size", "64", "--kv-streams", "1"],
+        id="tp2-tp1-block16to64-stream1",
+    ),
+    pytest.param(
+        ["--block-size", "64", "--max-num-batched-tokens", "48"],
+        ["--tensor-parallel-size", "2", "--kv-streams", "8"],
+        id="tp1-tp2-block64to16-streams8-chunked",
+    ),
+    pytest.param(
+        ["--kv-processes", "2"],
+        ["--kv-processes", "2", "--kv-streams", "2", "--local-prefill-threshold", "20"],
+        id="two-processes-short-prompts-stay",
+    ),
+]
+
+LENGTHS = [1, 15, 16, 17, 63, 64, 65, 200]
+
+
+def prompt(length: int) -> list[int]:
+    """Token ids that differ with the length from the first one on."""
+    return [(7 * i + length) % 400 + 10 for i in range(length)]
+
+
+def requests() -> list[dict[str, Any]]:
+    greedy = [{"prompt": prompt(n), "temperature": 0.0} for n in LENGTHS]
+    sampled = [
+        {"prompt": prompt(n), "temperature": 0.9, "top_p": 0.95, "seed": 1000 + n} for n in LENGTHS
+    ]
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    return [{**common, **request} for request in greedy + sampled]
+
+
+async def texts(complete: Any, url: str) -> list[str]:
+    results = await asyncio.gather(*(complete(url, **request) for request in requests()))
+    assert all(r.error is None and r.usage["completion_tokens"] == 24 for r in results)
+    return [r.text for r in results]
+
+
+@pytest.fixture(scope="module")
+def one_node_texts() -> dict[str, list[str]]:
+    """Filled by the first test that needs it."""
+    return {}
+
+
+async def reference(share_cluster: Any, complete: Any, known: dict[str, list[str]]) -> list[str]:
+    if "texts" not in known:
+        single = await share_cluster(prefill=0, decode=1)
+        known["texts"] = await texts(complete, single.decodes[0].url)
+    return known["texts"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("prefill_args", "decode_args"), TWO_TOPOLOGIES)
+async def test_two_nodes_give_what_one_gives(
+    share_cluster: Any,
+    complete: Any,
+    one_node_texts: dict[str, list[str]],
+    prefill_args: list[str],
+    decode_args: list[str],
+) -> None:
+    expected = await reference(share_cluster, complete, one_node_texts)
+    cluster = await share_cluster(prefill_args=prefill_args, decode_args=decode_args)
+    assert await texts(complete, cluster.url) == expected
+    assert await texts(complete, cluster.url) == expected, "with the prefix cached"
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_timeline_tells_what_happened(share_cluster: Any, complete: Any) -> None:
+    prefill_args, decode_args = TWO_TOPOLOGIES[0].values
+    cluster = await share_cluster(prefill_args=prefill_args, decode_args=decode_args)
+    first = await complete(cluster.url, prompt=prompt(201), max_tokens=8, ignore_eos=True)
+    again = await complete(cluster.url, prompt=prompt(201), max_tokens=8, ignore_eos=True)
+    for result in (first, again):
+        timeline = result.timeline
+        assert timeline["path"] == "remote"
+        assert timeline["prefill_node"] == cluster.prefills[0].address
+        assert timeline["kv_bytes"] > 0 and timeline["kv_streams"] >= 1
+        assert 0 < timeline["first_token_s"] <= timeline["second_token_s"] <= timeline["total_s"]
+        assert 0 < timeline["kv_first_byte_s"] <= timeline["kv_last_byte_s"]
+    assert first.timeline["cached_tokens"] == 0
+    assert again.timeline["cached_tokens"] >= 176
+    cached = again.usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached == again.timeline["cached_tokens"]
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_short_prompts_stay_on_decode(share_cluster: Any, complete: Any) -> None:
+    prefill_args, decode_args = TWO_TOPOLOGIES[-1].values
+    cluster = await share_cluster(prefill_args=prefill_args, decode_args=decode_args)
+    short = await complete(cluster.url, prompt=prompt(20), max_tokens=4, ignore_eos=True)
+    long = await complete(cluster.url, prompt=prompt(200), max_tokens=4, ignore_eos=True)
+    assert (short.timeline["path"], long.timeline["path"]) == ("local", "remote")
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_decode_pulls_only_what_it_lacks(start_cluster: Any, complete: Any) -> None:
+    cluster = await start_cluster(
+        decode_args=["--local-prefill-threshold", "0", "--enable-prefix-caching"]
+    )
+    request = {"prompt": prompt(200), "max_tokens": 8, "ignore_eos": True, "temperature": 0.0}
+    first = await complete(cluster.url, **request)
+    again = await complete(cluster.url, **request)
+    assert again.text == first.text
+    blocks, cached_blocks = 13, 12
+    assert again.timeline["kv_bytes"] * blocks == first.timeline["kv_bytes"] * (
+        blocks - cached_blocks
+    )
+    await cluster.wait_empty()

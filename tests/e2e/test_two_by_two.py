@@ -1,0 +1,280 @@
+"""Two prefill and two decode nodes behind a router: many clients, clients that leave, and every
+kind of process killed, drained and hung under load.
+
+A request that a retry can save does not fail; a stream that has begun ends whole or with an error
+event; afterwards everything is back, and dead services run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+REMOTE = ["--local-prefill-threshold", "0"]
+PATIENCE = ["--stale-after-s", "2", "--down-after-s", "4"]
+WORKER, CORE, TRANSFER = "engine.executor.worker_proc", "engine.core.core_proc", "kv_transfer.proc"
+
+
+def body(i: int) -> dict[str, Any]:
+    """Request `i`: always the same, and different from the others from its first token on."""
+    rng = random.Random(i)
+    length = rng.choice([3, 16, 33, 120, 300])
+    return {
+        "prompt": [10 + i, *(rng.randrange(10, 400) for _ in range(length))],
+        "max_tokens": rng.choice([1, 2, 8, 30]),
+        "temperature": rng.choice([0.0, 0.8]),
+        "seed": i,
+        "ignore_eos": True,
+    }
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def cluster(share_cluster: Any) -> Any:
+    return await share_cluster(prefill=2, decode=2, decode_args=REMOTE, router_args=PATIENCE)
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def expected(share_cluster: Any, complete: Any) -> list[str]:
+    """What one node answers to requests 0 to 49."""
+    single = await share_cluster(prefill=0, decode=1)
+    results = await asyncio.gather(*(complete(single.decodes[0].url, **body(i)) for i in range(50)))
+    assert all(r.error is None for r in results)
+    return [r.text for r in results]
+
+
+class Load:
+    """Requests 0 to `count - 1`, all at once."""
+
+    def __init__(self, complete: Any, url: str, count: int, **extra: Any) -> None:
+        self._started = asyncio.Event()
+        self.tasks = [
+            asyncio.create_task(
+                complete(url, on_event=lambda _: self._started.set(), **{**body(i), **extra})
+            )
+            for i in range(count)
+        ]
+
+    async def under_way(self) -> None:
+        """Some answers have begun and some are still to come."""
+        async with asyncio.timeout(60):
+            await self._started.wait()
+        assert not all(task.done() for task in self.tasks)
+
+    async def results(self) -> list[Any]:
+        async with asyncio.timeout(100):
+            return await asyncio.gather(*self.tasks)
+
+
+# Load ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.e2e
+async def test_fifty_streams_of_the_official_client_equal_one_node(
+    cluster: Any, expected: list[str]
+) -> None:
+    async def text_of(client: openai.AsyncOpenAI, i: int) -> str:
+        wish = body(i)
+        stream = await client.completions.create(
+            model="demo", stream=True, extra_body={"ignore_eos": wish.pop("ignore_eos")}, **wish
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        texts = await asyncio.gather(*(text_of(client, i) for i in range(50)))
+    assert texts == expected
+    await cluster.wait_empty()
+
+
+async def call_or_leave(complete: Any, url: str, i: int) -> str | None:
+    """The text, or None when the client went away in the middle."""
+    rng = random.Random(i)
+    task = asyncio.create_task(complete(url, **body(i)))
+    if rng.random() < 0.3:
+        await asyncio.wait({task}, timeout=rng.random() * 2.0)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            return None
+    result = await task
+    assert result.error is None, result.error
+    assert result.usage["completion_tokens"] == body(i)["max_tokens"]
+    return str(result.text)
+
+
+@pytest.mark.e2e
+async def test_two_hundred_requests_with_random_aborts_leave_nothing(
+    cluster: Any, complete: Any, expected: list[str]
+) -> None:
+    texts = await asyncio.gather(*(call_or_leave(complete, cluster.url, i) for i in range(200)))
+    assert sum(text is not None for text in texts) >= 100
+    assert all(a in (None, b) for a, b in zip(texts[:50], expected, strict=True))
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_no_shared_memory_has_a_name(cluster: Any) -> None:
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    assert not [name for name in names if "tandem" in name or "psm_" in name or "torch" in name]
+
+
+# Deaths that nobody notices --------------------------------------------------------------------
+
+
+class Victim:
+    """A process of a node: `strike` it, then wait until its node is `back`."""
+
+    def __init__(self, node: Any, pid: int, *, node_dies: bool = True) -> None:
+        self.pid = pid
+        self._service = node.service
+        self._restarts = node.service.restarts + node_dies
+
+    def strike(self, signum: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, signum)
+
+    async def back(self) -> None:
+        async with asyncio.timeout(60):
+            while self._service.restarts < self._restarts:
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def victim(cluster: Any, find: Any) -> Any:
+    """`victim("prefill", 0, WORKER)`; None for the node's server."""
+
+    def choose(tier: str, index: int, pattern: str | None = None) -> Victim:
+        node = (cluster.prefills if tier == "prefill" else cluster.decodes)[index]
+        pid = node.pid if pattern is None else find(node.pid, pattern)
+        return Victim(node, pid, node_dies=pattern != TRANSFER)
+
+    return choose
+
+
+async def recovered(cluster: Any, victims: list[Victim]) -> None:
+    """What died runs again, and everything is back."""
+    for each in victims:
+        await each.back()
+    await cluster.wait_whole()
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "names",
+    [
+        [("prefill", 0)],
+        [("prefill", 1, WORKER), ("decode", 0, TRANSFER)],
+        [("prefill", 0, CORE), ("prefill", 1, TRANSFER), ("decode", 1, TRANSFER)],
+        [("prefill", 0), ("prefill", 1)],
+    ],
+    ids=["server", "worker and transfer", "core and transfers", "all prefill nodes"],
+)
+async def test_no_request_notices(
+    cluster: Any, complete: Any, expected: list[str], victim: Any, names: list[Any]
+) -> None:
+    load = Load(complete, cluster.url, 24)
+    await load.under_way()
+    victims = [victim(*name) for name in names]
+    for each in victims:
+        each.strike()
+    results = await load.results()
+    assert [r.error for r in results] == [None] * 24
+    assert [r.text for r in results] == expected[:24]
+    await recovered(cluster, victims)
+
+
+@pytest.mark.e2e
+async def test_a_node_of_each_tier_drains_and_no_request_notices(
+    cluster: Any, complete: Any, expected: list[str], victim: Any
+) -> None:
+    load = Load(complete, cluster.url, 24)
+    await load.under_way()
+    victims = [victim("prefill", 1), victim("decode", 1)]
+    for each in victims:
+        each.strike(signal.SIGTERM)
+    results = await load.results()
+    assert [r.error for r in results] == [None] * 24
+    assert [r.text for r in results] == expected[:24]
+    await recovered(cluster, victims)
+
+
+# Deaths of decode nodes, and of the router -----------------------------------------------------
+
+
+def check_cut_answers(results: list[Any], expected: list[str]) -> None:
+    """Every answer is whole, or has begun and ends with an error; most are whole."""
+    num_whole = 0
+    for result, text in zip(results, expected, strict=False):
+        if result.error is None:
+            assert result.text == text
+            num_whole += 1
+        else:
+            assert result.status == 200 and result.num_events > 1, result
+            assert result.error["message"] and text.startswith(result.text)
+    assert num_whole >= len(results) // 3
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", [("decode", 0, WORKER), ("decode", 1, CORE), ("decode", 0)])
+async def test_a_decode_node_dies_and_only_begun_answers_break(
+    cluster: Any, complete: Any, expected: list[str], victim: Any, name: Any
+) -> None:
+    load = Load(complete, cluster.url, 24)
+    await load.under_way()
+    dying = victim(*name)
+    dying.strike()
+    check_cut_answers(await load.results(), expected)
+    await recovered(cluster, [dying])
+
+
+@pytest.mark.e2e
+async def test_hung_nodes_are_given_up(
+    cluster: Any, complete: Any, expected: list[str], victim: Any
+) -> None:
+    """Their processes stand still; their connections stay open."""
+    load = Load(complete, cluster.url, 24)
+    await load.under_way()
+    hung = [victim("prefill", 0), victim("decode", 0)]
+    for each in hung:
+        each.strike(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(45):
+            check_cut_answers(await load.results(), expected)
+    finally:
+        for each in hung:
+            each.strike()
+    await recovered(cluster, hung)
+
+
+@pytest.mark.e2e
+async def test_all_decode_nodes_and_then_the_router_die(
+    cluster: Any, complete: Any, expected: list[str], victim: Any
+) -> None:
+    load = Load(complete, cluster.url, 12)
+    await load.under_way()
+    victims = [victim("decode", 0), victim("decode", 1)]
+    for each in victims:
+        each.strike()
+    for result in await load.results():
+        assert result.error is None or result.error["message"]
+        assert result.status in (200, 503)
+    await recovered(cluster, victims)
+    load = Load(complete, cluster.url, 12)
+    await load.under_way()
+    router = cluster.supervisor.services[0]
+    os.kill(router.pid, signal.SIGKILL)
+    await asyncio.gather(*load.tasks, return_exceptions=True)
+    async with asyncio.timeout(60):
+        while not router.restarts:
+            await asyncio.sleep(0.05)
+    await cluster.wait_whole()
+    await cluster.wait_empty()
+    results = await Load(complete, cluster.url, 12).results()
+    assert [r.text for r in results] == expected[:12]

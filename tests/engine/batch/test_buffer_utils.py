@@ -1,0 +1,77 @@
+"""Staged writes against a plain array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch.buffer_utils import HostBackedTensor, StagedWriteTensor
+
+CPU = torch.device("cpu")
+ROWS, COLUMNS = 5, 9
+
+
+@st.composite
+def disjoint_writes(draw: st.DrawFn) -> list[tuple[int, int, list[int]]]:
+    """Pieces of different rows, or behind one another in the same row."""
+    writes = []
+    for row in draw(st.lists(st.integers(0, ROWS - 1), unique=True)):
+        start = 0
+        for _ in range(draw(st.integers(1, 3))):
+            start = draw(st.integers(start, COLUMNS))
+            values = draw(st.lists(st.integers(-9, 9), max_size=COLUMNS - start))
+            writes.append((row, start, values))
+            start += len(values)
+    return draw(st.permutations(writes))
+
+
+@given(rounds=st.lists(disjoint_writes(), max_size=4))
+def test_staged_writes_equal_assignments(rounds: list[list[tuple[int, int, list[int]]]]) -> None:
+    staged = StagedWriteTensor((ROWS, COLUMNS), np.int32, CPU)
+    address = staged.tensor.data_ptr()
+    model = np.zeros((ROWS, COLUMNS), np.int32)
+    for writes in rounds:
+        before = model.copy()
+        for row, start, values in writes:
+            staged.stage_write(row, start, values)
+            model[row, start : start + len(values)] = values
+        assert (staged.tensor.numpy() == before).all()
+        staged.apply()
+        assert (staged.tensor.numpy() == model).all()
+    assert staged.tensor.data_ptr() == address
+
+
+def test_what_the_device_changed_survives_an_apply() -> None:
+    staged = StagedWriteTensor((ROWS,), np.int64, CPU)
+    staged.stage_value(1, 10)
+    staged.stage_value(3, 1 << 40)
+    staged.apply()
+    staged.tensor[1] += 5
+    staged.stage_value(4, 7)
+    staged.apply()
+    assert staged.tensor.tolist() == [0, 15, 0, 1 << 40, 7]
+
+
+@pytest.mark.parametrize(
+    ("row", "start", "values"),
+    [(-1, 0, [1]), (ROWS, 0, [1]), (0, -1, [1]), (0, COLUMNS, [1]), (0, 1, [0] * COLUMNS)],
+)
+def test_writes_outside_the_table_are_refused(row: int, start: int, values: list[int]) -> None:
+    staged = StagedWriteTensor((ROWS, COLUMNS), np.int32, CPU)
+    with pytest.raises(IndexError, match="outside a table of 5 rows and 9 columns"):
+        staged.stage_write(row, start, values)
+    staged.apply()
+    assert not staged.tensor.any()
+
+
+def test_host_truth_is_seen_after_publishing() -> None:
+    table = HostBackedTensor((2, 3), np.float32, CPU)
+    address = table.tensor.data_ptr()
+    table.write((slice(None), 1), (0.5, -2.0))
+    assert not table.tensor.any()
+    table.publish()
+    assert table.tensor.tolist() == [[0.0, 0.5, 0.0], [0.0, -2.0, 0.0]]
+    assert table.tensor.data_ptr() == address

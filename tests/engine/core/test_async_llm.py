@@ -1,0 +1,194 @@
+"""The whole engine with real processes: streams, many at once, aborts, and nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from engine.errors import EngineDeadError
+from engine.frontend.async_llm import AsyncLLM
+from engine.messages import LoadProgress
+from tests.engine.core.tiny_engine import (
+    NUM_BLOCKS,
+    Oracle,
+    is_gone,
+    make_request,
+    tiny_config,
+    until_empty,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Letters:
+    """Token id to a letter."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[(1, False), (2, True)], ids=["tp1", "tp2-async"]
+)
+async def llm(request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
+    """Its core looks for leftovers whenever it is idle (a debug log level makes it do so), and
+    dies when it finds some."""
+    tp_size, async_scheduling = request.param
+    config = tiny_config(tp_size, async_scheduling=async_scheduling)
+    progress: list[LoadProgress] = []
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.DEBUG)
+    llm = await AsyncLLM.start(config, progress.append, Letters())
+    root.setLevel(level)
+    assert {p.stage for p in progress} >= {"loading weights", "measuring memory"}
+    assert len(llm.ready.worker_pids) == tp_size
+    assert llm.ready.num_blocks == NUM_BLOCKS
+    yield llm
+    assert not llm.is_dead, llm.dead_reason
+    await until_empty(llm)
+    await llm.shutdown()
+    await llm.shutdown()
+    assert all(is_gone(pid) for pid in (llm.core_pid, *llm.ready.worker_pids))
+
+
+async def _tokens(llm: AsyncLLM, request_id: str, seed: int) -> list[int]:
+    return [
+        token
+        async for output in llm.generate(make_request(request_id, seed))
+        for token in output.token_ids
+    ]
+
+
+async def test_stream(llm: AsyncLLM, oracle: Oracle) -> None:
+    outputs = [output async for output in llm.generate(make_request("stream", 20))]
+    assert [t for o in outputs for t in o.token_ids] == oracle.tokens(20)
+    assert len(outputs) == len(oracle.tokens(20)), "tokens come one by one"
+    assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
+    assert "".join(o.text for o in outputs) == Letters().decode(oracle.tokens(20))
+    assert outputs[0].num_cached_tokens is not None
+    assert outputs[1].num_cached_tokens is None
+    await until_empty(llm)
+
+
+async def test_fifty_at_once_equal_one_at_a_time(llm: AsyncLLM, oracle: Oracle) -> None:
+    found = await asyncio.gather(*(_tokens(llm, f"many-{i}", i) for i in range(50)))
+    for seed, tokens in enumerate(found):
+        assert tokens == oracle.tokens(seed), seed
+    await until_empty(llm)
+
+
+async def test_aborts_in_every_manner_leave_nothing(llm: AsyncLLM, oracle: Oracle) -> None:
+    draw = random.Random(3)
+
+    async def one(index: int) -> None:
+        request_id, manner = f"abort-{index}", index % 6
+        stream = llm.generate(make_request(request_id, index, max_tokens=40))
+        num_taken = draw.randrange(12)
+        if manner == 0:
+            return
+        if manner == 1:
+            task = asyncio.create_task(_drain(stream))
+            await asyncio.sleep(0.003 * num_taken)
+            task.cancel()
+            return
+        async for output in stream:
+            num_taken -= 1
+            if num_taken <= 0 and manner == 2:
+                await stream.aclose()
+            elif num_taken <= 0 and manner == 3:
+                llm.abort(request_id)
+                rest = [output async for output in stream]
+                assert rest[-1].finish_reason == "abort"
+                return
+            elif num_taken <= 0 and manner == 4:
+                return
+            assert output.token_ids
+
+    async def _drain(stream: AsyncIterator[object]) -> None:
+        async for _ in stream:
+            pass
+
+    await asyncio.gather(*(one(i) for i in range(60)))
+    await until_empty(llm)
+    assert await _tokens(llm, "after", 8) == oracle.tokens(8)
+
+
+async def test_stop_string_ends_the_request_in_the_engine(llm: AsyncLLM, oracle: Oracle) -> None:
+    text = Letters().decode(oracle.tokens(22))
+    stop = text[5:8]
+    request = make_request("stop", 22, stop=(stop,))
+    outputs = [output async for output in llm.generate(request)]
+    assert "".join(o.text for o in outputs) == text[: text.index(stop)]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
+    await until_empty(llm)
+
+
+async def test_request_that_never_fits_ends_with_the_reason(llm: AsyncLLM) -> None:
+    request = make_request("too-long", 2)
+    request.prompt_token_ids = [1] * 1000
+    outputs = [output async for output in llm.generate(request)]
+    assert outputs[-1].finish_reason == "error"
+    assert "1000" in outputs[-1].error
+
+
+async def test_request_ids_are_unique(llm: AsyncLLM) -> None:
+    stream = llm.generate(make_request("twice", 4))
+    with pytest.raises(ValueError, match="twice is in use"):
+        llm.generate(make_request("twice", 4))
+    await stream.aclose()
+    assert [output async for output in stream] == []
+
+
+async def test_prefix_cache_is_used_and_forgotten(llm: AsyncLLM, oracle: Oracle) -> None:
+    async def cached(request_id: str) -> int | None:
+        outputs = [output async for output in llm.generate(make_request(request_id, 7))]
+        assert [t for o in outputs for t in o.token_ids] == oracle.tokens(7)
+        return outputs[0].num_cached_tokens
+
+    await until_empty(llm)
+    assert await cached("cold") == 0
+    assert await cached("warm") == 32
+    stream = llm.generate(make_request("holder", 6))
+    await anext(stream)
+    assert not await llm.reset_prefix_cache(), "blocks are in use"
+    await stream.aclose()
+    await until_empty(llm)
+    assert await cached("cold again") == 0
+
+
+async def test_unknown_requests_are_left_alone(llm: AsyncLLM, oracle: Oracle) -> None:
+    llm.abort("nobody")
+    llm.prefill_locally("nobody")
+    llm.supply_first_token("nobody", 1)
+    result = await llm.wait_kv_result("nobody")
+    assert not result.ok
+    assert not result.retryable
+    assert await _tokens(llm, "somebody", 10) == oracle.tokens(10)
+
+
+async def test_interrupt_is_not_for_children(llm: AsyncLLM, oracle: Oracle) -> None:
+    for pid in (llm.core_pid, *llm.ready.worker_pids):
+        assert os.getpgid(pid) == pid, "a Ctrl-C in the terminal does not reach it"
+        os.kill(pid, signal.SIGINT)
+    assert await _tokens(llm, "undisturbed", 12) == oracle.tokens(12)
+
+
+async def test_shutdown_fails_streams_at_once_and_leaves_no_process(oracle: Oracle) -> None:
+    llm = await AsyncLLM.start(tiny_config())
+    stream = llm.generate(make_request("cut", 2, max_tokens=80))
+    await anext(stream)
+    await llm.shutdown()
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        llm.generate(make_request("late", 2))
+    assert all(is_gone(pid) for pid in (llm.core_pid, *llm.ready.worker_pids))

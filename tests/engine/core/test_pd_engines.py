@@ -1,0 +1,215 @@
+"""Two engines, prefill and decode, with all their processes: the join, failures, and nothing left.
+
+The test plays both node servers: it starts a request on both sides and carries the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engine.errors import EngineDeadError
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.request_stream import RequestStream
+from engine.messages import KVTransferResult
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.metadata import KVTransferParams
+from tests.engine.core.tiny_engine import (
+    Oracle,
+    is_gone,
+    make_request,
+    tiny_config,
+    until,
+    until_empty,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass
+class Pair:
+    prefill: AsyncLLM
+    decode: AsyncLLM
+    num_started: int = field(default=0)
+
+    def request(self, seed: int) -> tuple[GenerationRequest, GenerationRequest]:
+        """(for prefill, for decode)."""
+        self.num_started += 1
+        request_id, transfer_id = f"r{self.num_started}", f"{self.num_started:032x}"
+        offer = make_request(request_id, seed, max_tokens=1)
+        offer.kv_transfer_params = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        pull = make_request(request_id, seed)
+        pull.kv_transfer_params = KVTransferParams(
+            do_remote_prefill=True, transfer_id=transfer_id, peer=self.prefill.ready.peer
+        )
+        return offer, pull
+
+    async def run_prefill(self, offer: GenerationRequest) -> KVTransferResult:
+        try:
+            async for output in self.prefill.generate(offer):
+                for token_id in output.token_ids:
+                    self.decode.supply_first_token(offer.request_id, token_id)
+            return await self.prefill.wait_kv_result(offer.request_id)
+        finally:
+            self.prefill.abort(offer.request_id)
+
+
+async def _tokens(stream: RequestStream) -> list[int]:
+    return [token for output in [o async for o in stream] for token in output.token_ids]
+
+
+async def _start(role: str) -> AsyncLLM:
+    transfer = KVTransferConfig(
+        kv_role="kv_producer" if role == "prefill" else "kv_consumer", num_streams=2
+    )
+    config = tiny_config(async_scheduling=role == "decode")
+    return await AsyncLLM.start(replace(config, kv_transfer=transfer))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[Pair]:
+    """Both look for leftovers whenever they are idle, and die when they find some."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.DEBUG)
+    pair = Pair(*await asyncio.gather(_start("prefill"), _start("decode")))
+    root.setLevel(level)
+    yield pair
+    for llm in (pair.prefill, pair.decode):
+        assert not llm.is_dead, llm.dead_reason
+        await until_empty(llm)
+        transfers = llm.stats.kv_transfer
+        assert transfers["live_transfers"] == 0, transfers
+        await until(lambda: llm.stats.kv_transfer["staged_bytes"] == 0, "no staged KV")  # noqa: B023
+        pids = [llm.core_pid, *llm.ready.worker_pids, *llm.ready.transfer_pids]
+        await llm.shutdown()
+        assert all(is_gone(pid) for pid in pids)
+
+
+async def test_joined_requests_equal_one_engine(pair: Pair, oracle: Oracle) -> None:
+    async def one(seed: int) -> None:
+        offer, pull = pair.request(seed)
+        stream = pair.decode.generate(pull)
+        prefill = asyncio.create_task(pair.run_prefill(offer))
+        received = asyncio.create_task(pair.decode.wait_kv_result(pull.request_id))
+        assert await _tokens(stream) == oracle.tokens(seed), seed
+        assert (await prefill).ok
+        result = await received
+        assert result.ok
+        assert result.stats.num_bytes > 0
+        assert 0 < result.stats.first_byte_at <= result.stats.last_byte_at
+
+    computed = pair.decode.stats.prompt_tokens_computed
+    await asyncio.gather(*(one(seed) for seed in range(40)))
+    await until_empty(pair.decode)
+    stats = pair.decode.stats
+    assert stats.prompt_tokens_transferred > stats.prompt_tokens_computed - computed
+
+
+async def test_nobody_prefills_so_decode_does_it_itself(pair: Pair, oracle: Oracle) -> None:
+    _, pull = pair.request(20)
+    stream = pair.decode.generate(pull)
+    pair.decode.prefill_locally(pull.request_id)
+    assert await _tokens(stream) == oracle.tokens(20)
+
+
+async def test_aborts_on_either_side_at_any_moment(pair: Pair, oracle: Oracle) -> None:
+    draw = random.Random(5)
+
+    async def one(index: int) -> None:
+        offer, pull = pair.request(index)
+        stream = pair.decode.generate(pull)
+        prefill = asyncio.create_task(pair.run_prefill(offer))
+        await asyncio.sleep(draw.random() * 0.3)
+        if index % 3 == 0:
+            stream.close()
+        if index % 3 <= 1:
+            prefill.cancel()
+        if index % 3 == 1:
+            await asyncio.wait([prefill])
+            pair.decode.prefill_locally(pull.request_id)
+        if index % 3 > 0:
+            assert await _tokens(stream) == oracle.tokens(index), index
+        await asyncio.wait([prefill])
+
+    await asyncio.gather(*(one(i) for i in range(36)))
+    await until_empty(pair.prefill)
+    await until_empty(pair.decode)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_killed_transfer_process(pair: Pair, oracle: Oracle, side: str) -> None:
+    """A result says so, the request goes on here, and the process comes back for the next one."""
+    offer, pull = pair.request(30)
+    stream = pair.decode.generate(pull)
+    received = asyncio.create_task(pair.decode.wait_kv_result(pull.request_id))
+    llm = pair.prefill if side == "prefill" else pair.decode
+    restarts = llm.stats.kv_transfer["process_restarts"]
+    os.kill(_transfer_pid(llm), signal.SIGKILL)
+    if side == "prefill":
+        prefill = asyncio.create_task(pair.run_prefill(offer))
+        result = await received
+        if not result.ok:
+            pair.decode.prefill_locally(pull.request_id)
+        assert await _tokens(stream) == oracle.tokens(30)
+        prefill.cancel()
+        await asyncio.wait([prefill])
+    else:
+        assert not (await received).ok
+        pair.decode.prefill_locally(pull.request_id)
+        assert await _tokens(stream) == oracle.tokens(30)
+
+    async def succeeds() -> bool:
+        offer, pull = pair.request(31)
+        stream = pair.decode.generate(pull)
+        prefill = asyncio.create_task(pair.run_prefill(offer))
+        result = await pair.decode.wait_kv_result(pull.request_id)
+        if not result.ok:
+            pair.decode.prefill_locally(pull.request_id)
+        assert await _tokens(stream) == oracle.tokens(31)
+        prefill.cancel()
+        await asyncio.wait([prefill])
+        return result.ok
+
+    async with asyncio.timeout(60):
+        while not await succeeds():
+            await asyncio.sleep(0.1)
+    await until_empty(llm)
+    assert llm.stats.kv_transfer["process_restarts"] > restarts
+
+
+def _transfer_pid(llm: AsyncLLM) -> int:
+    """Restarted ones are not in `ready`: look among the children of the core."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == llm.core_pid and b"kv_transfer" in (process / "cmdline").read_bytes():
+                return int(process.name)
+    raise AssertionError("there is no transfer process")
+
+
+async def test_prefill_engine_dies_and_decode_goes_on(pair: Pair, oracle: Oracle) -> None:
+    doomed = Pair(await _start("prefill"), pair.decode, num_started=1000)
+    offer, pull = doomed.request(40)
+    stream = pair.decode.generate(pull)
+    os.kill(doomed.prefill.ready.worker_pids[0], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="worker 0 was killed by SIGKILL"):
+        await doomed.run_prefill(offer)
+    assert not (await pair.decode.wait_kv_result(pull.request_id)).ok
+    pair.decode.prefill_locally(pull.request_id)
+    assert await _tokens(stream) == oracle.tokens(40)
+    ready = doomed.prefill.ready
+    pids = [doomed.prefill.core_pid, *ready.worker_pids, *ready.transfer_pids]
+    await doomed.prefill.shutdown()
+    await until(lambda: all(is_gone(pid) for pid in pids), "the end of all processes")

@@ -1,0 +1,108 @@
+"""Worker processes under an executor: steps, and what becomes of workers that do not answer."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from engine.errors import EngineDeadError
+from engine.executor.abstract import KVCaches
+from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.outputs import ModelRunnerOutput
+from engine.sched.output import SchedulerOutput
+from tests.engine.core.tiny_engine import NUM_BLOCKS, is_gone, tiny_config
+
+TIMEOUT_S = 60
+
+
+@contextmanager
+def running_executor(
+    tp_size: int = 1, step_timeout_s: float = 300.0
+) -> Iterator[tuple[MultiprocExecutor, KVCaches]]:
+    context = zmq.Context()
+    executor = MultiprocExecutor(tiny_config(tp_size), context, step_timeout_s=step_timeout_s)
+    try:
+        yield executor, executor.initialize(lambda stage, fraction: None)
+    finally:
+        pids = executor.worker_pids
+        executor.shutdown()
+        executor.shutdown()
+        context.destroy()
+    assert pids
+    assert all(is_gone(pid) for pid in pids)
+
+
+def collect(executor: MultiprocExecutor, count: int) -> list[ModelRunnerOutput]:
+    """As the engine core does: sleeps on the sources until the deadline."""
+    poller = zmq.Poller()
+    for source in executor.poll_sources:
+        poller.register(source, zmq.POLLIN)
+    outputs: list[ModelRunnerOutput] = []
+    end = time.monotonic() + TIMEOUT_S
+    while len(outputs) < count:
+        assert time.monotonic() < end, "no result"
+        deadline = min(executor.deadline or end, end)
+        poller.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1)
+        outputs += executor.collect()
+    return outputs
+
+
+def test_two_steps_in_flight_are_answered_in_order() -> None:
+    with running_executor(tp_size=2) as (executor, caches):
+        assert caches.num_blocks == NUM_BLOCKS
+        assert [handle.rank for handle in caches.handles] == [0, 1]
+        assert [handle.pid for handle in caches.handles] == executor.worker_pids
+        assert executor.deadline is None
+        executor.execute_model(SchedulerOutput(1))
+        executor.execute_model(SchedulerOutput(2))
+        assert executor.deadline is not None
+        outputs = collect(executor, 2)
+        assert [output.step_id for output in outputs] == [1, 2]
+        assert executor.deadline is None
+        assert executor.collect() == []
+
+
+def test_worker_that_missed_a_step_ends_the_engine() -> None:
+    with running_executor() as (executor, _):
+        executor.execute_model(SchedulerOutput(1))
+        executor.execute_model(SchedulerOutput(3))
+        with pytest.raises(EngineDeadError, match="worker 0: MissedStepError: .* expected step 2"):
+            collect(executor, 2)
+
+
+def test_hanging_worker_is_named() -> None:
+    with running_executor(step_timeout_s=0.5) as (executor, _):
+        os.kill(executor.worker_pids[0], signal.SIGSTOP)
+        executor.execute_model(SchedulerOutput(1))
+        with pytest.raises(
+            EngineDeadError,
+            match=r"within 0\.5 s: worker 0 has not taken the step \(process state T\)",
+        ):
+            collect(executor, 1)
+
+
+def test_workers_can_be_stopped_while_they_start() -> None:
+    context = zmq.Context()
+    executor = MultiprocExecutor(tiny_config(), context)
+    stages: list[str] = []
+
+    def report(stage: str, fraction: float) -> None:
+        stages.append(stage)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        executor.initialize(report)
+    sentinels = [s for s in executor.poll_sources if isinstance(s, int)]
+    assert not select.select(sentinels, [], [], 0)[0], "the worker still runs"
+    pids = executor.worker_pids
+    executor.shutdown()
+    context.destroy()
+    assert stages == ["starting device"]
+    assert all(is_gone(pid) for pid in pids)

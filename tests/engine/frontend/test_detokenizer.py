@@ -1,0 +1,134 @@
+"""Streaming text equals whole text, whatever the tokens and however they arrive."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine.frontend.detokenizer import REPLACEMENT, Detokenizer, StopStringMatcher
+from engine.frontend.tokenizer import Tokenizer
+from tests.engine.frontend.small_tokenizers import byte_fallback, byte_level
+
+FAMILIES = [byte_level, byte_fallback]
+TEXTS = st.text(
+    alphabet=st.one_of(
+        st.sampled_from("abc the ßü日本👩‍🇩🇪\u200d\ufffd \n"), st.characters(codec="utf-8")
+    ),
+    max_size=80,
+)
+
+
+def stream(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(text=TEXTS)
+@settings(max_examples=150, deadline=None)
+def test_text_survives_token_by_token(family, text: str) -> None:
+    tokenizer = family()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, byte_level().vocab_size - 1), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_any_tokens_give_the_whole_text(ids: list[int]) -> None:
+    """Broken UTF-8 and special tokens anywhere among them."""
+    tokenizer = byte_level()
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(text=TEXTS.filter(lambda text: REPLACEMENT not in text))
+@settings(max_examples=150, deadline=None)
+def test_no_piece_has_half_a_character(text: str) -> None:
+    tokenizer = byte_level()
+    pieces = stream(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+def test_an_unfinished_character_is_given_at_the_end() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("x日", add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token_id) for token_id in ids[:-1]]
+    assert "".join(pieces) == "x"
+    assert detokenizer.flush() == REPLACEMENT
+
+
+def test_the_window_stays_short_also_without_any_valid_text() -> None:
+    """A model gone wrong must not make the server decode its whole answer again and again."""
+    garbage = byte_level().encode("日", add_special_tokens=False)[:1]
+    words = byte_level().encode("the dog " * 200, add_special_tokens=False)
+    decoded: list[int] = []
+
+    class Counting:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+            decoded.append(len(token_ids))
+            return byte_level().decode(token_ids)
+
+    detokenizer = Detokenizer(Counting())
+    for token_id in words:
+        detokenizer.push(token_id)
+    assert max(decoded) <= 17
+    text = "".join(detokenizer.push(token_id) for token_id in garbage * 500) + detokenizer.flush()
+    assert text == REPLACEMENT * 500
+    assert max(decoded) <= 100
+
+
+def test_spaces_between_special_tokens_stay() -> None:
+    """Decoders strip a leading space; a window that begins with a special token must not."""
+    tokenizer = byte_fallback()
+    the = tokenizer.encode("the", add_special_tokens=False)
+    special = tokenizer.encode("<|end|>", add_special_tokens=False)[-1:]
+    ids = the + (special + the) * 30
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+# Stop strings ---------------------------------------------------------------------------------
+
+
+def cut(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
+    """The meaning: character by character, the first stop string that is complete ends it."""
+    for end in range(1, len(text) + 1):
+        for candidate in sorted(stop, key=len, reverse=True):
+            if text[:end].endswith(candidate):
+                return text[: end - len(candidate)], candidate
+    return text, None
+
+
+STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@given(pieces=st.lists(st.text(alphabet="abc", max_size=6), max_size=12), stop=STOPS)
+@example(pieces=["ab", "cd"], stop=["bc", "abcd"])
+@example(pieces=["a", "a", "b"], stop=["ab"])
+@settings(max_examples=500, deadline=None)
+def test_stop_strings_cut_the_same_however_text_arrives(pieces: list[str], stop: list[str]) -> None:
+    expected, matched = cut("".join(pieces), tuple(stop))
+    matcher = StopStringMatcher(tuple(stop))
+    given_text = ""
+    for piece in pieces:
+        given_text += matcher.push(piece)
+        assert expected.startswith(given_text), "text of a stop string leaked"
+    given_text += matcher.flush()
+    assert (given_text, matcher.matched) == (expected, matched)
+
+
+@given(text=st.text(alphabet="abx", max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_no_more_is_kept_than_necessary(text: str) -> None:
+    """Only the beginning of a stop string waits."""
+    matcher = StopStringMatcher(("aab", "abb"))
+    sent = "".join(matcher.push(char) for char in text)
+    if matcher.matched is None:
+        kept = text[len(sent) :]
+        assert kept in ("", "a", "aa", "ab")
+
+
+def test_without_stop_strings_text_passes_at_once() -> None:
+    matcher = StopStringMatcher(())
+    assert matcher.push("abc") == "abc"
+    assert matcher.flush() == ""

@@ -1,0 +1,127 @@
+"""Every request that is wrong is refused with the field's name; every other is completed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import SchedulerConfig
+from engine.frontend.input_processor import InputProcessor, InvalidRequest
+from engine.sampling_params import SamplingParams
+from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
+
+PROCESSOR = InputProcessor(tiny_config())
+PROMPT = [3, 4, 5]
+
+
+def refusal(prompt: list[int] = PROMPT, max_tokens: int | None = 4, **sampling: Any) -> str | None:
+    """The named parameter; the message must say something."""
+    with pytest.raises(InvalidRequest) as caught:
+        PROCESSOR.process("r", prompt, SamplingParams(**sampling), max_tokens=max_tokens)
+    assert len(str(caught.value)) > 10
+    return caught.value.param
+
+
+def test_a_good_request_is_completed() -> None:
+    request = PROCESSOR.process("r", PROMPT, SamplingParams(), max_tokens=None, priority=3)
+    assert request.sampling.max_tokens == MAX_LEN - len(PROMPT)
+    assert request.eos_token_ids == (0,)
+    assert (request.priority, request.prompt_token_ids) == (3, PROMPT)
+
+
+def test_seeds_are_kept_or_drawn() -> None:
+    def seed_of(seed: int | None) -> int:
+        request = PROCESSOR.process("r", PROMPT, SamplingParams(), max_tokens=1, seed=seed)
+        return request.sampling.seed
+
+    assert seed_of(5) == 5
+    assert seed_of(-1) == (1 << 64) - 1
+    assert seed_of(None) != seed_of(None)
+
+
+def test_the_context_message_says_both_numbers() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        PROCESSOR.process("r", PROMPT, SamplingParams(), max_tokens=MAX_LEN)
+    message = str(caught.value)
+    assert all(str(n) in message for n in (MAX_LEN, len(PROMPT), MAX_LEN + len(PROMPT)))
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens"), [([], 4), ([-1], 4), ([VOCAB], 4), ([1] * MAX_LEN, None)]
+)
+def test_wrong_prompts(prompt: list[int], max_tokens: int | None) -> None:
+    assert refusal(prompt, max_tokens) == "prompt"
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1, MAX_LEN])
+def test_wrong_max_tokens(max_tokens: int) -> None:
+    assert refusal(max_tokens=max_tokens) == "max_tokens"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.1])
+def test_numbers_out_of_range(name: str, value: float) -> None:
+    assert refusal(**{name: value}) == name
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": math.nan},
+        {"top_k": -1},
+        {"top_k": 1 << 31},
+        {"min_tokens": 5},
+        {"min_tokens": -1},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"stop": ("",)},
+        {"stop": ("x" * 257,)},
+        {"stop": ("x",) * 17},
+        {"stop_token_ids": (VOCAB,)},
+        {"stop_token_ids": (1,) * 257},
+        {"logit_bias": {VOCAB: 1.0}},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": {1: 101.0}},
+    ],
+)
+def test_wrong_sampling_names_its_field(sampling: dict[str, Any]) -> None:
+    assert refusal(**sampling) == next(iter(sampling))
+
+
+def test_without_chunked_prefill_long_prompts_are_refused() -> None:
+    scheduler = SchedulerConfig(max_num_batched_tokens=8, enable_chunked_prefill=False)
+    processor = InputProcessor(replace(tiny_config(), scheduler=scheduler))
+    processor.process("r", [1] * 8, SamplingParams(), max_tokens=1)
+    with pytest.raises(InvalidRequest, match="8"):
+        processor.process("r", [1] * 9, SamplingParams(), max_tokens=1)
+
+
+@given(
+    temperature=st.floats(),
+    top_p=st.floats(),
+    top_k=st.integers(),
+    max_tokens=st.one_of(st.none(), st.integers()),
+    stop=st.lists(st.text(), max_size=3),
+)
+def test_anything_is_refused_or_in_range(
+    temperature: float, top_p: float, top_k: int, max_tokens: int | None, stop: list[str]
+) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, stop=tuple(stop))
+    try:
+        request = PROCESSOR.process("r", PROMPT, params, max_tokens=max_tokens)
+    except InvalidRequest:
+        return
+    assert 0 <= request.sampling.temperature <= 100
+    assert 0 < request.sampling.top_p <= 1
+    assert 1 <= request.sampling.max_tokens <= MAX_LEN - len(PROMPT)

@@ -1,0 +1,201 @@
+"""Load reports and health of a node, over a real gRPC server on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from engine.config import EngineConfig
+from engine.frontend.node_grpc import NodeGrpcServer, PortInUse
+from engine.frontend.node_status import NodeStatus, fingerprint
+from engine.frontend.open_requests import OpenRequests
+from engine.messages import EngineReady
+from engine.outputs import SchedulerStats
+from tandem_pb import node_pb2, node_pb2_grpc
+from tests.engine.core.tiny_engine import tiny_config
+
+LONG_S = 60.0
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@dataclass
+class StillEngine:
+    """An engine that only has a state."""
+
+    config: EngineConfig = field(default_factory=tiny_config)
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    ready: EngineReady = field(default_factory=lambda: EngineReady(num_blocks=96))
+    is_dead: bool = False
+    dead_reason: str = ""
+
+    def give_up(self, reason: str) -> None:
+        self.is_dead, self.dead_reason = True, reason
+
+
+@pytest.fixture
+def engine() -> StillEngine:
+    return StillEngine()
+
+
+@pytest.fixture
+def status(engine: StillEngine) -> NodeStatus:
+    return NodeStatus(engine, node_pb2.NODE_ROLE_DECODE, stuck_after_s=5.0)
+
+
+@pytest.fixture
+async def channel(status: NodeStatus) -> AsyncIterator[grpc.aio.Channel]:
+    server = NodeGrpcServer("127.0.0.1", 0, ("tandem.v1.Prefill",))
+    await server.start(status)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+    await server.stop(0)
+    await server.stop(0)
+
+
+def test_a_report_says_what_the_engine_does(engine: StillEngine, status: NodeStatus) -> None:
+    engine.stats = SchedulerStats(
+        num_running=2,
+        num_waiting=3,
+        num_waiting_tokens=400,
+        num_free_blocks=40,
+        num_total_blocks=96,
+        num_waiting_for_remote_kvs=1,
+        num_delayed_frees=2,
+        prefill_tokens_per_s=123.0,
+        last_step_at=time.monotonic(),
+    )
+    status.work.num_queued = 4
+    load = status.load()
+    assert (load.node_id, load.epoch) == (engine.config.engine_id, engine.config.epoch)
+    assert (load.num_running_requests, load.num_waiting_requests) == (2, 7)
+    assert (load.num_free_blocks, load.num_total_blocks, load.block_size) == (40, 96, 8)
+    assert (load.num_waiting_tokens, load.num_transfers) == (400, 3)
+    assert load.model_name == "tiny"
+    assert load.fingerprint == fingerprint(engine.config.kv_layout)
+    assert status.load().sequence == load.sequence + 1
+
+
+def test_before_the_first_step_all_blocks_are_free(status: NodeStatus) -> None:
+    load = status.load()
+    assert (load.num_free_blocks, load.num_total_blocks) == (96, 96)
+
+
+def test_fingerprints_differ_where_kv_does_not_fit() -> None:
+    layout = tiny_config().kv_layout
+
+    other_block = msgspec.structs.replace(layout, block_size=64, tp_size=2)
+    assert fingerprint(other_block) == fingerprint(layout)
+    for change in ({"dtype": "bfloat16"}, {"model_hash": "x"}, {"protocol_version": 99}):
+        assert fingerprint(msgspec.structs.replace(layout, **change)) != fingerprint(layout)
+
+
+def test_only_an_engine_with_work_can_be_stuck(engine: StillEngine, status: NodeStatus) -> None:
+    long_ago = time.monotonic() - 100
+    engine.stats = SchedulerStats(num_running=0, last_step_at=long_ago)
+    assert status.seconds_since_progress() == 0.0 or status.seconds_since_progress() < 1
+    assert status.fault() == ""
+    engine.stats = SchedulerStats(num_running=1, last_step_at=long_ago)
+    assert status.seconds_since_progress() < 5, "it was idle a moment ago"
+    status._busy_since = long_ago
+    assert "no step" in status.fault()
+    engine.stats = SchedulerStats(num_running=1, last_step_at=time.monotonic())
+    assert status.fault() == ""
+
+
+def test_work_that_the_engine_never_reported_counts(
+    engine: StillEngine, status: NodeStatus
+) -> None:
+    status.work.num_computing = 1
+    status._busy_since = time.monotonic() - 100
+    assert "no step" in status.fault()
+
+
+def test_a_stuck_engine_is_given_up(engine: StillEngine, status: NodeStatus) -> None:
+    engine.stats = SchedulerStats(num_running=1, last_step_at=time.monotonic())
+    status.give_up_if_stuck()
+    assert not engine.is_dead
+    engine.stats = SchedulerStats(num_running=1, last_step_at=time.monotonic() - 100)
+    status._busy_since = time.monotonic() - 100
+    status.give_up_if_stuck()
+    assert engine.is_dead and "no step" in status.fault()
+
+
+async def test_watch_reports_at_once_then_on_change(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    watch = node_pb2_grpc.NodeStatusStub(channel).Watch(node_pb2.WatchRequest(interval_s=LONG_S))
+    async with asyncio.timeout(LONG_S / 2):
+        first = await watch.read()
+        status.work.draining = True
+        while not (load := await _after_notify(status, watch)).draining:
+            pass
+    assert not first.draining
+    assert load.sequence > first.sequence
+    watch.cancel()
+
+
+async def _after_notify(status: NodeStatus, watch: grpc.aio.UnaryStreamCall) -> node_pb2.NodeLoad:
+    """A change in the same moment as a report is in the next one: keep notifying."""
+    reading = asyncio.ensure_future(watch.read())
+    while not reading.done():
+        status.notify()
+        await asyncio.wait([reading], timeout=0.05)
+    return reading.result()
+
+
+async def test_watch_reports_every_interval(channel: grpc.aio.Channel) -> None:
+    watch = node_pb2_grpc.NodeStatusStub(channel).Watch(node_pb2.WatchRequest(interval_s=0.05))
+    async with asyncio.timeout(LONG_S):
+        sequences = [(await watch.read()).sequence for _ in range(4)]
+    assert sequences == sorted(set(sequences))
+    watch.cancel()
+
+
+@pytest.mark.parametrize("service", ["", "tandem.v1.Prefill"])
+async def test_health_follows_draining_and_the_engine(
+    engine: StillEngine, status: NodeStatus, channel: grpc.aio.Channel, service: str
+) -> None:
+    watch = health_pb2_grpc.HealthStub(channel).Watch(
+        health_pb2.HealthCheckRequest(service=service)
+    )
+    async with asyncio.timeout(LONG_S):
+        assert (await watch.read()).status == SERVING
+        status.work.draining = True
+        status.notify()
+        assert (await watch.read()).status == NOT_SERVING
+        status.work.draining = False
+        status.notify()
+        assert (await watch.read()).status == SERVING
+        engine.is_dead = True
+        status.notify()
+        assert (await watch.read()).status == NOT_SERVING
+    watch.cancel()
+
+
+async def test_a_port_in_use_is_named() -> None:
+    server = NodeGrpcServer("127.0.0.1", 0)
+    with pytest.raises(PortInUse, match=str(server.port)):
+        NodeGrpcServer("127.0.0.1", server.port)
+    await server.stop(0)
+
+
+async def test_open_requests_wait_until_idle() -> None:
+    open_requests = OpenRequests()
+    assert await open_requests.wait_idle(0)
+    open_requests.enter()
+    open_requests.enter()
+    open_requests.leave()
+    assert not await open_requests.wait_idle(0)
+    waiting = asyncio.create_task(open_requests.wait_idle(LONG_S))
+    await asyncio.sleep(0)
+    open_requests.leave()
+    assert await waiting
+    assert open_requests.count == 0

@@ -1,0 +1,107 @@
+"""One definition: flag, variable, help; and what becomes of it in the engine's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decode_node.config import DecodeNodeSettings
+from engine.frontend import settings as settings_module
+from engine.frontend.settings import EngineSettings, SettingsError, detect_device
+from prefill_node.config import PrefillNodeSettings
+
+ALL = [EngineSettings, PrefillNodeSettings, DecodeNodeSettings]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ALL:
+        for name in kind.model_fields:
+            monkeypatch.delenv(f"TANDEM_{name.upper()}", raising=False)
+
+
+def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_MODEL", "from-environment")
+    monkeypatch.setenv("TANDEM_BLOCK_SIZE", "32")
+    assert EngineSettings.from_args("x", []).block_size == 32
+    settings = EngineSettings.from_args("x", ["--block-size", "64", "--no-enable-prefix-caching"])
+    assert (settings.model, settings.block_size) == ("from-environment", 64)
+    assert not settings.enable_prefix_caching
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_setting_is_described_and_in_the_help(
+    kind: type[EngineSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, field in kind.model_fields.items():
+        assert field.description and field.description.endswith((".", "?")), name
+    with pytest.raises(SystemExit) as ended:
+        kind.from_args("python -m node", ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "(default: None)" not in text
+    for name in kind.model_fields:
+        assert f"--{name.replace('_', '-')}" in text
+        assert f"TANDEM_{name.upper()}" in text.upper()
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ([], "--model"),
+        (["--model", "x", "--block-size", "0"], "--block-size"),
+        (["--model", "x", "--dtype", "float8"], "--dtype"),
+        (["--model", "x", "--port", "70000"], "--port"),
+        (["--model", "x", "--nonsense", "1"], "--nonsense"),
+    ],
+)
+def test_wrong_settings_are_named(
+    args: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        DecodeNodeSettings.from_args("python -m decode_node", args)
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_engine_config_of_the_demo_checkpoint(demo_checkpoint: Path) -> None:
+    args = ["--model", str(demo_checkpoint), "--tensor-parallel-size", "2", "--device", "cpu"]
+    args += ["--max-model-len", "64", "--kv-streams", "8", "--served-model-name", "demo"]
+    settings = EngineSettings.from_args("x", args)
+    config = settings.to_engine_config("kv_producer")
+    assert config.model.served_model_name == "demo"
+    assert (config.model.max_model_len, config.parallel.tensor_parallel_size) == (64, 2)
+    assert config.kv_transfer is not None
+    assert (config.kv_transfer.kv_role, config.kv_transfer.num_streams) == ("kv_producer", 8)
+    assert config.device.num_threads >= 1
+    again = settings.to_engine_config("kv_producer")
+    assert (again.engine_id, again.epoch) != (config.engine_id, config.epoch)
+    assert again.kv_layout == config.kv_layout
+    assert settings.to_engine_config(None).kv_transfer is None
+
+
+def test_auto_device_follows_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "_GPU_DRIVER", tmp_path / "gpus")
+    assert detect_device() == "cpu"
+    (tmp_path / "gpus").mkdir()
+    assert detect_device() == "cpu"
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir()
+    assert detect_device() == "cuda"
+
+
+def test_keys_do_not_show() -> None:
+    settings = DecodeNodeSettings.from_args("x", ["--model", "m", "--api-keys", "secret-key"])
+    assert "secret-key" not in repr(settings)
+
+
+def test_a_prefill_node_on_every_address_must_say_where_its_kv_is(demo_checkpoint: Path) -> None:
+    settings = PrefillNodeSettings(model=str(demo_checkpoint), host="0.0.0.0")
+    with pytest.raises(SettingsError, match="--kv-host"):
+        settings.to_engine_config("kv_producer")
+    named = PrefillNodeSettings(model=str(demo_checkpoint), host="0.0.0.0", kv_host="10.0.0.5")
+    transfer = named.to_engine_config("kv_producer").kv_transfer
+    assert transfer is not None and transfer.host == "10.0.0.5"
+    alone = PrefillNodeSettings(model=str(demo_checkpoint), host="10.0.0.6")
+    transfer = alone.to_engine_config("kv_producer").kv_transfer
+    assert transfer is not None and transfer.host == "10.0.0.6"

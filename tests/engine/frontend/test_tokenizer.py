@@ -1,0 +1,191 @@
+"""Tokenizer and chat template against transformers on the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
+from engine.frontend.tokenizer import Tokenizer, TokenizerError
+from tests.engine.frontend.small_tokenizers import (
+    byte_fallback,
+    byte_fallback_backend,
+    byte_level,
+    byte_level_backend,
+    save,
+)
+
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|user|>{{ message['role'] }}: {{ message['content'] | trim }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TRICKY = """\
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set system = messages[0]['content'] -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set system = 'none' -%}
+    {%- set rest = messages -%}
+{%- endif -%}
+{{- bos_token }}[{{ system }}]{{ '\\n' }}
+{%- for message in rest -%}
+    {%- if loop.index0 > 9 -%}{%- break -%}{%- endif -%}
+    {%- if message.role == 'assistant' -%}
+        {%- generation -%}{{ message.content }}{{ eos_token }}{%- endgeneration -%}
+    {%- else -%}
+        {{- message | tojson }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if enable_thinking is defined and enable_thinking -%}<think>{%- endif -%}
+"""
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hello"}],
+    [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": ' two  spaces & <tags> "quotes" \''},
+        {"role": "assistant", "content": "größer 日本 👩‍👧"},
+        {"role": "user", "content": "and\nnow?\n"},
+    ],
+    [{"role": "user", "content": "<|end|> written by a user"}],
+]
+
+
+@pytest.mark.parametrize("template", [PLAIN, TRICKY])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("generation_prompt", [True, False])
+def test_chats_render_as_with_transformers(
+    tmp_path: Path, template: str, chat: list[dict[str, Any]], generation_prompt: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    save(tmp_path, byte_level_backend(adds_bos=True), template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    for variables in ({}, {"enable_thinking": True}):
+        text = ours.apply_chat_template(
+            chat, add_generation_prompt=generation_prompt, variables=variables
+        )
+        expected = theirs.apply_chat_template(
+            chat, add_generation_prompt=generation_prompt, tokenize=False, **variables
+        )
+        assert text == expected
+        expected_ids = theirs.apply_chat_template(
+            chat, add_generation_prompt=generation_prompt, return_dict=False, **variables
+        )
+        assert ours.encode(text, add_special_tokens=False) == expected_ids
+
+
+def test_the_demo_checkpoint_is_as_with_transformers(demo_checkpoint: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(demo_checkpoint)
+    ours = Tokenizer.from_folder(demo_checkpoint)
+    for chat in CHATS:
+        text = ours.apply_chat_template(chat)
+        assert text == theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(
+            theirs.encode(text), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+@pytest.mark.parametrize("make", [byte_level_backend, byte_fallback_backend])
+def test_encoding_is_as_with_transformers(tmp_path: Path, make: Any) -> None:
+    from transformers import AutoTokenizer
+
+    save(tmp_path, make())
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    for text in ("the dog", "ü の 👩‍👧 x", " lead", "<|end|>x", ""):
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_bos_is_added_where_the_tokenizer_says_so(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(save(tmp_path, byte_level_backend(adds_bos=True)))
+    assert tokenizer.encode("the")[1:] == tokenizer.encode("the", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("family", [byte_level, byte_fallback])
+@given(text=st.text(max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_bytes_of_tokens_make_up_the_text(family: Any, text: str) -> None:
+    tokenizer = family()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    whole = b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
+    assert whole.decode().removeprefix(" " if family is byte_fallback else "") in (
+        text,
+        text.removeprefix(" "),
+    )
+
+
+def test_no_text_has_more_characters_than_its_tokens_can_hold() -> None:
+    tokenizer = byte_level()
+    text = "the quick brown fox " * 20
+    assert len(text) <= len(tokenizer.encode(text)) * tokenizer.max_token_length
+
+
+def test_half_a_surrogate_pair_is_a_type_error() -> None:
+    with pytest.raises(TypeError):
+        byte_level().encode("a\ud800")
+
+
+def test_a_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend(), "from configuration")
+    (tmp_path / "chat_template.jinja").write_text("from file {{ eos_token }}", encoding="utf-8")
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template([]) == "from file </s>"
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    save(tmp_path, byte_level_backend(), None, chat_template=named, eos_token={"content": "E"})
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template([]) == "b"
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.upper( }}", "compile"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        ("{{ messages[3].content + 1 }}", "refuses"),
+    ],
+)
+def test_templates_that_fail_say_why(template: str, fault: str) -> None:
+    with pytest.raises(ChatTemplateError, match=fault):
+        ChatTemplate(template, {}).render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_does_not_compile_names_the_folder(tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend(), "{% for")
+    with pytest.raises(TokenizerError, match=f"{tmp_path}.*does not compile.*correct"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_variables_cannot_replace_what_a_template_relies_on() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ raise_exception is callable }}", {})
+    variables = {"messages": [{"content": "forged"}], "raise_exception": 1}
+    rendered = template.render([{"role": "user", "content": "x"}], variables=variables)
+    assert rendered == "xTrue"
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    save(tmp_path, byte_level_backend())
+    (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_without_a_template_the_message_says_what_to_do(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(save(tmp_path, byte_level_backend()))
+    with pytest.raises(TokenizerError, match="/v1/completions"):
+        tokenizer.apply_chat_template([])

@@ -1,0 +1,88 @@
+"""Checkpoints of every family, computed once by transformers and once by tandem with one rank and
+with two."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.distributed import TensorParallelGroup
+from tests.engine.models.engine_rank import MODES, greedy_all
+from tests.engine.models.rank_process import compute_all
+from tests.engine.models.reference_models import FAMILIES, save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 100
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one checkpoint for each family."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, family in FAMILIES.items():
+        save_checkpoint(family, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def logits_by_rank(
+    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, torch.Tensor]]]:
+    """Tensor-parallel size to what each rank computed."""
+    out = tmp_path_factory.mktemp("logits")
+    run_ranks("tests.engine.models.rank_process", 2, str(checkpoints), str(out))
+    pair = [load_file(out / f"rank-{rank}.safetensors") for rank in range(2)]
+    return {1: [compute_all(checkpoints, TensorParallelGroup(0, 1))], 2: pair}
+
+
+@pytest.fixture(scope="session")
+def greedy_by_rank(
+    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, list[int]]]]:
+    """Tensor-parallel size to what each rank of an engine sampled."""
+    out = tmp_path_factory.mktemp("greedy")
+    num_engines = len(FAMILIES) * len(MODES)
+    run_ranks(
+        "tests.engine.models.engine_rank", 2, str(checkpoints), str(out), num_groups=num_engines
+    )
+    pair = [json.loads((out / f"greedy-{rank}.json").read_text()) for rank in range(2)]
+    return {1: [greedy_all(checkpoints, 0, 1, [""] * num_engines)], 2: pair}
+
+
+def run_ranks(module: str, size: int, *args: str, num_groups: int = 1) -> None:
+    """Runs `module ARGS RANK SIZE RENDEZVOUS...` for all ranks and waits for them."""
+    rendezvous = [f"127.0.0.1:{port}" for port in free_ports(num_groups)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *args, str(rank), str(size), *rendezvous], cwd=ROOT
+        )
+        for rank in range(size)
+    ]
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * size
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]

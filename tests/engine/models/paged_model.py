@@ -1,0 +1,111 @@
+"""A model over a paged cache, without scheduler and worker: the least that gives logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.config import EngineConfig
+from engine.models.llama import LlamaForCausalLM
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+BLOCK_SIZE = 16
+_NUM_BLOCKS = 64
+
+
+@dataclass
+class PagedSequence:
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+
+class PagedModel:
+    """The cache is full of NaN at first, and blocks are given out in falling order, so what is
+    read from a wrong place shows."""
+
+    def __init__(self, config: EngineConfig, model: LlamaForCausalLM) -> None:
+        self._model = model
+        self._free = list(range(_NUM_BLOCKS))
+        layout = config.kv_layout
+        shape = (_NUM_BLOCKS, 2, layout.local_kv_heads, BLOCK_SIZE, layout.head_dim)
+        dtype = getattr(torch, config.model.dtype)
+        self.kv_caches = [
+            torch.full(shape, float("nan"), dtype=dtype) for _ in range(layout.num_layers)
+        ]
+        self.layers_seen: list[int] = []
+
+    def prefill(self, prompts: list[list[int]], chunk: int) -> list[torch.Tensor]:
+        """Logits [len(prompt), vocabulary] of each; at most `chunk` tokens of each a step."""
+        return self._compute([PagedSequence(prompt) for prompt in prompts], chunk)
+
+    def prefill_behind(self, first: list[int], second: list[int], chunk: int) -> torch.Tensor:
+        """Logits of `second` from where it leaves the full blocks that it shares with `first`."""
+        leader = PagedSequence(first)
+        self._compute([leader], chunk)
+        common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+        shared = common // BLOCK_SIZE
+        assert shared > 0
+        follower = PagedSequence(second, leader.blocks[:shared], shared * BLOCK_SIZE)
+        return self._compute([follower], chunk)[0]
+
+    def _compute(self, sequences: list[PagedSequence], chunk: int) -> list[torch.Tensor]:
+        logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+        while any(sequence.num_left for sequence in sequences):
+            work = [
+                (index, min(chunk, sequence.num_left))
+                for index, sequence in enumerate(sequences)
+                if sequence.num_left
+            ]
+            work.sort(key=lambda item: item[1] != 1)
+            counts = [count for _, count in work]
+            step = self._step([sequences[index] for index, _ in work], counts)
+            for (index, _), part in zip(work, step.split(counts), strict=True):
+                logits[index].append(part)
+        return [torch.cat(parts) for parts in logits]
+
+    @torch.inference_mode()
+    def _step(self, sequences: list[PagedSequence], counts: list[int]) -> torch.Tensor:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            stop = sequence.num_computed + count
+            while len(sequence.blocks) * BLOCK_SIZE < stop:
+                sequence.blocks.append(self._free.pop())
+            for position in range(sequence.num_computed, stop):
+                ids.append(sequence.tokens[position])
+                positions.append(position)
+                block = sequence.blocks[position // BLOCK_SIZE]
+                slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+            sequence.num_computed = stop
+        hidden = self._model(
+            torch.tensor(ids),
+            torch.tensor(positions),
+            self.kv_caches,
+            torch.tensor(slots),
+            _metadata(sequences, counts),
+            self.layers_seen.append,
+        )
+        logits: torch.Tensor = self._model.compute_logits(hidden)
+        return logits
+
+
+def _metadata(sequences: list[PagedSequence], counts: list[int]) -> AttentionMetadata:
+    longest = max(len(sequence.blocks) for sequence in sequences)
+    tables = [sequence.blocks + [0] * (longest - len(sequence.blocks)) for sequence in sequences]
+    lengths = [sequence.num_computed for sequence in sequences]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    return AttentionMetadata(
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        query_start_loc=starts.to(torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_decodes=counts.count(1),
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+    )

@@ -1,0 +1,71 @@
+"""One tensor-parallel rank that computes all checkpoints of a folder:
+
+    python -m tests.engine.models.rank_process FOLDER OUT RANK SIZE RENDEZVOUS
+
+Writes OUT/rank-RANK.safetensors with the logits that `compute_all` describes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from engine.config import CacheConfig, Dtype, EngineConfig, ParallelConfig
+from engine.distributed import TensorParallelGroup
+from engine.models.checkpoint import load_model_config
+from engine.models.loader import load_weights
+from engine.models.registry import create_model
+from tests.engine.models.paged_model import BLOCK_SIZE, PagedModel
+from tests.engine.models.parity_cases import prompts
+
+WHOLE, CHUNK = 1000, 13
+
+
+def make_paged_model(
+    folder: Path, group: TensorParallelGroup, dtype: Dtype | None = None
+) -> PagedModel:
+    config = EngineConfig(
+        engine_id="parity",
+        epoch=1,
+        model=load_model_config(folder, dtype=dtype or "auto"),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
+        parallel=ParallelConfig(tensor_parallel_size=group.size),
+    )
+    model = create_model(config, group, "cpu")
+    load_weights(model, config, lambda fraction: None)
+    return PagedModel(config, model)
+
+
+def compute(model: PagedModel) -> dict[str, torch.Tensor]:
+    """Logits by "whole/i", "chunked/i" (prompt i) and "cached" (the last prompt behind the
+    prefix that it shares with the one before)."""
+    asked = prompts()
+    logits = {}
+    for name, chunk in (("whole", WHOLE), ("chunked", CHUNK)):
+        for index, part in enumerate(model.prefill(asked, chunk)):
+            logits[f"{name}/{index}"] = part
+    logits["cached"] = model.prefill_behind(asked[-2], asked[-1], CHUNK)
+    return logits
+
+
+def compute_all(folder: Path, group: TensorParallelGroup) -> dict[str, torch.Tensor]:
+    """`compute` of every family, by "family/..."."""
+    return {
+        f"{checkpoint.name}/{key}": logits
+        for checkpoint in sorted(folder.iterdir())
+        for key, logits in compute(make_paged_model(checkpoint, group)).items()
+    }
+
+
+def main(folder: str, out: str, rank: str, size: str, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    with TensorParallelGroup(int(rank), int(size), "cpu", rendezvous, timeout_s=60) as group:
+        logits = compute_all(Path(folder), group)
+    save_file(logits, Path(out) / f"rank-{rank}.safetensors")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,127 @@
+"""Tiny random checkpoints of every family, written by transformers, and what it computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, VOCAB
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """`changes`: what differs from the common sizes. `older_config`: rewritten to the keys that
+    transformers used before version 5."""
+
+    model: type[PreTrainedModel]
+    config: type[PretrainedConfig]
+    changes: dict[str, Any] = field(default_factory=dict)
+    shard_size: str = "5GB"
+    older_config: bool = False
+
+
+FAMILIES = {
+    "llama": Family(LlamaForCausalLM, LlamaConfig),
+    "llama3_rope_tied_sharded": Family(
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True},
+        shard_size="60KB",
+    ),
+    "llama3_rope_older_config": Family(
+        LlamaForCausalLM, LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}, older_config=True
+    ),
+    "llama_one_kv_head": Family(LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
+    "qwen2": Family(Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": {"rope_theta": 1e6}}),
+    "qwen3_tied": Family(
+        Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "tie_word_embeddings": True}
+    ),
+}
+
+
+def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Random weights everywhere (also biases and norms), large enough that attention matters."""
+    torch.manual_seed(21)
+    model = family.model(family.config(**{**_SIZES, **family.changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            vector = parameter.dim() == 1
+            parameter.copy_(1.0 + 0.2 * noise if vector else 0.15 * noise)
+    model.to(dtype).save_pretrained(folder, max_shard_size=family.shard_size)
+    if family.older_config:
+        _to_older_config(folder / "config.json")
+
+
+def _to_older_config(path: Path) -> None:
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config))
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    family = next(f for f in FAMILIES.values() if f.model.__name__ == _architecture(folder))
+    return family.model.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def _architecture(folder: Path) -> str:
+    return str(json.loads((folder / "config.json").read_text())["architectures"][0])
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """[len(prompt), VOCAB]"""
+    return model(torch.tensor([prompt])).logits[0]
+
+
+@torch.no_grad()
+def reference_greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], float]:
+    """NUM_GREEDY tokens, and the smallest lead that a chosen token had over the next best."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NUM_GREEDY,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(output.logits).topk(2).values
+    lead = float((best[:, 0] - best[:, 1]).min())
+    return output.sequences[0, len(prompt) :].tolist(), lead

@@ -1,0 +1,427 @@
+"""Folders that cannot be served are refused with the path, the fault and the cure; the rest are
+read as transformers means them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig, ModelConfig, RopeScaling
+from engine.distributed import TensorParallelGroup
+from engine.models import checkpoint
+from engine.models.checkpoint import (
+    CheckpointError,
+    check_tensor_parallel,
+    load_model_config,
+    resolve_model,
+)
+from engine.models.loader import load_weights
+from engine.models.registry import create_model
+
+SHARDED = "llama3_rope_tied_sharded"
+
+
+@pytest.fixture
+def copy(checkpoints: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A checkpoint of the named family that the test may break."""
+
+    def make(family: str = "llama") -> Path:
+        folder = tmp_path / family
+        shutil.copytree(checkpoints / family, folder)
+        (folder / "tokenizer.json").write_text("{}")
+        return folder
+
+    return make
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def load(folder: Path) -> list[float]:
+    """Config, model and weights; returns what was reported."""
+    config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
+    reported: list[float] = []
+    load_weights(create_model(config, TensorParallelGroup(0, 1), "cpu"), config, reported.append)
+    return reported
+
+
+def check_error(error: CheckpointError, path: Path, *words: str) -> None:
+    assert str(path) in str(error)
+    for word in words:
+        assert word in str(error)
+    assert error.cure and str(error).endswith(error.cure)
+
+
+# What is read ---------------------------------------------------------------------------------
+
+
+def test_both_spellings_of_rope_settings_mean_the_same(checkpoints: Path) -> None:
+    newer = load_model_config(checkpoints / SHARDED)
+    older = load_model_config(checkpoints / "llama3_rope_older_config")
+    assert newer.rope_theta == older.rope_theta == 500.0
+    assert newer.rope_scaling == older.rope_scaling
+    assert newer.rope_scaling == RopeScaling(
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+    assert load_model_config(checkpoints / "llama").rope_scaling is None
+
+
+def test_families(checkpoints: Path) -> None:
+    qwen2 = load_model_config(checkpoints / "qwen2")
+    assert (qwen2.attention_bias, qwen2.qk_norm, qwen2.rope_theta) == (True, False, 1e6)
+    qwen3 = load_model_config(checkpoints / "qwen3_tied")
+    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 24)
+    assert qwen3.tie_word_embeddings
+    llama = load_model_config(checkpoints / "llama", served_model_name="tiny", max_model_len=50)
+    assert (llama.head_dim, llama.served_model_name, llama.max_model_len) == (16, "tiny", 50)
+
+
+def test_eos_of_generation_config_comes_first(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert load_model_config(folder).eos_token_ids == (5, 6)
+    (folder / "generation_config.json").unlink()
+    edit_config(folder, eos_token_id=9)
+    assert load_model_config(folder).eos_token_ids == (9,)
+    edit_config(folder, eos_token_id=None)
+    assert load_model_config(folder).eos_token_ids == ()
+
+
+def test_auto_dtype(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    edit_config(folder, dtype="float16")
+    assert load_model_config(folder).dtype == "float16"
+    assert load_model_config(folder, dtype="bfloat16").dtype == "bfloat16"
+    edit_config(folder, dtype="absent")
+    assert load_model_config(folder).dtype == "float32"
+
+
+def test_model_hash_follows_what_the_kv_depends_on(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    original = load_model_config(folder).model_hash
+    moved = folder.rename(folder.with_name("moved"))
+    same = load_model_config(moved, dtype="bfloat16", max_model_len=7, served_model_name="x")
+    assert same.model_hash == original
+    edit_config(moved, rms_norm_eps=1e-4)
+    changed_config = load_model_config(moved).model_hash
+    edit_config(moved, rms_norm_eps=1e-6)
+    weights = load_file(moved / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][-1, -1] += 0.5
+    save_file(weights, moved / "model.safetensors")
+    changed_weights = load_model_config(moved).model_hash
+    assert len({original, changed_config, changed_weights}) == 3
+
+
+def test_dummy_needs_no_weights_and_is_the_same_for_every_sharding(
+    copy: Callable[[str], Path],
+) -> None:
+    folder = copy("qwen2")
+    (folder / "model.safetensors").unlink()
+    (folder / "generation_config.json").unlink()
+    assert resolve_model(str(folder), load_format="dummy") == folder
+    model = load_model_config(folder, load_format="dummy")
+    config = EngineConfig(engine_id="dummy", epoch=1, model=model)
+    first, second = (create_model(config, TensorParallelGroup(0, 1), "cpu") for _ in range(2))
+    for created in (first, second):
+        load_weights(created, config, lambda fraction: None)
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.std() > 0
+
+
+def test_loading_reports_growing_fractions(checkpoints: Path) -> None:
+    for family in ("llama", SHARDED):
+        reported = load(checkpoints / family)
+        assert reported == sorted(reported)
+        assert reported[-1] == 1.0
+        assert len(reported) > 20
+
+
+# Folders that are refused ---------------------------------------------------------------------
+
+
+def test_resolve_finds_a_complete_folder(copy: Callable[[str], Path]) -> None:
+    reported: list[float] = []
+    folder = copy(SHARDED)
+    assert resolve_model(str(folder), reported.append) == folder
+    assert reported == [1.0]
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(str(tmp_path / "absent"))
+    check_error(caught.value, tmp_path / "absent", "does not exist", "check the path")
+
+
+def test_file_instead_of_folder(copy: Callable[[str], Path]) -> None:
+    path = copy("llama") / "config.json"
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(str(path))
+    check_error(caught.value, path, "is a file")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_missing_file(name: str, copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(str(folder))
+    check_error(caught.value, folder / name, "is missing")
+
+
+def test_missing_weights(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    for refuse in (lambda: resolve_model(str(folder)), lambda: load_model_config(folder)):
+        with pytest.raises(CheckpointError) as caught:
+            refuse()
+        check_error(caught.value, folder, "neither model.safetensors nor", "safetensors only")
+
+
+def test_hub_name_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError(f"{name} {allow_patterns}")
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", offline)
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model("some-org/some-model")
+    check_error(caught.value, Path("some-org/some-model"), "cannot be downloaded", "network")
+
+
+def test_hub_name_is_downloaded(
+    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = copy("llama").parent / "models--some-org--some-model" / "snapshots"
+    snapshots.mkdir(parents=True)
+    folder = (snapshots.parent.parent / "llama").rename(snapshots / "0a1b")
+    asked: list[list[str]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    assert resolve_model("some-org/some-model") == folder
+    assert "*.safetensors" in asked[0]
+    assert load_model_config(folder).served_model_name == "some-org/some-model"
+
+
+# config.json ----------------------------------------------------------------------------------
+
+
+def test_bad_json(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    (folder / "config.json").write_text('{"vocab_size": 3,')
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(folder)
+    check_error(caught.value, folder / "config.json", "not valid JSON")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "64"}, ("hidden_size", "correct the field")),
+        ({"num_hidden_layers": "absent"}, ("num_hidden_layers", "missing")),
+        ({"num_hidden_layers": 0}, ("size below 1",)),
+        ({"architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel", "Qwen3ForCausalLM")),
+        ({"architectures": None}, ("none", "LlamaForCausalLM")),
+        ({"hidden_act": "gelu"}, ("'gelu'",)),
+        ({"mlp_bias": True}, ("mlp_bias",)),
+        ({"num_key_value_heads": 3}, ("4 heads over 3",)),
+        ({"quantization_config": {"quant_method": "awq"}}, ("quantised",)),
+        ({"layer_types": ["sliding_attention"] * 3}, ("sliding window",)),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ("'yarn'",)),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ("four numbers",)),
+        ({"dtype": "float64"}, ("'float64'", "bfloat16")),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_config_that_is_refused(
+    changes: dict[str, Any], words: tuple[str, ...], copy: Callable[[str], Path]
+) -> None:
+    folder = copy("llama")
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(folder)
+    check_error(caught.value, folder / "config.json", *words)
+
+
+@pytest.mark.parametrize("max_model_len", [0, 193])
+def test_max_model_len_beyond_the_model(max_model_len: int, checkpoints: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(checkpoints / "llama", max_model_len=max_model_len)
+    check_error(caught.value, checkpoints / "llama", str(max_model_len), "192")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_that_can_share(size: int, checkpoints: Path) -> None:
+    check_tensor_parallel(load_model_config(checkpoints / "llama"), size)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "word"), [("llama", 3, "attention heads"), ("llama", 8, "attention heads")]
+)
+def test_ranks_that_cannot_share(family: str, size: int, word: str, checkpoints: Path) -> None:
+    model: ModelConfig = load_model_config(checkpoints / family)
+    with pytest.raises(CheckpointError) as caught:
+        check_tensor_parallel(model, size)
+    check_error(caught.value, checkpoints / family, word, "tensor_parallel_size")
+
+
+# Weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, -1])
+def test_truncated_weights(kept: int, copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    for refuse in (lambda: resolve_model(str(folder)), lambda: load_model_config(folder)):
+        with pytest.raises(CheckpointError) as caught:
+            refuse()
+        check_error(caught.value, path, "cut off", "download the checkpoint again")
+
+
+def test_broken_header(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8:12] = b"\xff\xff\xff\xff"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(folder)
+    check_error(caught.value, path, "broken header")
+
+
+def test_weights_cut_off_after_the_config_was_read(copy: Callable[[str], Path]) -> None:
+    """A worker starts later than the node server has looked."""
+    folder = copy("llama")
+    config = EngineConfig(engine_id="late", epoch=1, model=load_model_config(folder))
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    model = create_model(config, TensorParallelGroup(0, 1), "cpu")
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, config, lambda fraction: None)
+    check_error(caught.value, path, "cut off")
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_missing_tensor(copy: Callable[[str], Path]) -> None:
+    folder = copy("qwen2")
+    change_weights(folder, lambda weights: weights.pop("model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    check_error(caught.value, folder, "lacks model.layers.1.self_attn.k_proj.bias")
+
+
+def test_extra_tensor(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    change_weights(folder, lambda weights: weights.update({"adapter.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    check_error(caught.value, folder, "does not use: adapter.weight")
+
+
+def test_extra_tensors_that_are_harmless(copy: Callable[[str], Path]) -> None:
+    """Rotary frequencies of older checkpoints, and a head that is tied anyway."""
+    folder = copy("qwen3_tied")
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": torch.ones(101, 64),
+    }
+    change_weights(folder, lambda weights: weights.update(extra))
+    assert load(folder)[-1] == 1.0
+
+
+def test_tensor_of_another_shape(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_weights(folder, lambda weights: weights.update({name: torch.ones(96, 63)}))
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    check_error(caught.value, folder, name, "[96, 63]", "[96, 64]")
+
+
+def test_tensor_of_integers(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    change_weights(
+        folder,
+        lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    check_error(caught.value, folder, "model.norm.weight in I8", "fp32, fp16 or bf16")
+
+
+def shards(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("model-*.safetensors"))
+    assert len(found) > 2
+    return found
+
+
+def test_missing_shard(copy: Callable[[str], Path]) -> None:
+    folder = copy(SHARDED)
+    shards(folder)[1].unlink()
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(str(folder))
+    check_error(caught.value, shards_name(folder, 1), "is missing")
+
+
+def shards_name(folder: Path, index: int) -> Path:
+    index_file = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / sorted(set(index_file["weight_map"].values()))[index]
+
+
+def test_truncated_shard(copy: Callable[[str], Path]) -> None:
+    folder = copy(SHARDED)
+    last = shards(folder)[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(str(folder))
+    check_error(caught.value, last, "cut off")
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("{", "not a valid index"),
+        ('{"weight_map": 3}', "not a valid index"),
+        ('{"weight_map": {"x": "../other.safetensors"}}', "not a file of the folder"),
+    ],
+)
+def test_bad_index(content: str, word: str, copy: Callable[[str], Path]) -> None:
+    folder = copy(SHARDED)
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(str(folder))
+    check_error(caught.value, folder / "model.safetensors.index.json", word)
+
+
+def test_index_that_promises_too_much(copy: Callable[[str], Path]) -> None:
+    folder = copy(SHARDED)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.9.extra"] = shards(folder)[0].name
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(str(folder))
+    check_error(caught.value, shards(folder)[0], "lacks model.layers.9.extra")

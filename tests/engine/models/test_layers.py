@@ -1,0 +1,115 @@
+"""Layers by themselves: how the vocabulary and the heads are cut, and the rotary table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import RopeScaling
+from engine.distributed import TensorParallelGroup
+from engine.layers.embedding import LMHead, VocabParallelEmbedding
+from engine.layers.linear import ColumnParallelLinear, QKVParallelLinear
+from engine.layers.rotary import cos_sin_cache, inverse_frequencies, llama3_scaled
+from engine.layers.shard import CheckpointWeight, Shard
+from kv_transfer.layout import KVLayout
+
+
+class FakeGroup(TensorParallelGroup):
+    """A rank without its peers: collectives are not called."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(0, 1)
+        self.rank, self.size = rank, size
+
+
+def shard(rank: int = 0, size: int = 1) -> Shard:
+    return Shard(FakeGroup(rank, size), torch.float32, torch.device("cpu"))
+
+
+def rows_of(weight: CheckpointWeight) -> range:
+    assert weight.dim == 0
+    return range(weight.start, weight.start + weight.target.shape[0])
+
+
+@given(vocab_size=st.integers(1, 1000), size=st.integers(1, 8))
+def test_every_row_of_the_vocabulary_is_on_one_rank(vocab_size: int, size: int) -> None:
+    embeddings = [VocabParallelEmbedding(vocab_size, 2, shard(rank, size)) for rank in range(size)]
+    filled = [row for e in embeddings for w in e.checkpoint_weights("x") for row in rows_of(w)]
+    assert filled == list(range(vocab_size))
+    assert len({e.weight.shape for e in embeddings}) == 1
+    assert embeddings[0].num_rows % 64 == 0
+    for embedding in embeddings:
+        assert not embedding.weight[embedding.num_filled :].any()
+
+
+def test_padding_is_cut_from_logits() -> None:
+    head = LMHead(5, 3, shard())
+    head.weight[:5] = torch.randn(5, 3)
+    hidden = torch.randn(4, 3)
+    logits = head(hidden)
+    assert logits.shape == (4, 5)
+    assert logits.is_contiguous() and logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden @ head.weight[:5].T)
+
+
+def test_tied_head_holds_no_second_table() -> None:
+    embedding = VocabParallelEmbedding(5, 3, shard())
+    assert LMHead(5, 3, shard(), embedding.weight).weight is embedding.weight
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_each_query_head_finds_its_kv_head_on_its_rank(size: int) -> None:
+    """8 query heads share 2 KV heads; with 4 and 8 ranks neighbours hold the same one."""
+    layout = KVLayout(
+        model_hash="", dtype="float32", num_layers=1, num_kv_heads=2, head_dim=4, block_size=16,
+        tp_size=size,
+    )  # fmt: skip
+    seen: list[int] = []
+    for rank in range(size):
+        kv_heads = layout.heads_of_rank(rank)
+        qkv = QKVParallelLinear(6, 4, 8, 2, kv_heads, shard(rank, size), bias=True)
+        weights = {w.name: w for w in qkv.checkpoint_weights("q", "k", "v")}
+        assert set(weights) == {f"{p}.{s}" for p in "qkv" for s in ("weight", "bias")}
+        assert weights["q.weight"].shape == (32, 6) and weights["k.bias"].shape == (8,)
+        q_rows = rows_of(weights["q.weight"])
+        assert rows_of(weights["q.bias"]) == q_rows
+        heads = range(q_rows.start // 4, q_rows.stop // 4)
+        seen += heads
+        k_rows = rows_of(weights["k.weight"])
+        assert rows_of(weights["v.bias"]) == k_rows
+        per_kv_head = len(heads) // kv_heads.count
+        for index, head in enumerate(heads):
+            assert k_rows.start // 4 + index // per_kv_head == head // 4
+    assert seen == list(range(8))
+
+
+def test_a_layer_that_cannot_be_shared() -> None:
+    with pytest.raises(ValueError, match="10 cannot be shared by 4 ranks"):
+        ColumnParallelLinear(4, 10, shard(1, 4))
+
+
+def test_rotary_table_turns_pairs() -> None:
+    table = cos_sin_cache(8, 20, 10_000.0, None)
+    assert table.shape == (20, 8) and table.dtype == torch.float32
+    angles = 7 * 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(table[7], torch.cat((angles.cos(), angles.sin())))
+    assert table[0].tolist() == [1.0] * 4 + [0.0] * 4
+
+
+def test_llama3_scaling_leaves_fast_pairs_and_slows_slow_ones() -> None:
+    scaling = RopeScaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    plain = inverse_frequencies(128, 500_000.0)
+    scaled = llama3_scaled(plain, scaling)
+    turns = 8192 * plain / (2 * torch.pi)
+    assert torch.equal(scaled[turns >= 4.0], plain[turns >= 4.0])
+    torch.testing.assert_close(scaled[turns <= 1.0], plain[turns <= 1.0] / 8.0)
+    between = (turns > 1.0) & (turns < 4.0)
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8.0))[between].all()

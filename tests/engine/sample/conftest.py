@@ -1,0 +1,106 @@
+"""A sampler over rows whose logits the test chooses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch.block_table import BlockTables
+from engine.batch.input_batch import InputBuffers, order_batch
+from engine.batch.states import RequestState
+from engine.outputs import TokenLogprobs
+from engine.sample.sampler import Sampler, SamplerOutput
+from engine.sampling_params import SamplingParams
+from engine.sched.output import NewRequestData
+from tandem_kernels import ops
+
+VOCAB = 50
+ROWS = 8
+MAX_LEN = 64
+
+
+class SamplerBench:
+    """Rows are added with their known tokens; `step` gives each a new one."""
+
+    vocab_size = VOCAB
+
+    def __init__(self) -> None:
+        device = torch.device("cpu")
+        self.states = RequestState(ROWS, MAX_LEN, device)
+        self.block_tables = BlockTables(ROWS, MAX_LEN, 16, device)
+        self.buffers = InputBuffers(ROWS, ROWS * MAX_LEN, MAX_LEN // 16, device)
+        self.sampler = Sampler(ROWS, VOCAB, device)
+        self.last: SamplerOutput | None = None
+        self.rows: list[int] = []
+
+    def add(
+        self,
+        row: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        output: list[int] | None = None,
+        eos: tuple[int, ...] = (),
+    ) -> None:
+        tokens = np.array(prompt + (output or []), "<i4")
+        new = NewRequestData(
+            row=row,
+            epoch=0,
+            prompt_len=len(prompt),
+            prefill_token_ids=tokens.tobytes(),
+            num_computed_tokens=len(tokens) - 1,
+            block_ids=[0] * 4,
+            max_len=MAX_LEN,
+            sampling=sampling,
+            eos_token_ids=eos,
+        )
+        self.states.add_request(new)
+        self.block_tables.add_request(row, new.block_ids)
+        self.sampler.add_request(new)
+
+    def remove(self, row: int) -> None:
+        self.states.remove_request(row)
+        self.block_tables.remove_request(row)
+        self.sampler.remove_request(row)
+
+    def step(self, logits: dict[int, torch.Tensor]) -> dict[int, int]:
+        """Row to logits [V]; returns row to token."""
+        self.states.apply_staged_writes()
+        self.block_tables.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        tables = self.states.row_tables(self.block_tables)
+        order = order_batch(np.array(sorted(logits), np.int32), [], self.states)
+        batch = self.buffers.prepare(order, self.states, tables)
+        self.rows = batch.rows_np.tolist()
+        output = self.sampler(torch.stack([logits[row] for row in self.rows]), batch)
+        ops.post_update(batch.idx_mapping, batch.query_start_loc, output.token_ids, tables)
+        self.states.advance(order.rows, order.query_lens)
+        self.last = output
+        return dict(zip(self.rows, output.token_ids.tolist(), strict=True))
+
+    def run(self, row: int, logits: torch.Tensor, steps: int) -> list[int]:
+        """The same logits again and again."""
+        return [self.step({row: logits})[row] for _ in range(steps)]
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Of the last step, by row."""
+        assert self.last is not None
+        if self.last.logprobs is None:
+            return {}
+        return self.last.logprobs.to_host().by_row(self.rows)
+
+
+@pytest.fixture
+def bench() -> SamplerBench:
+    return SamplerBench()
+
+
+@pytest.fixture
+def make_logits():  # type: ignore[no-untyped-def]
+    """Random logits [V], the same for the same seed."""
+
+    def make(seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return scale * torch.randn(VOCAB, generator=generator)
+
+    return make

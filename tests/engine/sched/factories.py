@@ -1,0 +1,107 @@
+"""Small configurations and requests for scheduler tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.messages import EngineCoreRequest
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import KVPeer, KVTransferParams
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 64
+EOS = 0
+
+
+def make_config(
+    *,
+    block_size: int = BLOCK_SIZE,
+    max_model_len: int = 128,
+    enable_prefix_caching: bool = True,
+    **scheduler: Any,
+) -> EngineConfig:
+    """`scheduler`: fields of `SchedulerConfig`."""
+    model = ModelConfig(
+        path="",
+        served_model_name="fake",
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        qk_norm=False,
+        max_model_len=max_model_len,
+        eos_token_ids=(EOS,),
+        dtype="float32",
+        load_format="dummy",
+        model_hash="fake",
+    )
+    limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}
+    return EngineConfig(
+        engine_id="test",
+        epoch=1,
+        model=model,
+        cache=CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+        scheduler=SchedulerConfig(**limits),
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: list[int],
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+    arrival_time: float = 0.0,
+    kv: KVTransferParams | None = None,
+    **sampling: Any,
+) -> Request:
+    """`sampling`: fields of `SamplingParams`; end-of-sequence does not end it unless asked."""
+    params: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, **sampling}
+    return Request(
+        EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(**params),
+            eos_token_ids=(EOS,),
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            kv_transfer_params=kv,
+        )
+    )
+
+
+def remote_prefill(transfer_id: str, attempt: int = 0) -> KVTransferParams:
+    """For a decode node: the prompt's KV comes from a peer."""
+    layout = KVLayout(
+        model_hash="fake",
+        dtype="float32",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+        block_size=BLOCK_SIZE,
+        tp_size=1,
+    )
+    return KVTransferParams(
+        do_remote_prefill=True,
+        transfer_id=transfer_id,
+        attempt=attempt,
+        peer=KVPeer(engine_id="peer", epoch=1, layout=layout),
+    )
+
+
+def remote_decode(transfer_id: str) -> KVTransferParams:
+    """For a prefill node: a peer will pull the prompt's KV."""
+    return KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)

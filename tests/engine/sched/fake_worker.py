@@ -1,0 +1,180 @@
+"""A worker whose model is a hash, so that wrong KV is seen at once.
+
+The "KV" of a token is a number that depends on it and on all tokens before it. Computing a token
+reads the KV of every earlier position through the row's block table and compares it with what it
+must be: a block that belongs to somebody else, was freed too early or written late, shows. The
+next token is a function of that number, so each request's output is a pure function of its
+prompt and sampling parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from engine.outputs import ModelRunnerOutput
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.sched.output import NewRequestData, SchedulerOutput
+from tests.engine.sched.factories import VOCAB_SIZE
+
+_START = 1
+
+
+def kv_of(tokens: list[int]) -> list[int]:
+    """KV of each position."""
+    states = []
+    state = _START
+    for token in tokens:
+        state = hash((state, token))
+        states.append(state)
+    return states
+
+
+def next_token(
+    state: int, num_output: int, sampling: SamplingParams, eos_token_ids: tuple[int, ...]
+) -> int:
+    """After a token with this KV. Ends are masked before `min_tokens`, as on real workers."""
+    masked = set(sampling.stop_token_ids) | set(eos_token_ids)
+    draw = state
+    while True:
+        draw = hash((draw, 97))
+        token = draw % VOCAB_SIZE
+        if num_output >= sampling.min_tokens or token not in masked:
+            return token
+
+
+def expected_output(request: Request, max_len: int) -> list[int]:
+    """What an engine of this context length must answer."""
+    sampling = request.sampling
+    ends = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        ends |= set(request.eos_token_ids)
+    tokens = list(request.all_token_ids[: request.num_prompt_tokens])
+    output: list[int] = []
+    while len(output) < sampling.max_tokens and len(tokens) < max_len:
+        state = kv_of(tokens)[-1]
+        token = next_token(state, len(output), sampling, request.eos_token_ids)
+        tokens.append(token)
+        output.append(token)
+        if token in ends and len(output) >= sampling.min_tokens:
+            break
+    return output
+
+
+class PagedMemory:
+    """`slots[block][offset]`: the KV that was written there last."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def write(self, block_ids: list[int], position: int, state: int) -> None:
+        self.slots[block_ids[position // self.block_size]][position % self.block_size] = state
+
+    def read(self, block_ids: list[int], count: int) -> list[int | None]:
+        """The first `count` positions."""
+        size = self.block_size
+        return [self.slots[block_ids[i // size]][i % size] for i in range(count)]
+
+
+@dataclass(slots=True)
+class WorkerRow:
+    """What a worker keeps of a request."""
+
+    epoch: int
+    prompt_len: int
+    prefill_len: int
+    tokens: list[int]
+    num_computed: int
+    block_ids: list[int]
+    max_len: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+
+
+class FakeWorker:
+    """Applies step messages exactly in the order that `engine.sched.output` prescribes."""
+
+    def __init__(self, memory: PagedMemory) -> None:
+        self.memory = memory
+        self.rows: dict[int, WorkerRow] = {}
+        self.decode_set: set[int] = set()
+        self.last_step_id = -1
+        self.message_bytes: list[int] = []
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Raises AssertionError when the step asks for anything impossible."""
+        wire = msgspec.msgpack.encode(step)
+        self.message_bytes.append(len(wire))
+        step = msgspec.msgpack.decode(wire, type=SchedulerOutput)
+        assert step.step_id == self.last_step_id + 1
+        self.last_step_id = step.step_id
+        self._apply(step)
+        output = ModelRunnerOutput(step.step_id, [], [], [])
+        for index, count in step.prefill_chunks:
+            row = self.rows[index]
+            assert index not in self.decode_set
+            assert 1 <= count <= row.prefill_len - row.num_computed
+            self._compute(row, count)
+            if row.num_computed == row.prefill_len:
+                self._sample(index, row, output)
+        for index in sorted(self.decode_set):
+            row = self.rows[index]
+            assert row.num_computed == len(row.tokens) - 1 >= row.prefill_len
+            self._compute(row, 1)
+            self._sample(index, row, output)
+        return output
+
+    def _apply(self, step: SchedulerOutput) -> None:
+        for index in step.finished_rows:
+            del self.rows[index]
+            self.decode_set.discard(index)
+        for new in step.new_reqs:
+            assert new.row not in self.rows
+            self.rows[new.row] = _row_of(new)
+        for index, block_ids in step.new_block_ids:
+            self.rows[index].block_ids += block_ids
+        for index in step.decode_add:
+            assert index in self.rows
+            assert index not in self.decode_set
+            self.decode_set.add(index)
+        for index in step.decode_remove:
+            self.decode_set.remove(index)
+
+    def _compute(self, row: WorkerRow, count: int) -> None:
+        states = kv_of(row.tokens[: row.num_computed + count])
+        known = self.memory.read(row.block_ids, row.num_computed)
+        assert known == states[: row.num_computed], "KV is not what this row computed"
+        for position in range(row.num_computed, row.num_computed + count):
+            if position < row.max_len:
+                self.memory.write(row.block_ids, position, states[position])
+        row.num_computed += count
+
+    def _sample(self, index: int, row: WorkerRow, output: ModelRunnerOutput) -> None:
+        state = kv_of(row.tokens)[row.num_computed - 1]
+        num_output = len(row.tokens) - row.prompt_len
+        token = next_token(state, num_output, row.sampling, row.eos_token_ids)
+        row.tokens.append(token)
+        output.rows.append(index)
+        output.epochs.append(row.epoch)
+        output.token_ids.append(token)
+
+
+def _row_of(new: NewRequestData) -> WorkerRow:
+    tokens = np.frombuffer(new.prefill_token_ids, "<i4").tolist()
+    assert new.num_computed_tokens < len(tokens)
+    assert new.prompt_len <= len(tokens)
+    return WorkerRow(
+        epoch=new.epoch,
+        prompt_len=new.prompt_len,
+        prefill_len=len(tokens),
+        tokens=tokens,
+        num_computed=new.num_computed_tokens,
+        block_ids=list(new.block_ids),
+        max_len=new.max_len,
+        sampling=new.sampling,
+        eos_token_ids=new.eos_token_ids,
+    )

@@ -1,0 +1,223 @@
+"""A connector whose transfers really write and read the fake worker's memory.
+
+The test decides when anything happens: `advance` moves one transfer by a piece. A consumer's
+writer goes on, with garbage, after it was told to stop, until the test lets it report that it has
+stopped. A producer's reader checks what it reads until the moment it reports STAGED. So a block
+that is given to somebody else too early, in either direction, breaks some request's KV.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from kv_transfer.base import ChunkLike, KVConnectorScheduler, RequestLike
+from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVPeer,
+    KVTransferParams,
+    TransferStats,
+)
+from tests.engine.sched.fake_worker import PagedMemory, kv_of
+
+_GARBAGE = -7
+
+
+@dataclass(slots=True)
+class PullJob:
+    """A transfer into `block_ids`."""
+
+    prompt: list[int]
+    block_ids: list[int]
+    position: int
+    attempt: int
+    stopping: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.position == len(self.prompt)
+
+
+@dataclass(slots=True)
+class OfferJob:
+    """A transfer out of blocks, `sent` tokens of which are copied."""
+
+    prompt: list[int]
+    block_ids: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    """(step, leading tokens with KV once it is done)."""
+    sent: int = 0
+    is_staged: bool = False
+    stopping: bool = False
+
+
+class MemoryConnector(KVConnectorScheduler):
+    """Both roles. `prompts[request_id]` must be known before the request is added."""
+
+    def __init__(self, memory: PagedMemory, rng: random.Random) -> None:
+        self.memory = memory
+        self.prompts: dict[str, list[int]] = {}
+        self.pulls: dict[str, PullJob] = {}
+        self.offers: dict[str, OfferJob] = {}
+        self.done_step = -1
+        """The last step that the worker has run."""
+        self.tokens_received = 0
+        self._rng = rng
+        self._events = KVConnectorOutput()
+
+    # The contract -----------------------------------------------------------------------------
+
+    @property
+    def peer_info(self) -> KVPeer:
+        layout = KVLayout(
+            model_hash="",
+            dtype="float32",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            block_size=1,
+            tp_size=1,
+        )
+        return KVPeer(engine_id="test", epoch=1, layout=layout)
+
+    def get_num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> int:
+        return request.num_prompt_tokens - num_computed_tokens
+
+    def update_state_after_alloc(
+        self, request: RequestLike, block_ids: list[int], num_external_tokens: int
+    ) -> None:
+        params = _params(request)
+        prompt = self.prompts[request.request_id]
+        if params.do_remote_decode:
+            assert params.transfer_id not in self.offers
+            self.offers[params.transfer_id] = OfferJob(prompt)
+        else:
+            self._pull(params, prompt, block_ids, len(prompt) - num_external_tokens)
+
+    def retry(
+        self,
+        request: RequestLike,
+        params: KVTransferParams,
+        block_ids: list[int],
+        num_computed_tokens: int,
+    ) -> None:
+        self._pull(params, self.prompts[request.request_id], block_ids, num_computed_tokens)
+
+    def _pull(
+        self, params: KVTransferParams, prompt: list[int], block_ids: list[int], first: int
+    ) -> None:
+        assert params.transfer_id not in self.pulls, "an attempt begins while another one writes"
+        self.pulls[params.transfer_id] = PullJob(prompt, block_ids, first, params.attempt)
+
+    def build_connector_meta(
+        self, step_id: int, chunks: list[ChunkLike]
+    ) -> KVConnectorMetadata | None:
+        for chunk in chunks:
+            offer = self.offers.get(_params(chunk.request).transfer_id)
+            if offer is not None:
+                if not offer.chunks:
+                    offer.num_cached = chunk.first_token
+                offer.block_ids = chunk.block_ids
+                offer.chunks.append((step_id, chunk.first_token + chunk.num_tokens))
+        return KVConnectorMetadata(save_kv=True) if chunks else None
+
+    def fileno(self) -> int:
+        return -1
+
+    def get_finished(self) -> KVConnectorOutput | None:
+        events, self._events = self._events, KVConnectorOutput()
+        return events
+
+    def request_finished(self, request: RequestLike) -> bool:
+        offer = self.offers.get(_params(request).transfer_id)
+        return offer is not None and not offer.is_staged
+
+    def abort(self, request: RequestLike) -> bool:
+        job = self._job(_params(request).transfer_id)
+        if job is None:
+            return False
+        job.stopping = True
+        return True
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {"tokens": float(self.tokens_received)}
+
+    def check_alive(self) -> None:
+        return
+
+    def shutdown(self) -> None:
+        return
+
+    # What the test decides --------------------------------------------------------------------
+
+    def transfer_ids(self) -> list[str]:
+        return [*self.pulls, *self.offers]
+
+    def advance(self, transfer_id: str) -> None:
+        """Moves the transfer by a piece."""
+        job = self._job(transfer_id)
+        if isinstance(job, PullJob):
+            self._advance_pull(transfer_id, job)
+        elif isinstance(job, OfferJob):
+            self._advance_offer(transfer_id, job)
+
+    def fail(self, transfer_id: str) -> None:
+        """Nobody touches the blocks from now on."""
+        self._end(transfer_id)
+        self._events.failed[transfer_id] = ("the test wanted it", True)
+
+    def finish(self, transfer_id: str) -> None:
+        """Moves the transfer to its end."""
+        while self._job(transfer_id) is not None:
+            self.advance(transfer_id)
+
+    def _advance_pull(self, transfer_id: str, job: PullJob) -> None:
+        if job.stopping:
+            for block_id in job.block_ids[job.position // self.memory.block_size :]:
+                self.memory.slots[block_id][-1] = _GARBAGE
+            if self._rng.random() < 0.5:
+                self._end(transfer_id)
+                self._events.aborted.append(transfer_id)
+            return
+        states = kv_of(job.prompt)
+        stop = min(len(job.prompt), job.position + self._rng.randint(1, 12))
+        for position in range(job.position, stop):
+            self.memory.write(job.block_ids, position, states[position])
+        job.position = stop
+        if job.is_complete:
+            self._end(transfer_id)
+            self._events.finished_recving.append(transfer_id)
+            self._events.stats[transfer_id] = TransferStats(num_bytes=len(job.prompt))
+
+    def _advance_offer(self, transfer_id: str, job: OfferJob) -> None:
+        if job.is_staged:
+            self._end(transfer_id)
+            self._events.released.append(transfer_id)
+            return
+        if job.stopping and self._rng.random() < 0.5:
+            self._end(transfer_id)
+            self._events.aborted.append(transfer_id)
+            return
+        ready = max([job.num_cached, *(n for step, n in job.chunks if step <= self.done_step)])
+        read = self.memory.read(job.block_ids, ready)
+        assert read == kv_of(job.prompt)[:ready], "a block that is being sent has changed"
+        job.sent = ready
+        if job.sent == len(job.prompt):
+            job.is_staged = True
+            self._events.finished_sending.append(transfer_id)
+
+    def _job(self, transfer_id: str) -> PullJob | OfferJob | None:
+        return self.pulls.get(transfer_id) or self.offers.get(transfer_id)
+
+    def _end(self, transfer_id: str) -> None:
+        if self.pulls.pop(transfer_id, None) is None:
+            del self.offers[transfer_id]
+
+
+def _params(request: RequestLike) -> KVTransferParams:
+    assert request.kv_transfer_params is not None
+    return request.kv_transfer_params

@@ -1,0 +1,182 @@
+"""A scheduler, a worker, transfers and clients, moved one small step at a time by the test.
+
+After every move all blocks are accounted for: each block's reference count is the number of its
+users, and what is free and what is used make up the whole cache.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from engine.messages import EngineCoreOutputs, KVTransferResult
+from engine.outputs import ModelRunnerOutput
+from engine.request import Request
+from engine.sched.output import SchedulerOutput
+from engine.sched.scheduler import Scheduler
+from tests.engine.sched.fake_worker import FakeWorker, PagedMemory, expected_output
+from tests.engine.sched.memory_connector import MemoryConnector
+
+
+@dataclass(slots=True)
+class Client:
+    """What one request's client has seen."""
+
+    request: Request
+    expected: list[int]
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    error: str = ""
+    kv_results: list[KVTransferResult] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+
+
+class StepMachine:
+    """`depth`: steps that may be out at once. Results may be held back up to that depth."""
+
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, *, depth: int = 1, seed: int = 0
+    ) -> None:
+        self.config = config
+        self.depth = depth
+        self.num_blocks = num_blocks
+        self.rng = random.Random(seed)
+        self.memory = PagedMemory(num_blocks, config.cache.block_size)
+        self.worker = FakeWorker(self.memory)
+        self.connector = MemoryConnector(self.memory, self.rng)
+        self.scheduler = Scheduler(config, num_blocks, self.connector)
+        self.clients: dict[str, Client] = {}
+        self.scheduled: deque[SchedulerOutput] = deque()
+        """Steps the worker has not run."""
+        self.ran: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        """Steps whose results the scheduler has not seen."""
+
+    # Moves ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> Client:
+        max_len = min(
+            self.config.model.max_model_len, self.num_blocks * self.config.cache.block_size + 1
+        )
+        client = Client(request, expected_output(request, max_len))
+        self.clients[request.request_id] = client
+        self.connector.prompts[request.request_id] = list(request.all_token_ids)
+        self.take(self.scheduler.add_request(request))
+        return client
+
+    def abort(self, request_id: str) -> None:
+        self.take(self.scheduler.abort_requests([request_id]))
+
+    def supply_first_token(self, request_id: str) -> None:
+        """As the node server does: the client has it before the engine."""
+        client = self.clients[request_id]
+        assert client.tokens == []
+        client.tokens.append(client.expected[0])
+        self.take(self.scheduler.supply_first_token(request_id, client.expected[0]))
+
+    @property
+    def num_out(self) -> int:
+        return len(self.scheduled) + len(self.ran)
+
+    def schedule(self) -> SchedulerOutput | None:
+        assert self.num_out < self.depth
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.scheduled.append(step)
+        self.check_blocks()
+        return step
+
+    def run(self) -> None:
+        step = self.scheduled.popleft()
+        self.ran.append((step, self.worker.execute(step)))
+        self.connector.done_step = step.step_id
+
+    def update(self) -> None:
+        self.take(self.scheduler.update_from_output(*self.ran.popleft()))
+
+    def poll_connector(self) -> None:
+        events = self.connector.get_finished()
+        if events is not None:
+            self.take(self.scheduler.update_from_connector(events))
+
+    def make_room(self) -> None:
+        """The oldest results arrive, until another step may go out."""
+        while self.num_out >= self.depth:
+            self._settle_oldest()
+
+    def step(self) -> SchedulerOutput | None:
+        """Schedules one step; results come as late as the depth allows."""
+        self.make_room()
+        step = self.schedule()
+        if step is None and self.num_out:
+            self._settle_oldest()
+        return step
+
+    def _settle_oldest(self) -> None:
+        if not self.ran:
+            self.run()
+        self.update()
+
+    def settle(self) -> None:
+        """Runs and confirms everything that is out."""
+        while self.num_out:
+            self._settle_oldest()
+
+    def finish(self, max_steps: int = 2000) -> None:
+        """Until no request is left, with transfers that all succeed."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+            for transfer_id in self.connector.transfer_ids():
+                self.connector.advance(transfer_id)
+            self.poll_connector()
+        self.settle()
+        for transfer_id in self.connector.transfer_ids():
+            self.connector.finish(transfer_id)
+        self.poll_connector()
+
+    # Checks -----------------------------------------------------------------------------------
+
+    def take(self, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            client = self.clients[output.request_id]
+            assert not client.finish_reason, "an ended request speaks"
+            if output.num_cached_tokens is not None:
+                assert client.num_cached_tokens is None
+                client.num_cached_tokens = output.num_cached_tokens
+            client.tokens += output.new_token_ids
+            client.finish_reason = output.finish_reason
+            client.error = output.error
+            assert client.tokens == client.expected[: len(client.tokens)]
+        for result in outputs.kv_results:
+            self.clients[result.request_id].kv_results.append(result)
+        self.check_blocks()
+
+    def check_blocks(self) -> None:
+        """Every block is either free or has exactly the users that its count says."""
+        scheduler = self.scheduler
+        pool = scheduler._kv_cache.block_pool
+        users: Counter[int] = Counter()
+        for request_id in scheduler._kv_cache.request_ids():
+            users.update(scheduler._kv_cache.get_block_ids(request_id))
+        users.update(block.block_id for block in scheduler._fence.waiting_blocks())
+        users.update(block.block_id for block in scheduler._remote.held.blocks())
+        free = set(pool.free_queue.block_ids())
+        assert len(free) == pool.num_free_blocks
+        assert len(free) + len(users) == self.num_blocks
+        for block in pool.blocks:
+            assert block.ref_cnt == users[block.block_id]
+            assert (block.block_id in free) == (block.ref_cnt == 0)
+
+    def check_all_done(self) -> None:
+        """Every request has ended as it should, and nothing is left anywhere."""
+        for client in self.clients.values():
+            if client.finish_reason in ("stop", "length"):
+                assert client.tokens == client.expected
+            else:
+                assert client.finish_reason in ("abort", "error"), client
+        assert self.scheduler.check_empty() == []
+        assert self.connector.transfer_ids() == []
+        self.check_blocks()

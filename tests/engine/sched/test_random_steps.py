@@ -1,0 +1,224 @@
+"""Random order of everything, at depth 1 and 2: every output is right and nothing is left.
+
+The fake worker checks all KV it reads; the step machine checks all blocks after every move.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.request import Request, RequestStatus
+from kv_transfer.metadata import KVTransferParams
+from tests.engine.sched.factories import (
+    make_config,
+    make_request,
+    remote_decode,
+    remote_prefill,
+)
+from tests.engine.sched.step_machine import StepMachine
+
+_NUM_REQUESTS = 40
+_MAX_MOVES = 6000
+
+
+class Traffic:
+    """Clients, peers and node server of one step machine, all deciding at random."""
+
+    def __init__(self, machine: StepMachine, seed: int, kinds: list[str]) -> None:
+        self.machine = machine
+        self.rng = random.Random(seed)
+        self.kinds = kinds
+        self.num_added = 0
+        self.computed_here: set[str] = set()
+        """Pulls that the node server gave up: their first token comes from here."""
+        self.answered_failures: dict[str, int] = {}
+        self.attempts: dict[str, int] = {}
+
+    def run(self) -> None:
+        moves: list[tuple[int, Callable[[], None]]] = [
+            (3, self._add),
+            (10, self._schedule),
+            (10, self._run),
+            (10, self._update),
+            (8, self._transfer),
+            (4, self._first_token),
+            (4, self._answer_failures),
+            (1, self._abort),
+            (1, self._change_mind),
+        ]
+        weights = [weight for weight, _ in moves]
+        for _ in range(_MAX_MOVES):
+            self.rng.choices(moves, weights)[0][1]()
+            if self.num_added == _NUM_REQUESTS and not self._has_requests():
+                break
+        self._drain()
+
+    def _has_requests(self) -> bool:
+        return self.machine.scheduler.has_unfinished_requests()
+
+    def _drain(self) -> None:
+        """The same, without new trouble. Ends, or somebody waits for ever."""
+        for _ in range(_MAX_MOVES):
+            if not self._has_requests():
+                break
+            self._first_token()
+            self._answer_failures()
+            self._transfer(may_fail=False)
+            self.machine.step()
+        assert not self._has_requests(), self.machine.scheduler.check_empty()
+        self.machine.finish()
+        self.machine.check_all_done()
+
+    # Moves ------------------------------------------------------------------------------------
+
+    def _add(self) -> None:
+        if self.num_added == _NUM_REQUESTS:
+            return
+        name = f"r{self.num_added}"
+        self.num_added += 1
+        kind = self.rng.choice(self.kinds)
+        kv: KVTransferParams | None = None
+        max_tokens = self.rng.randint(1, 30)
+        if kind == "pull":
+            kv = remote_prefill(f"t-{name}")
+        elif kind == "offer":
+            kv, max_tokens = remote_decode(f"t-{name}"), 1
+        self.machine.add(self._request(name, kv, max_tokens))
+
+    def _request(self, name: str, kv: KVTransferParams | None, max_tokens: int) -> Request:
+        # Few different beginnings, so that prefixes are found.
+        rng = self.rng
+        beginning = [rng.randint(1, 2)] * rng.choice([0, 4, 8, 9])
+        rest = [rng.randint(1, 60) for _ in range(rng.randint(1, 20))]
+        more: dict[str, Any] = {}
+        if rng.random() < 0.3:
+            more["stop_token_ids"] = tuple(rng.sample(range(1, 60), 5))
+        if rng.random() < 0.3:
+            more["min_tokens"] = rng.randint(0, max_tokens)
+        return make_request(
+            name,
+            beginning + rest,
+            kv=kv,
+            priority=rng.randint(0, 2),
+            cache_salt=rng.choice(["", "", "tenant"]),
+            max_tokens=max_tokens,
+            ignore_eos=rng.random() < 0.5,
+            **more,
+        )
+
+    def _schedule(self) -> None:
+        if self.machine.num_out < self.machine.depth:
+            self.machine.schedule()
+
+    def _run(self) -> None:
+        if self.machine.scheduled:
+            self.machine.run()
+
+    def _update(self) -> None:
+        if self.machine.ran:
+            self.machine.update()
+
+    def _transfer(self, may_fail: bool = True) -> None:
+        connector = self.machine.connector
+        transfer_ids = connector.transfer_ids()
+        if transfer_ids:
+            transfer_id = self.rng.choice(transfer_ids)
+            if may_fail and self.rng.random() < 0.1:
+                connector.fail(transfer_id)
+            else:
+                connector.advance(transfer_id)
+        if self.rng.random() < 0.7:
+            self.machine.poll_connector()
+
+    def _pulls(self) -> list[str]:
+        """Requests that still expect their first token from a peer."""
+        return [
+            name
+            for name, client in self.machine.clients.items()
+            if not client.finish_reason
+            and not client.tokens
+            and name not in self.computed_here
+            and client.request.kv_transfer_params is not None
+            and client.request.kv_transfer_params.do_remote_prefill
+        ]
+
+    def _first_token(self) -> None:
+        for name in self._pulls():
+            if self.rng.random() < 0.3:
+                self.machine.supply_first_token(name)
+
+    def _answer_failures(self) -> None:
+        """As the node server does, for each attempt that was reported as failed."""
+        for name, client in self.machine.clients.items():
+            failures = sum(not result.ok for result in client.kv_results)
+            is_pull = client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if failures > self.answered_failures.get(name, 0) and is_pull:
+                self.answered_failures[name] = failures
+                if self.rng.random() < 0.5:
+                    self._retry(name)
+                else:
+                    self._prefill_locally(name)
+
+    def _change_mind(self) -> None:
+        """While nothing has failed."""
+        pulls = self._pulls()
+        if pulls:
+            name = self.rng.choice(pulls)
+            if self.rng.random() < 0.5:
+                self._retry(name)
+            else:
+                self._prefill_locally(name)
+
+    def _retry(self, name: str) -> None:
+        self.attempts[name] = self.attempts.get(name, 0) + 1
+        params = remote_prefill(f"t-{name}", self.attempts[name])
+        self.machine.take(self.machine.scheduler.retry_remote(name, params))
+
+    def _prefill_locally(self, name: str) -> None:
+        if not self.machine.clients[name].tokens:
+            self.computed_here.add(name)
+        self.machine.take(self.machine.scheduler.prefill_locally(name))
+
+    def _abort(self) -> None:
+        if self.machine.clients and self.rng.random() < 0.5:
+            self.machine.abort(self.rng.choice(list(self.machine.clients)))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["offer", "local"]], ids="-".join)
+def test_random_traffic(depth: int, policy: str, seed: int, kinds: list[str]) -> None:
+    rng = random.Random(seed)
+    config = make_config(
+        policy=policy,
+        max_num_seqs=rng.choice([1, 3, 6]),
+        max_num_batched_tokens=rng.choice([6, 16, 64]),
+        long_prefill_token_threshold=rng.choice([0, 5]),
+        enable_prefix_caching=rng.random() < 0.8,
+        max_model_len=64,
+    )
+    num_blocks = rng.choice([13, 16, 24])
+    machine = StepMachine(config, num_blocks, depth=depth, seed=seed)
+    Traffic(machine, seed, kinds).run()
+
+
+def test_the_traffic_is_rough_enough() -> None:
+    """The random test means nothing if its requests never get in each other's way."""
+    config = make_config(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64)
+    totals = {"preemptions": 0, "hits": 0, "transferred": 0, "aborted": 0, "failed": 0}
+    for seed in range(8):
+        machine = StepMachine(config, 13, depth=2, seed=seed)
+        Traffic(machine, seed, ["local", "pull"]).run()
+        stats = machine.scheduler.stats()
+        totals["preemptions"] += stats.num_preemptions
+        totals["hits"] += stats.prefix_cache_hits
+        totals["transferred"] += stats.prompt_tokens_transferred
+        clients = machine.clients.values()
+        totals["aborted"] += sum(c.finish_reason == "abort" for c in clients)
+        totals["failed"] += sum(not r.ok for c in clients for r in c.kv_results)
+    assert min(totals.values()) >= 20, totals

@@ -1,0 +1,63 @@
+"""Order of waiting requests, against sorting."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import SchedulingPolicy
+from engine.request import Request
+from engine.sched.request_queue import RequestQueue
+from tests.engine.sched.factories import make_request
+
+
+def request_of(order: int, priority: int = 0, length: int = 3) -> Request:
+    request = make_request(f"r{order}", [1] * length, priority=priority)
+    request.arrival_order = order
+    return request
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(["add", "pop", "remove", "back"]), st.integers(0, 2)))
+)
+def test_pops_in_order_whatever_happened_before(
+    policy: SchedulingPolicy, moves: list[tuple[str, int]]
+) -> None:
+    queue = RequestQueue(policy)
+    model: list[Request] = []
+    popped: list[Request] = []
+    for order, (move, number) in enumerate(moves):
+        if move == "add":
+            model.append(request_of(order, priority=number, length=number + 1))
+            queue.add(model[-1])
+        elif move == "pop" and model:
+            model.sort(key=lambda request: request.sort_key(policy))
+            assert queue.peek() is model[0]
+            popped.append(queue.pop())
+            assert popped[-1] is model.pop(0)
+        elif move == "remove" and model:
+            queue.remove(model.pop(number % len(model)))
+        elif move == "back" and popped:
+            model.append(popped.pop())
+            queue.add(model[-1])
+        assert len(queue) == len(model)
+        assert queue.num_tokens == sum(request.num_tokens for request in model)
+        assert {r.request_id for r in queue} == {r.request_id for r in model}
+    while model:
+        model.sort(key=lambda request: request.sort_key(policy))
+        assert queue.pop() is model.pop(0)
+    assert not queue
+
+
+def test_empty_twice_and_unknown() -> None:
+    queue = RequestQueue("fcfs")
+    with pytest.raises(IndexError):
+        queue.pop()
+    request = request_of(1)
+    queue.remove(request)
+    queue.add(request)
+    with pytest.raises(ValueError, match="queued already"):
+        queue.add(request)
+    assert request in queue

@@ -1,0 +1,259 @@
+"""A tiny random Llama, and a driver that writes step messages by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from engine.distributed import TensorParallelGroup
+from engine.models.loader import load_weights
+from engine.models.registry import create_model
+from engine.outputs import ModelRunnerOutput
+from engine.sampling_params import SamplingParams
+from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.worker.kv_cache import KVCache, kv_cache_spec
+from engine.worker.kv_connector import KVConnector
+from engine.worker.model_runner import ModelRunner
+from kv_transfer.metadata import KVConnectorMetadata
+
+BLOCK_SIZE = 8
+MAX_LEN = 96
+ROWS = 6
+NUM_BLOCKS = 64
+VOCAB = 211
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+
+TINY = ModelConfig(
+    path="",
+    served_model_name="tiny",
+    architecture="LlamaForCausalLM",
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    qk_norm=False,
+    max_model_len=MAX_LEN,
+    eos_token_ids=(0,),
+    dtype="float32",
+    load_format="safetensors",
+    model_hash="tiny",
+)
+
+
+def tiny_config(folder: Path, tp_size: int = 1, **cache: Any) -> EngineConfig:
+    return EngineConfig(
+        engine_id=f"tiny-{os.getpid()}",
+        epoch=1,
+        model=replace(TINY, path=str(folder)),
+        cache=replace(CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS), **cache),
+        parallel=ParallelConfig(tensor_parallel_size=tp_size),
+        scheduler=SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=160),
+    )
+
+
+class StepDriver:
+    """Plays the scheduler: blocks are given out in falling order, so none lies where a slip in a
+    block table would still find it. `tokens[name]` are a request's known tokens."""
+
+    def __init__(self, execute: Callable[[SchedulerOutput], ModelRunnerOutput]) -> None:
+        self._execute = execute
+        self._free_blocks = list(range(NUM_BLOCKS))
+        self._step_id = 0
+        self._epochs = [0] * ROWS
+        self._pending = SchedulerOutput(step_id=0)
+        self.rows: dict[str, int] = {}
+        self.epochs: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.decoding: set[str] = set()
+        self.last = ModelRunnerOutput(0, [], [], [])
+
+    def add(
+        self,
+        name: str,
+        row: int,
+        tokens: list[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        prompt_len: int | None = None,
+        computed: int = 0,
+        blocks: list[int] | None = None,
+        eos: tuple[int, ...] = (),
+    ) -> None:
+        """The request enters with the next step. `blocks` hold `computed` tokens already."""
+        self._epochs[row] += 1
+        self.rows[name], self.epochs[name] = row, self._epochs[row]
+        self.tokens[name], self.computed[name] = list(tokens), computed
+        self.blocks[name] = list(blocks or [])
+        self._grow(name, computed + 1)
+        self._pending.new_reqs.append(
+            NewRequestData(
+                row=row,
+                epoch=self._epochs[row],
+                prompt_len=len(tokens) if prompt_len is None else prompt_len,
+                prefill_token_ids=np.array(tokens, "<i4").tobytes(),
+                num_computed_tokens=computed,
+                block_ids=list(self.blocks[name]),
+                max_len=MAX_LEN,
+                sampling=sampling,
+                eos_token_ids=eos,
+            )
+        )
+
+    def remove(self, name: str, keep_blocks: bool = False) -> list[int]:
+        """Finished or preempted, with the next step. Returns its blocks."""
+        self._pending.finished_rows.append(self.rows.pop(name))
+        self.decoding.discard(name)
+        blocks = self.blocks.pop(name)
+        if not keep_blocks:
+            self._free_blocks.extend(blocks)
+        return blocks
+
+    def pause(self, name: str) -> None:
+        """Leaves the decode set with the next step, and stays in its row."""
+        self._pending.decode_remove.append(self.rows[name])
+        self.decoding.remove(name)
+
+    def step(
+        self, chunks: dict[str, int] | None = None, kv: KVConnectorMetadata | None = None
+    ) -> dict[str, int]:
+        """Computes `chunks` and one token of each decoding request; returns sampled tokens.
+        Requests that are completely computed start to decode with this step."""
+        chunks = chunks or {}
+        for name, row in self.rows.items():
+            left = len(self.tokens[name]) - self.computed[name]
+            if name not in chunks and name not in self.decoding and left == 1:
+                self._pending.decode_add.append(row)
+                self.decoding.add(name)
+        computing = {**chunks, **dict.fromkeys(self.decoding, 1)}
+        for name, count in computing.items():
+            self._append_blocks(name, self.computed[name] + count)
+        return self._run(computing, list(chunks.items()), kv)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def _run(
+        self,
+        computing: dict[str, int],
+        chunks: list[tuple[str, int]],
+        kv: KVConnectorMetadata | None,
+    ) -> dict[str, int]:
+        self._step_id += 1
+        pending, self._pending = self._pending, SchedulerOutput(step_id=0)
+        pending.step_id, pending.kv = self._step_id, kv
+        pending.prefill_chunks = [(self.rows[name], count) for name, count in chunks]
+        self.last = output = self._execute(pending)
+        assert output.step_id == self._step_id
+        owners = {(row, self.epochs[name]): name for name, row in self.rows.items()}
+        result = zip(output.rows, output.epochs, output.token_ids, strict=True)
+        sampled = {owners[row, epoch]: token for row, epoch, token in result}
+        for name, count in computing.items():
+            self.computed[name] += count
+            completes = self.computed[name] == len(self.tokens[name])
+            assert (name in sampled) == completes
+            if completes:
+                self.tokens[name].append(sampled[name])
+        return sampled
+
+    def _append_blocks(self, name: str, num_tokens: int) -> None:
+        grown = self._grow(name, num_tokens)
+        if grown:
+            self._pending.new_block_ids.append((self.rows[name], grown))
+
+    def _grow(self, name: str, num_tokens: int) -> list[int]:
+        missing = -(-num_tokens // BLOCK_SIZE) - len(self.blocks[name])
+        grown = [self._free_blocks.pop() for _ in range(missing)]
+        self.blocks[name].extend(grown)
+        return grown
+
+
+def write_weights(folder: Path) -> None:
+    """Random, and large enough that greedy tokens vary from position to position."""
+    model = create_model(tiny_config(folder), TensorParallelGroup(0, 1), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(20)
+    tensors = {}
+    for weight in model.checkpoint_weights():
+        noise = torch.randn(weight.shape, generator=generator)
+        tensors[weight.name] = 1.0 + 0.1 * noise if len(weight.shape) == 1 else 0.3 * noise
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the weights of the tiny model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_weights(folder)
+    return folder
+
+
+@pytest.fixture
+def make_config(checkpoint: Path) -> Callable[..., EngineConfig]:
+    """Takes `tp_size` and fields of `CacheConfig`."""
+    return partial(tiny_config, checkpoint)
+
+
+@pytest.fixture
+def make_driver() -> type[StepDriver]:
+    return StepDriver
+
+
+@pytest.fixture
+def make_prompt() -> Callable[[int, int], list[int]]:
+    """(length, seed) to token ids."""
+
+    def make(length: int, seed: int) -> list[int]:
+        prompt: list[int] = np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+        return prompt
+
+    return make
+
+
+@pytest.fixture
+def make_runner(checkpoint: Path) -> Iterator[Callable[..., ModelRunner]]:
+    """Runners over caches of their own; takes a connector."""
+    with ExitStack() as closers:
+
+        def make(connector: KVConnector | None = None) -> ModelRunner:
+            config, cpu = tiny_config(checkpoint), torch.device("cpu")
+            model = create_model(config, TensorParallelGroup(0, 1), cpu)
+            load_weights(model, config, lambda fraction: None)
+            runner = ModelRunner(config, model, connector or KVConnector(), cpu)
+            kv_cache = closers.enter_context(
+                closing(KVCache(kv_cache_spec(config), NUM_BLOCKS, cpu))
+            )
+            runner.kv_caches = kv_cache.layers
+            return runner
+
+        yield make
+
+
+@pytest.fixture
+def runner(make_runner: Callable[..., ModelRunner]) -> ModelRunner:
+    return make_runner()
+
+
+@pytest.fixture
+def driver(runner: ModelRunner) -> StepDriver:
+    return StepDriver(lambda step: runner.execute_model(step).get_output())

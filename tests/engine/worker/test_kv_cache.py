@@ -1,0 +1,95 @@
+"""Sizing and sharing the KV cache."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import SchedulerConfig
+from engine.worker.kv_cache import (
+    KVCache,
+    KVCacheMemoryError,
+    blocks_per_sequence,
+    blocks_that_fit,
+    check_one_sequence_fits,
+    kv_cache_spec,
+)
+from kv_transfer.host.memory_file import MemoryFile
+
+CPU = torch.device("cpu")
+
+
+def test_blocks_fill_the_budget_up_to_what_all_rows_can_use(make_config) -> None:
+    config = make_config()
+    spec = kv_cache_spec(config)
+    assert spec.block_bytes == 3 * 2 * 2 * 8 * 8 * 4
+    assert blocks_per_sequence(config) == 12
+    assert blocks_that_fit(config, 20 * spec.block_bytes) == 20
+    assert blocks_that_fit(config, 21 * spec.block_bytes - 1) == 20
+    assert blocks_that_fit(config, 1 << 40) == 6 * 12
+    one_row = replace(config, scheduler=SchedulerConfig(max_num_seqs=1))
+    assert blocks_that_fit(one_row, 1 << 40) == 12
+
+
+def test_ranks_share_the_heads(make_config) -> None:
+    whole, half = (kv_cache_spec(make_config(tp_size=size)) for size in (1, 2))
+    assert (whole.local_kv_heads, half.local_kv_heads) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("cache", "cure"),
+    [
+        ({"num_blocks": 11}, r"raise num_blocks \(now 11\)"),
+        (
+            {"num_blocks": None, "kv_cache_memory_bytes": 1000},
+            r"raise kv_cache_memory_bytes \(now 1000\)",
+        ),
+        ({"num_blocks": None}, r"raise kv_cache_memory_bytes \(unset: a tenth of free memory\)"),
+    ],
+)
+def test_less_than_one_sequence_is_refused_with_the_cure(make_config, cache, cure) -> None:
+    config = make_config(**cache)
+    check_one_sequence_fits(config, 12)
+    with pytest.raises(KVCacheMemoryError, match=cure) as caught:
+        check_one_sequence_fits(config, 11)
+    for part in ("room for 88 tokens", "max_model_len is 96", "12 blocks", "at most 88"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_mapping_sees_the_layers_one_after_the_other(make_config, dtype) -> None:
+    spec = replace(kv_cache_spec(make_config()), dtype=dtype)
+    with closing(KVCache(spec, 5, CPU)) as cache:
+        assert len(cache.layers) == 3
+        assert cache.layers[0].shape == (5, 2, 2, 8, 8)
+        assert not any(layer.any() for layer in cache.layers)
+        cache.layers[1][4, 1, 0, 7, 3] = 2.5
+        handle = cache.handle(rank=3)
+        assert (handle.rank, handle.pid, handle.num_blocks) == (3, os.getpid(), 5)
+        other = MemoryFile.attach(handle.pid, handle.fd)
+        assert other.size == 5 * spec.block_bytes
+        seen = torch.frombuffer(bytearray(other.buffer), dtype=getattr(torch, dtype))
+        seen = seen.view(3, 5, 2, 2, 8, 8)
+        assert float(seen[1, 4, 1, 0, 7, 3]) == 2.5
+        assert int((seen != 0).sum()) == 1
+        other.buffer[:] = np.full(other.size, 0, np.uint8).tobytes()
+        assert not cache.layers[1].any()
+        other.close()
+
+
+def test_closing_gives_the_memory_back(make_config) -> None:
+    cache = KVCache(kv_cache_spec(make_config()), 4, CPU, name="tandem-test-kv-gone")
+    assert "tandem-test-kv-gone" in _mappings()
+    cache.close()
+    cache.close()
+    assert "tandem-test-kv-gone" not in _mappings()
+
+
+def _mappings() -> str:
+    return Path("/proc/self/maps").read_text(encoding="ascii")

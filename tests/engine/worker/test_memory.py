@@ -1,0 +1,57 @@
+"""Figures of memory come from the kernel and mean what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.worker import memory
+from engine.worker.memory import MemoryProfiler
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def test_available_is_part_of_total() -> None:
+    profiler = MemoryProfiler(CPU)
+    assert 0 < profiler.available() < profiler.total()
+
+
+def test_peak_growth_counts_what_is_gone_again() -> None:
+    def take_and_give_back() -> None:
+        torch.ones(64 * MIB // 4).sum()
+
+    growth = MemoryProfiler(CPU).peak_growth(take_and_give_back)
+    assert 60 * MIB < growth < 200 * MIB
+
+
+def test_peak_growth_of_nothing_is_small() -> None:
+    assert MemoryProfiler(CPU).peak_growth(lambda: None) < 30 * MIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "expected"),
+    [("1000000", 600_000, 450_000), ("1000000", 2_000_000, 0), ("max", 600_000, 1 << 62)],
+)
+def test_a_control_group_limits_memory(
+    tmp_path: Path, limit: str, usage: int, expected: int
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{usage}\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\nactive_file 7\n")
+    assert memory._cgroup_available(tmp_path) == expected
+
+
+def test_the_older_control_groups_are_read_too(tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text("9000\n")
+    (folder / "memory.usage_in_bytes").write_text("5000\n")
+    (folder / "memory.stat").write_text("total_inactive_file 100\n")
+    assert memory._cgroup_available(tmp_path) == 4100
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+    assert memory._cgroup_available(tmp_path) == 1 << 62

@@ -1,0 +1,190 @@
+"""A worker from start to end, alone and as one of two ranks."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.outputs import ModelRunnerOutput
+from engine.sampling_params import SamplingParams
+from engine.sched.output import SchedulerOutput
+from engine.worker.kv_cache import KVCacheMemoryError
+from engine.worker.worker import MissedStepError, Worker
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.host.memory_file import MemoryFile
+
+SEEDED = SamplingParams(seed=5, temperature=0.8, top_k=20, frequency_penalty=0.2, logprobs=2)
+CHILD = Path(__file__).parent / "worker_child.py"
+
+
+@contextmanager
+def running_worker(config: EngineConfig) -> Iterator[Worker]:
+    worker = Worker(config, rank=0, rendezvous="")
+    try:
+        worker.init_device()
+        worker.load_model(lambda fraction: None)
+        yield worker
+    finally:
+        worker.shutdown()
+        worker.shutdown()
+
+
+def conversation(driver, make_prompt) -> list[list[int]]:  # type: ignore[no-untyped-def]
+    """Chunked prompts, decodes, a preemption and a return; the tokens of all requests."""
+    driver.add("a", 4, make_prompt(37, 1))
+    driver.add("b", 0, make_prompt(8, 2), SEEDED, eos=(3,))
+    driver.step({"a": 20, "b": 8})
+    driver.step({"a": 16})
+    driver.step({"a": 1})
+    driver.run(4)
+    driver.remove("b")
+    driver.run(2)
+    driver.add("c", 0, driver.tokens["b"], SEEDED, prompt_len=8, eos=(3,))
+    driver.step({"c": len(driver.tokens["b"])})
+    driver.run(5)
+    return [driver.tokens["a"], driver.tokens["c"]]
+
+
+def test_life_of_a_worker(make_config, make_driver, make_prompt) -> None:
+    fractions: list[float] = []
+    worker = Worker(make_config(), rank=0, rendezvous="")
+    worker.init_device()
+    assert torch.get_num_threads() == 1
+    worker.load_model(fractions.append)
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert worker.determine_num_blocks() == 64
+    handle = worker.initialize_kv_cache(64)
+    driver = make_driver(worker.execute_model)
+    driver.add("a", 0, make_prompt(5, 1))
+    driver.step({"a": 5})
+    shared = MemoryFile.attach(handle.pid, handle.fd)
+    layers = torch.frombuffer(bytearray(shared.buffer), dtype=torch.float32)
+    block = layers.view(3, 64, 2, 2, 8, 8)[:, driver.blocks["a"][0]]
+    assert bool(block[..., :5, :].all())
+    assert not bool(block[..., 5:, :].any())
+    shared.close()
+    worker.shutdown()
+    worker.shutdown()
+    with pytest.raises(FileNotFoundError):
+        MemoryFile.attach(handle.pid, handle.fd)
+
+
+def test_a_worker_that_was_never_started_can_be_shut_down(make_config) -> None:
+    Worker(make_config(), rank=0, rendezvous="").shutdown()
+
+
+def test_a_missed_step_ends_the_worker(make_config) -> None:
+    with running_worker(make_config()) as worker:
+        worker.initialize_kv_cache(worker.determine_num_blocks())
+        for step_id in (7, 8):
+            assert worker.execute_model(SchedulerOutput(step_id=step_id)).step_id == step_id
+        for wrong in (8, 10):
+            with pytest.raises(MissedStepError, match=f"expected step 9 and got {wrong}"):
+                worker.execute_model(SchedulerOutput(step_id=wrong))
+
+
+def test_the_number_of_blocks_is_what_was_asked_for(make_config) -> None:
+    with running_worker(make_config(num_blocks=12)) as worker:
+        assert worker.determine_num_blocks() == 12
+    block_bytes = 3 * 2 * 2 * 8 * 8 * 4
+    by_bytes = make_config(num_blocks=None, kv_cache_memory_bytes=30 * block_bytes + 5)
+    with running_worker(by_bytes) as worker:
+        assert worker.determine_num_blocks() == 30
+
+
+def test_unset_the_number_of_blocks_follows_from_memory(make_config, make_driver, make_prompt):
+    """This model needs little, so all rows get all they can use; and the worker still works."""
+    with running_worker(make_config(num_blocks=None)) as worker:
+        assert worker.determine_num_blocks() == 6 * 12
+        worker.initialize_kv_cache(72)
+        driver = make_driver(worker.execute_model)
+        profiled = conversation(driver, make_prompt)
+    with running_worker(make_config()) as worker:
+        worker.initialize_kv_cache(64)
+        driver = make_driver(worker.execute_model)
+        assert conversation(driver, make_prompt) == profiled
+
+
+def test_too_small_a_cache_ends_the_start(make_config) -> None:
+    with (
+        running_worker(make_config(num_blocks=3)) as worker,
+        pytest.raises(KVCacheMemoryError, match="room for 24 tokens .* max_model_len is 96"),
+    ):
+        worker.determine_num_blocks()
+
+
+class ChildRank:
+    """A worker in its own process."""
+
+    def __init__(self, config: EngineConfig, rank: int, rendezvous: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(CHILD), str(rank), rendezvous],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.send(config)
+
+    def send(self, message: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(message).decode() + "\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the rank ended with {self._process.wait()}"
+        return line
+
+    def end(self) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self._process.wait(timeout=60)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def free_address() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_two_ranks_give_the_tokens_of_one(make_config, make_driver, make_prompt) -> None:
+    """Every rank samples the same token by itself."""
+    with running_worker(make_config()) as worker:
+        worker.initialize_kv_cache(64)
+        alone = conversation(make_driver(worker.execute_model), make_prompt)
+
+    rendezvous = free_address()
+    ranks = [ChildRank(make_config(tp_size=2), rank, rendezvous) for rank in range(2)]
+
+    def execute(step: SchedulerOutput) -> ModelRunnerOutput:
+        for rank in ranks:
+            rank.send(step)
+        first, second = (
+            msgspec.json.decode(rank.receive(), type=ModelRunnerOutput) for rank in ranks
+        )
+        assert first == second
+        return first
+
+    try:
+        handles = [msgspec.json.decode(rank.receive(), type=KVCacheHandle) for rank in ranks]
+        assert [handle.rank for handle in handles] == [0, 1]
+        assert conversation(make_driver(execute), make_prompt) == alone
+        assert [rank.end() for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()

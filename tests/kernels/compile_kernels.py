@@ -1,0 +1,253 @@
+"""Compile every kernel for a GPU that is not there; run as a program with no interpreter set.
+
+`python compile_kernels.py 90` prints one line a kernel, `name | shared bytes`, and fails with
+the compiler's message. The arguments' types are those that the launchers pass. Every kernel is
+compiled for every dtype and head size; block sizes and other switches vary at one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tandem_kernels import (
+    batch_prep,
+    decode_attention,
+    filter_floor,
+    kv_blocks,
+    logprobs,
+    penalties,
+    prefill_attention,
+    rms_norm,
+    rope_and_cache,
+    sampling,
+    silu_and_mul,
+    staged_writes,
+)
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HEAD_DIMS = [64, 80, 96, 128, 256]
+
+
+@dataclass
+class Case:
+    """`types` names the type of some parameters; others are int32, upper case is constexpr."""
+
+    kernel: Any
+    label: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=dict)
+
+    def source(self) -> ASTSource:
+        signature = {}
+        for name in self.kernel.arg_names:
+            constant = name in self.constants
+            signature[name] = "constexpr" if constant else self.types.get(name, "i32")
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, (name, kind) in enumerate(signature.items())
+            if kind.startswith("*") or (kind == "i32" and name.endswith(("_stride", "vocab_size")))
+        }
+        return ASTSource(self.kernel, signature, self.constants, aligned)
+
+
+def named(kind: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, kind)
+
+
+def elementwise_cases(_: int) -> Iterator[Case]:
+    for dtype in DTYPES:
+        pointers = named(f"*{dtype}", "x", "residual", "weight", "out")
+        for fused in (False, True):
+            yield Case(
+                rms_norm.rms_norm_kernel,
+                f"{dtype} fused={fused}",
+                {**pointers, "eps": "fp32"},
+                {"HAS_RESIDUAL": fused, "BLOCK": 4096},
+                {"num_warps": 8},
+            )
+        yield Case(silu_and_mul.silu_and_mul_kernel, dtype, pointers, {"BLOCK": 1024})
+        for to_cache in (False, True):
+            yield Case(
+                kv_blocks.copy_blocks_kernel,
+                f"{dtype} to_cache={to_cache}",
+                {**named(f"*{dtype}", "kv_cache", "blocks"), "block_ids": "*i32"},
+                {"TO_CACHE": to_cache, "CHUNK": kv_blocks.ELEMENTS_PER_PROGRAM},
+                {"num_warps": 8},
+            )
+
+
+def rope_cases(capability: int) -> Iterator[Case]:
+    for dtype, head_dim, head_norm in [("bf16", 128, False)] + [
+        (dtype, head_dim, True) for dtype in DTYPES for head_dim in HEAD_DIMS
+    ]:
+        weights = ["q_weight", "k_weight"]
+        yield Case(
+            rope_and_cache.rope_and_cache_kernel,
+            f"{dtype} head_dim={head_dim} head_norm={head_norm}",
+            {
+                **named(f"*{dtype}", "q", "k", "v", "kv_cache", *weights),
+                **named("*i64", "positions", "slot_mapping"),
+                "cos_sin_cache": "*fp32",
+                "eps": "fp32",
+            },
+            {
+                "NUM_Q_HEADS": 32,
+                "NUM_KV_HEADS": 8,
+                "HALF": head_dim // 2,
+                "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
+                "BLOCK_SIZE": 64,
+                "HEADS": rope_and_cache.HEADS_PER_PROGRAM,
+                "HAS_NORM": head_norm,
+                "OVERLAP": capability >= 90,
+                **({} if head_norm else dict.fromkeys(weights)),
+            },
+            {"num_warps": 2},
+        )
+
+
+def attention_cases(capability: int) -> Iterator[Case]:
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        types = {
+            **named(f"*{dtype}", "q", "kv_cache", "out"),
+            **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
+            **named("*fp32", "partial_acc", "partial_state"),
+            "scale": "fp32",
+        }
+        shape = {
+            "NUM_KV_HEADS": 8,
+            "GROUP": 4,
+            "HEAD_DIM": head_dim,
+            "BLOCK_DIM": triton.next_power_of_2(head_dim),
+            "REQS": 16,
+        }
+        label = f"{dtype} head_dim={head_dim}"
+        all_blocks = (dtype, head_dim) == ("bf16", 128)
+        decode = decode_attention.decode_tuning(8 * 64, head_dim, DTYPES[dtype])
+        shape_of_tile = {**shape, "TILE": decode.tile, "OVERLAP": capability >= 90}
+        for block_size in (16, 64) if all_blocks else (64,):
+            yield Case(
+                decode_attention.decode_attention_kernel,
+                f"{label} block_size={block_size}",
+                types,
+                {**shape_of_tile, "BLOCK_SIZE": block_size, "ROWS": 16, "PRECISION": "tf32"},
+                {"num_warps": decode.num_warps, "num_stages": decode.num_stages},
+            )
+        yield Case(decode_attention.merge_kernel, label, types, {**shape_of_tile, "PARTS": 16})
+        more = ((16, 64), (8192, 16), (8192, 64)) if all_blocks else ()
+        for max_rows, block_size in ((8192, 128), *more):
+            prefill = prefill_attention.prefill_tuning(
+                max_rows, 2**20, head_dim, DTYPES[dtype], block_size
+            )
+            described = capability >= 90 and block_size % prefill.tile == 0 and prefill.tile >= 64
+            box = f"[1, {prefill.tile}, {shape['BLOCK_DIM']}]"
+            described_type = {"tiles_of_blocks": f"tensordesc<{dtype}{box}>"}
+            yield Case(
+                prefill_attention.prefill_attention_kernel,
+                f"{label} rows={prefill.rows} block_size={block_size}",
+                {**types, **(described_type if described else {})},
+                {
+                    **{name: value for name, value in shape.items() if name != "REQS"},
+                    "ROWS": prefill.rows,
+                    "TILE": prefill.tile,
+                    "BLOCK_Q": prefill.rows // 4,
+                    "BLOCK_SIZE": block_size,
+                    "PRECISION": "tf32",
+                    "DESCRIBED": described,
+                    **({} if described else {"tiles_of_blocks": None}),
+                },
+                {"num_warps": prefill.num_warps, "num_stages": prefill.num_stages},
+            )
+
+
+def batch_cases(_: int) -> Iterator[Case]:
+    types = {
+        **named("*i32", "idx_mapping", "query_start_loc", "token_ids", "num_computed"),
+        **named("*i32", "row_max_len", "max_len", "block_table", "out_input_ids", "total_len"),
+        **named("*i64", "out_positions", "out_slot_mapping", "sampled"),
+        **named("*i32", "out_seq_lens", "out_block_tables", "row_ids", "starts", "cu_lens"),
+    }
+    yield Case(
+        batch_prep.prepare_inputs_kernel,
+        "",
+        {**types, "max_len": "i32"},
+        {"BLOCK_SIZE": 64, "CHUNK": batch_prep.CHUNK},
+    )
+    requests = {"REQUESTS": batch_prep.REQUESTS_PER_PROGRAM}
+    yield Case(batch_prep.post_update_kernel, "", types, requests)
+    for dtype in ("i32", "fp32", "i64"):
+        yield Case(
+            staged_writes.staged_writes_kernel,
+            dtype,
+            {**types, **named(f"*{dtype}", "base", "values")},
+            {"CHUNK": staged_writes.CHUNK},
+        )
+
+
+def sampling_cases(_: int) -> Iterator[Case]:
+    floats = ["logits", "temperature", "top_p", "min_p", "floors", "copies", "ranges", "sums"]
+    types = {
+        **named(
+            "*fp32",
+            *floats,
+            "best_values",
+            "repetition",
+            "presence",
+            "frequency",
+            "values",
+            "logprobs",
+        ),
+        **named("*i32", "top_k", "best_ids", "rows", "cols", "penalty_rows", "prompt_mask"),
+        **named("*i64", "seeds", "positions", "sampled", "ids", "ranks", "token_ids"),
+        "output_counts": "*i32",
+    }
+    block = {"BLOCK": filter_floor.SEARCH_BLOCK}
+    search = {**block, "BLOCKS": 32}
+    yield Case(filter_floor.range_kernel, "", types, block, {"num_warps": 8})
+    yield Case(filter_floor.weigh_kernel, "", types, search, {"num_warps": 8})
+    yield Case(filter_floor.filter_floor_kernel, "", types, search, {"num_warps": 16})
+    floors = {"HAS_FLOORS": True}
+    yield Case(sampling.block_argmax_kernel, "", types, {"BLOCK": 1024, **floors})
+    yield Case(
+        sampling.block_argmax_kernel, "large", types, {"BLOCK": 4096, **floors}, {"num_warps": 8}
+    )
+    yield Case(sampling.row_argmax_kernel, "", types, {"BLOCKS": 128}, {"num_warps": 1})
+    yield Case(penalties.add_sparse_kernel, "", types, {"ENTRIES": 256})
+    yield Case(penalties.count_tokens_kernel, "", types, {"REQUESTS": 256})
+    yield Case(penalties.apply_penalties_kernel, "", types, {"BLOCK": 4096}, {"num_warps": 8})
+    for dtype in ("fp32", *DTYPES):
+        yield Case(
+            logprobs.logprobs_kernel,
+            dtype,
+            {**types, "logits": f"*{dtype}"},
+            {"BLOCK": 4096, "IDS": 8},
+            {"num_warps": 8},
+        )
+
+
+def main(capability: int) -> None:
+    cases = [elementwise_cases, rope_cases, attention_cases, batch_cases, sampling_cases]
+    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = cache
+        for case in itertools.chain.from_iterable(make(capability) for make in cases):
+            target = GPUTarget("cuda", capability, 32)
+            compiled = triton.compile(case.source(), target=target, options=case.options)
+            assert compiled.asm["cubin"]
+            shared = compiled.metadata.shared
+            assert shared <= SHARED_BYTES[capability], (case.label, shared)
+            print(case.kernel.__name__, case.label, "|", shared, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

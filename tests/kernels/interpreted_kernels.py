@@ -1,0 +1,119 @@
+"""Triton kernels in Triton's interpreter; collected only with TRITON_INTERPRET set.
+
+The interpreter computes bfloat16 wrongly and takes milliseconds a program: small shapes,
+float32 and float16.
+"""
+
+from __future__ import annotations
+
+import kernel_checks as check
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels import gumbel, ops
+from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    assert triton.knobs.runtime.interpret
+    torch.manual_seed(11)
+
+
+@dtypes
+def test_norms_and_activation(dtype: torch.dtype) -> None:
+    check.rms_norm(ops.rms_norm.kernel, 3, 80, dtype)
+    check.fused_add_rms_norm(ops.fused_add_rms_norm.kernel, 3, 96, dtype)
+    check.silu_and_mul(ops.silu_and_mul.kernel, 3, 1100, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("head_norm", [False, True])
+def test_rope_and_cache(dtype: torch.dtype, head_norm: bool) -> None:
+    check.rope_and_cache(
+        ops.rope_and_cache.kernel,
+        dtype,
+        head_dim=24,
+        num_kv_heads=3,
+        group=3,
+        head_norm=head_norm,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group", "head_dim", "block_size", "dtype"),
+    [
+        (2, 3, 16, 16, torch.float32),
+        (1, 1, 24, 64, torch.float32),
+        (1, 16, 16, 16, torch.float32),
+        (2, 4, 16, 128, torch.float16),
+    ],
+)
+def test_paged_attention(
+    num_kv_heads: int, group: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    batch = oracle.paged_batch(
+        [5, 200, 33, 0, 70, 20],
+        [1, 1, 1, 1, 7, 20],
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    check.paged_attention(ops.paged_attention.kernel, batch)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batch_tables(seed: int) -> None:
+    check.prepare_inputs(ops.prepare_inputs.kernel, [1, 9, 3, 1], 1, seed)
+    check.post_update(ops.post_update.kernel, [1, 9, 3, 1], seed)
+    pieces = [(0, 7), (3, 0), (100, 2500)]
+    check.apply_staged_writes(ops.apply_staged_writes.kernel, pieces, 2700, seed)
+
+
+def test_kv_blocks() -> None:
+    check.kv_blocks(ops.gather_kv_blocks.kernel, ops.scatter_kv_blocks.kernel, (6, 2, 3, 16, 48))
+
+
+@triton.jit
+def noise_kernel(seed, position, bits, noise, V: tl.constexpr):
+    token = tl.arange(0, V)
+    key = gumbel.row_key(tl.load(seed), tl.load(position))
+    tl.store(bits + token, gumbel.hash_bits(key, token).to(tl.int64))
+    tl.store(noise + token, -tl.log(gumbel.exponential(gumbel.uniform(key, token))))
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (-1, 7), (2**62 + 5, 2**33 + 1)])
+def test_noise_has_the_bits_of_the_reference(seed: int, position: int) -> None:
+    keys = torch.tensor([seed]), torch.tensor([position])
+    bits, noise = torch.zeros(1024, dtype=torch.int64), torch.zeros(1024)
+    noise_kernel[(1,)](*keys, bits, noise, V=1024)
+    assert np.array_equal(bits.numpy(), hash_bits(*keys, 1024)[0])
+    torch.testing.assert_close(noise, gumbel_noise(*keys, 1024)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 9000])
+def test_sample(vocab_size: int) -> None:
+    check.sample(ops.sample.kernel, torch.randn(12, vocab_size) * 3)
+
+
+def test_sample_among_equal_and_masked_logits() -> None:
+    check.sample(ops.sample.kernel, (torch.randn(12, 300) * 2).round())
+    masked = torch.where(torch.rand(12, 300) < 0.9, -torch.inf, torch.randn(12, 300))
+    check.sample(ops.sample.kernel, masked)
+    check.sample(ops.sample.kernel, torch.full((4, 300), -torch.inf))
+    check.sample(ops.sample.kernel, torch.where(torch.rand(8, 300) < 0.5, -3e38, torch.ones(1)))
+
+
+def test_logprobs_and_penalties() -> None:
+    check.topk_logprobs(ops.topk_logprobs.kernel, torch.randn(3, 5000), 4)
+    check.topk_logprobs(ops.topk_logprobs.kernel, torch.randn(3, 50).half(), 0)
+    check.apply_penalties(ops.apply_penalties.kernel, 5, 4200)
+    check.sparse_additions(ops.add_sparse.kernel, ops.count_tokens.kernel)

@@ -1,0 +1,326 @@
+"""What each operation must do, for any column of the dispatch table and any device.
+
+Inputs are fresh random numbers; `op` is the function under test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import kernel_oracle as oracle
+import torch
+from torch import Tensor
+
+from tandem_kernels import ops
+from tandem_kernels.batch_tables import RowTables, StepInputs
+
+Op = Callable[..., Any]
+
+ELEMENTWISE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+ATTENTION = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def rms_norm(op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    x = (torch.randn(rows, width, device=device) * 3).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    out = op(x, weight, 1e-5)
+    assert out.dtype == dtype
+    assert oracle.relative_error(out, oracle.rms_norm(x, weight, 1e-5)) < ELEMENTWISE[dtype]
+
+
+def fused_add_rms_norm(
+    op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """The norm sees what the residual stream carries on: the rounded sum."""
+    x = torch.randn(rows, width, device=device).to(dtype)
+    residual = torch.randn(rows, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    total = (x.double() + residual.double()).to(dtype)
+    normed, carried = op(x.clone(), residual.clone(), weight, 1e-6)
+    assert torch.equal(carried, total)
+    assert oracle.relative_error(normed, oracle.rms_norm(total, weight, 1e-6)) < ELEMENTWISE[dtype]
+
+
+def silu_and_mul(op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    x = (torch.randn(rows, 2 * width, device=device) * 4).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    out = op(x)
+    assert out.shape == (rows, width)
+    assert oracle.relative_error(out, gate / (1 + (-gate).exp()) * up) < ELEMENTWISE[dtype]
+
+
+def rope_and_cache(
+    op: Op,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    num_kv_heads: int = 2,
+    group: int = 2,
+    num_tokens: int = 6,
+    block_size: int = 16,
+    head_norm: bool = False,
+    device: str = "cpu",
+) -> None:
+    """q, k and v are views of one projection; slots are scattered, one token writes nothing."""
+    num_q_heads = num_kv_heads * group
+    num_blocks = -(-2 * num_tokens // block_size)
+    angles = oracle.rope_angles(64, head_dim)
+    projection = torch.randn(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim, device=device)
+    q, k, v = projection.to(dtype).split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
+    positions = torch.randint(0, 64, (num_tokens,), device=device)
+    slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
+    slots[num_tokens // 2] = -1
+    shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
+    kv_cache = torch.full(shape, math.nan, dtype=dtype, device=device)
+    weights = [torch.randn(head_dim, device=device).to(dtype) if head_norm else None] * 2
+
+    turned = angles.to(device)[positions]
+    expected = []
+    for heads, weight in ((q, weights[0]), (k, weights[1])):
+        wide = heads if weight is None else oracle.rms_norm(heads, weight, 1e-6)
+        expected.append(oracle.rotate(wide, turned))
+    cache = oracle.cos_sin_cache(angles).to(device)
+    out = op(q, k, v, positions, cache, kv_cache, slots, *weights, 1e-6)
+
+    assert out.data_ptr() == q.data_ptr()
+    assert oracle.relative_error(out, expected[0]) < ELEMENTWISE[dtype]
+    by_slot = kv_cache.permute(0, 3, 1, 2, 4).reshape(-1, 2, num_kv_heads, head_dim)
+    written = slots[slots >= 0]
+    cached = by_slot[written]
+    assert oracle.relative_error(cached[:, 0], expected[1][slots >= 0]) < ELEMENTWISE[dtype]
+    assert torch.equal(cached[:, 1], v[slots >= 0])
+    others = torch.ones(by_slot.shape[0], dtype=torch.bool, device=device)
+    others[written] = False
+    assert by_slot[others].isnan().all()
+
+
+def paged_attention(op: Op, batch: oracle.PagedBatch) -> None:
+    out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale)
+    assert out.dtype == batch.q.dtype
+    assert oracle.relative_error(out, batch.expected()) < ATTENTION[out.dtype]
+
+
+NUM_ROWS, MAX_LEN, MAX_TOKENS, BLOCK_SIZE = 6, 40, 64, 4
+MAX_BLOCKS = MAX_LEN // BLOCK_SIZE
+
+
+def make_rows(seed: int, device: str = "cpu") -> RowTables:
+    torch.manual_seed(seed)
+    total_len = torch.randint(1, MAX_LEN, (NUM_ROWS,)).int()
+    block_table = torch.randperm(NUM_ROWS * MAX_BLOCKS).view(NUM_ROWS, MAX_BLOCKS).int()
+    return RowTables(
+        token_ids=torch.randint(0, 1000, (NUM_ROWS, MAX_LEN)).int().to(device),
+        prefill_len=total_len.clone().to(device),
+        num_computed=(torch.rand(NUM_ROWS) * total_len).int().to(device),
+        total_len=total_len.to(device),
+        max_len=torch.randint(1, MAX_LEN + 1, (NUM_ROWS,)).int().to(device),
+        block_table=block_table.to(device),
+        block_size=BLOCK_SIZE,
+    )
+
+
+def make_inputs(device: str = "cpu") -> StepInputs:
+    """Poisoned, so that a place nobody writes shows."""
+    return StepInputs(
+        input_ids=torch.full((MAX_TOKENS,), -99, dtype=torch.int32, device=device),
+        positions=torch.full((MAX_TOKENS,), -99, device=device),
+        slot_mapping=torch.full((MAX_TOKENS,), -99, device=device),
+        seq_lens=torch.full((NUM_ROWS,), -99, dtype=torch.int32, device=device),
+        block_tables=torch.full((NUM_ROWS, MAX_BLOCKS), -99, dtype=torch.int32, device=device),
+    )
+
+
+def prepare_inputs(
+    op: Op, lengths: list[int], padding: int, seed: int, device: str = "cpu"
+) -> None:
+    """`padding` requests behind those of `lengths`, at most `NUM_ROWS` in all."""
+    rows, inputs = make_rows(seed, device), make_inputs(device)
+    mapping = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
+    idx_mapping = torch.tensor(mapping + [-1] * padding, dtype=torch.int32, device=device)
+    op(idx_mapping, oracle.cumulative(lengths + [0] * padding).to(device), rows, inputs)
+
+    got = StepInputs(*(getattr(inputs, name).cpu() for name in StepInputs.__slots__))
+    tables = rows.token_ids.cpu(), rows.block_table.cpu(), rows.num_computed.cpu()
+    token_ids, block_table, num_computed = tables
+    token = 0
+    for r, length in enumerate(lengths):
+        row, limit = mapping[r], int(rows.max_len[mapping[r]])
+        for i in range(length):
+            position = int(num_computed[row]) + i
+            slot = -1
+            if position < limit:
+                assert got.positions[token] == position
+                assert got.input_ids[token] == token_ids[row, position]
+                slot = int(block_table[row, position // BLOCK_SIZE]) * BLOCK_SIZE
+                slot += position % BLOCK_SIZE
+            assert got.slot_mapping[token] == slot
+            assert 0 <= got.positions[token] < MAX_LEN
+            assert 0 <= got.input_ids[token] < 1000
+            token += 1
+        seq_len = min(int(num_computed[row]) + length, limit)
+        assert got.seq_lens[r] == seq_len
+        used = -(-seq_len // BLOCK_SIZE)
+        assert torch.equal(got.block_tables[r, :used], block_table[row, :used])
+    assert (got.slot_mapping[token:] == -1).all()
+    assert (got.positions[token:] == 0).all()
+    assert (got.seq_lens[len(lengths) :] == 0).all()
+
+
+def post_update(op: Op, lengths: list[int], seed: int, device: str = "cpu") -> None:
+    """The last request is padding."""
+    rows = make_rows(seed, device)
+    mapping = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
+    mapping[-1], lengths = -1, [*lengths[:-1], 0]
+    drawn = torch.randint(0, 1000, (len(lengths),))
+    sampled = torch.where(torch.rand(len(lengths)) < 0.5, drawn, -1)
+    tokens, computed = rows.token_ids.tolist(), rows.num_computed.tolist()
+    totals, limits = rows.total_len.tolist(), rows.max_len.tolist()
+    for r, row in enumerate(mapping):
+        if row < 0:
+            continue
+        computed[row] += lengths[r]
+        if sampled[r] >= 0 and totals[row] < limits[row]:
+            tokens[row][totals[row]] = int(sampled[r])
+            totals[row] += 1
+
+    idx_mapping = torch.tensor(mapping, dtype=torch.int32, device=device)
+    op(idx_mapping, oracle.cumulative(lengths).to(device), sampled.to(device), rows)
+    assert rows.token_ids.tolist() == tokens
+    assert rows.num_computed.tolist() == computed
+    assert rows.total_len.tolist() == totals
+
+
+def apply_staged_writes(
+    op: Op, pieces: list[tuple[int, int]], width: int, seed: int, device: str = "cpu"
+) -> None:
+    """`pieces`: (start, length) of one edit each, in different rows."""
+    torch.manual_seed(seed)
+    num_rows = len(pieces) + 2
+    base = torch.randint(0, 100, (num_rows, width), dtype=torch.int32)
+    expected = base.tolist()
+    row_ids = torch.randperm(num_rows)[: len(pieces)].int()
+    values: list[int] = []
+    for row, (start, length) in zip(row_ids.tolist(), pieces, strict=True):
+        written = torch.randint(1000, 2000, (length,)).tolist()
+        expected[row][start : start + length] = written
+        values += written
+    base = base.to(device)
+    starts = torch.tensor([start for start, _ in pieces], dtype=torch.int32, device=device)
+    cu_lens = oracle.cumulative([length for _, length in pieces]).to(device)
+    packed = torch.tensor(values, dtype=torch.int32, device=device)
+    op(base, row_ids.to(device), starts, cu_lens, packed)
+    assert base.tolist() == expected
+
+
+def kv_blocks(gather: Op, scatter: Op, shape: tuple[int, ...], device: str = "cpu") -> None:
+    """Scatter, then gather: the identity; all other blocks stay."""
+    cache = torch.randn(shape, device=device)
+    before = cache.clone()
+    block_ids = torch.randperm(shape[0], device=device)[: shape[0] // 2].int()
+    blocks = torch.randn(len(block_ids), *shape[1:], device=device)
+    scatter(cache, block_ids, blocks)
+    assert torch.equal(gather(cache, block_ids), blocks)
+    others = torch.ones(shape[0], dtype=torch.bool, device=device)
+    others[block_ids.long()] = False
+    assert torch.equal(cache[others], before[others])
+
+
+def sampling_parameters(rows: int, device: str = "cpu") -> list[Tensor]:
+    """Every combination of filters occurs; a quarter of the rows is greedy."""
+    temperature = 0.2 + torch.rand(rows) * 1.5
+    temperature[::4] = 0.0
+    top_k = torch.randint(1, 50, (rows,), dtype=torch.int32)
+    top_k[torch.rand(rows) < 0.5] = 0
+    top_p = 0.1 + torch.rand(rows) * 0.9
+    top_p[torch.rand(rows) < 0.4] = 1.0
+    min_p = torch.rand(rows) * 0.2
+    min_p[torch.rand(rows) < 0.5] = 0.0
+    seeds = torch.randint(-(2**62), 2**62, (rows,))
+    positions = torch.randint(0, 2**17, (rows,))
+    columns = [temperature, top_k, top_p, min_p, seeds, positions]
+    return [column.to(device) for column in columns]
+
+
+def sample(op: Op, logits: Tensor) -> None:
+    """Same tokens as the reference, which its own tests tie to the definition.
+
+    Two columns may round a logarithm differently, so another token counts as equal when its
+    noisy logit is the same within float32, or when it is the last that a filter keeps.
+    """
+    columns = sampling_parameters(logits.shape[0], str(logits.device))
+    got = op(logits, *columns).cpu()
+    on_cpu = [column.cpu() for column in columns]
+    expected = ops.sample.reference(logits.cpu(), *on_cpu)
+    differing = (got != expected).nonzero().squeeze(1).tolist()
+    assert len(differing) <= max(1, logits.shape[0] // 50), (got, expected)
+    unfiltered = [
+        on_cpu[0],
+        torch.zeros_like(on_cpu[1]),
+        torch.ones(len(got)),
+        torch.zeros(len(got)),
+    ]
+    plain = [column.to(logits.device) for column in (*unfiltered, *on_cpu[4:])]
+    assert torch.equal(op(logits, *plain), op(logits, *plain, has_filters=False))
+    for row in differing:
+        exact = [column[row].item() for column in on_cpu]
+        scores = []
+        for token in (int(got[row]), int(expected[row])):
+            x = logits[row, token].item()
+            noise = oracle.gumbel(int(exact[4]), int(exact[5]), token)
+            scores.append(x / exact[0] + noise if exact[0] > 0 else x)
+        assert math.isclose(*scores, abs_tol=1e-4), (row, scores, exact)
+
+
+def topk_logprobs(op: Op, logits: Tensor, k: int) -> None:
+    rows, vocab_size = logits.shape
+    chosen = torch.randint(0, vocab_size, (rows,), device=logits.device)
+    chosen[0] = logits[0].argmax()
+    ids, logprobs, ranks = op(logits, chosen, k)
+    exact = logits.double().log_softmax(-1)
+    assert ids.shape == (rows, 1 + k)
+    assert torch.equal(ids[:, 0], chosen)
+    torch.testing.assert_close(logprobs.double(), exact.gather(1, ids), rtol=1e-5, atol=2e-5)
+    best = exact.topk(k).values
+    torch.testing.assert_close(logprobs[:, 1:].double(), best, rtol=1e-5, atol=2e-5)
+    own = logits.gather(1, chosen[:, None])
+    assert torch.equal(ranks, 1 + (logits > own).sum(-1))
+
+
+def apply_penalties(op: Op, rows: int, vocab_size: int, device: str = "cpu") -> None:
+    tables = 3
+    counts = torch.randint(0, 4, (tables, vocab_size), dtype=torch.int32)
+    counts[torch.rand(tables, vocab_size) < 0.8] = 0
+    in_prompt = torch.rand(tables, vocab_size) < 0.1
+    padded = torch.zeros(tables, -(-vocab_size // 32), 32, dtype=torch.int64)
+    padded.flatten(1)[:, :vocab_size] = in_prompt.long()
+    words = (padded << torch.arange(32)).sum(-1)
+    mask = torch.where(words >= 2**31, words - 2**32, words).int()
+    logits = torch.randn(rows, vocab_size)
+    chosen = torch.randint(-1, tables, (rows,), dtype=torch.int32)
+    repetition, presence, frequency = torch.rand(3, rows) + torch.tensor([[0.6], [-0.3], [-0.2]])
+
+    x, used = logits.double(), counts[chosen].double()
+    seen = in_prompt[chosen] | (used > 0)
+    factor = torch.where(seen, repetition.double()[:, None], 1.0)
+    expected = torch.where(x > 0, x / factor, x * factor)
+    expected -= frequency.double()[:, None] * used + presence.double()[:, None] * (used > 0)
+    expected[chosen < 0] = x[chosen < 0]
+    given = [t.to(device) for t in (logits, mask, counts, chosen, repetition, presence, frequency)]
+    op(*given)
+    assert oracle.relative_error(given[0].cpu(), expected) < 1e-6
+
+
+def sparse_additions(add_sparse: Op, count_tokens: Op, device: str = "cpu") -> None:
+    """Repeats add up; -1 is skipped; -inf masks."""
+    counts = torch.zeros(2, 5, dtype=torch.int32, device=device)
+    rows = torch.tensor([0, 1, -1, 1, 1], dtype=torch.int32, device=device)
+    count_tokens(counts, rows, torch.tensor([3, 2, 4, 2, -1], device=device))
+    assert counts.tolist() == [[0, 0, 0, 1, 0], [0, 0, 2, 0, 0]]
+
+    logits = torch.zeros(2, 4, device=device)
+    row_ids = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)
+    cols = torch.tensor([1, 1, 2], dtype=torch.int32, device=device)
+    add_sparse(logits, row_ids, cols, torch.tensor([1.0, 0.5, -math.inf], device=device))
+    assert logits.tolist() == [[0, 1.5, 0, 0], [0, 0, -math.inf, 0]]

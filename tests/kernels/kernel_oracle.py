@@ -1,0 +1,185 @@
+"""Independent meanings of the operations: float64, one element at a time, no shared code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """‖out - expected‖ / ‖expected‖ in float64; NaN never passes a comparison."""
+    difference = (out.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp(min=1e-30))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate pair (d, d + D/2) of each head of `x` [T, H, D] by `angles` [T, D/2]."""
+    half = x.shape[-1] // 2
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = pairs * torch.polar(torch.ones_like(angles).double(), angles.double()).unsqueeze(1)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def rope_angles(max_len: int, head_dim: int) -> Tensor:
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    return torch.arange(max_len).double().unsqueeze(1) * frequency
+
+
+def cos_sin_cache(angles: Tensor) -> Tensor:
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+
+
+@dataclass
+class PagedBatch:
+    """A ragged batch whose pages are scattered and whose unused places hold NaN."""
+
+    q: Tensor
+    kv_cache: Tensor
+    metadata: AttentionMetadata
+    keys: list[Tensor]
+    values: list[Tensor]
+    scale: float
+
+    def expected(self) -> Tensor:
+        """[T, Hq, D] float64 by softmax over each query token's own context."""
+        out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.q.device)
+        bounds = self.metadata.query_start_loc.tolist()
+        for r, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            start, end = bounds[r], bounds[r + 1]
+            if start == end or keys.shape[1] == 0:
+                continue
+            group = self.q.shape[1] // keys.shape[0]
+            position = torch.arange(keys.shape[1], device=self.q.device)
+            future = position > position[keys.shape[1] - (end - start) :].unsqueeze(1)
+            for head in range(self.q.shape[1]):
+                queries = self.q[start:end, head].double()
+                scores = queries @ keys[head // group].double().T * self.scale
+                weights = scores.masked_fill_(future, -math.inf).softmax(-1)
+                out[start:end, head] = weights @ values[head // group].double()
+        return out
+
+
+def paged_batch(
+    seq_lens: list[int],
+    query_lens: list[int],
+    *,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    spare_blocks: int = 3,
+) -> PagedBatch:
+    """Random requests; the leading ones with one query token count as decodes."""
+    blocks_of = [-(-n // block_size) for n in seq_lens]
+    num_blocks = sum(blocks_of) + spare_blocks
+    shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
+    kv_cache = torch.full(shape, math.nan, dtype=dtype, device=device)
+    free = torch.randperm(num_blocks).tolist()
+    # A wrong entry behind a request's last block must never be followed.
+    tables = torch.full((len(seq_lens), max(blocks_of) + 2), 2**30, dtype=torch.int32)
+    keys, values = [], []
+    for r, seq_len in enumerate(seq_lens):
+        kv = torch.randn(2, num_kv_heads, seq_len, head_dim, device=device).to(dtype)
+        for b in range(blocks_of[r]):
+            tables[r, b] = free.pop()
+            piece = kv[:, :, b * block_size : (b + 1) * block_size]
+            kv_cache[tables[r, b], :, :, : piece.shape[2]] = piece
+        keys.append(kv[0])
+        values.append(kv[1])
+    num_decodes = next((r for r, n in enumerate(query_lens) if n != 1), len(query_lens))
+    q = torch.randn(sum(query_lens), num_kv_heads * group, head_dim, device=device).to(dtype)
+    metadata = AttentionMetadata(
+        block_tables=tables.to(device),
+        query_start_loc=cumulative(query_lens).to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        num_decodes=num_decodes,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+    )
+    return PagedBatch(q, kv_cache, metadata, keys, values, head_dim**-0.5)
+
+
+def cumulative(lengths: list[int]) -> Tensor:
+    """[0, a, a + b, ...] int32."""
+    return torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+
+
+def _rotl(x: int, bits: int) -> int:
+    return ((x << bits) | (x >> (32 - bits))) & 0xFFFFFFFF
+
+
+def murmur3(words: list[int], seed: int = 0x9747B28C) -> int:
+    """MurmurHash3 x86 32 of 32-bit words, without the length in the finaliser."""
+    h = seed
+    for word in words:
+        k = (word * 0xCC9E2D51) & 0xFFFFFFFF
+        k = (_rotl(k, 15) * 0x1B873593) & 0xFFFFFFFF
+        h = (_rotl(h ^ k, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
+def hash_of(seed: int, position: int, token_id: int) -> int:
+    low, high = 0xFFFFFFFF, 32
+    words = [seed & low, (seed >> high) & low, position & low, (position >> high) & low]
+    return murmur3([*words, token_id])
+
+
+def gumbel(seed: int, position: int, token_id: int) -> float:
+    uniform = (hash_of(seed, position, token_id) + 0.5) / 2**32
+    return -math.log(-math.log1p(-uniform))
+
+
+def filtered_probabilities(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> list[float]:
+    """What is left of a distribution after min-p, top-k, top-p, equal logits kept together."""
+    scaled = [x / temperature for x in logits]
+    peak = max(scaled)
+    weights = [math.exp(x - peak) for x in scaled]
+    if min_p > 0:
+        weights = [w if w >= min_p * (1 - 1e-12) else 0.0 for w in weights]
+    if top_k > 0:
+        smallest = sorted(weights, reverse=True)[min(top_k, len(weights)) - 1]
+        weights = [w if w >= smallest else 0.0 for w in weights]
+    if top_p < 1:
+        total, reached, smallest = math.fsum(weights), 0.0, 0.0
+        for w in sorted(weights, reverse=True):
+            reached, smallest = reached + w, w
+            if reached >= top_p * total:
+                break
+        weights = [w if w >= smallest else 0.0 for w in weights]
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+def sample(
+    logits: list[float],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int,
+) -> int:
+    if temperature == 0:
+        return max(range(len(logits)), key=lambda t: (logits[t], -t))
+    kept = filtered_probabilities(logits, temperature, top_k, top_p, min_p)
+    noisy = [
+        logits[t] / temperature + gumbel(seed, position, t) if p > 0 else -math.inf
+        for t, p in enumerate(kept)
+    ]
+    return max(range(len(logits)), key=noisy.__getitem__)

@@ -1,0 +1,48 @@
+"""Step inputs, row updates, staged writes and block copies against one-at-a-time Python."""
+
+from __future__ import annotations
+
+import kernel_checks as check
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_oracle import cumulative
+
+from tandem_kernels import ops
+
+lengths_of_a_step = st.lists(st.integers(1, 9), min_size=1, max_size=check.NUM_ROWS - 1)
+seeds = st.integers(0, 1000)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths_of_a_step, padding=st.integers(0, 1), seed=seeds)
+def test_prepare_inputs(lengths: list[int], padding: int, seed: int) -> None:
+    check.prepare_inputs(ops.prepare_inputs, lengths, padding, seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths_of_a_step, seed=seeds)
+def test_post_update(lengths: list[int], seed: int) -> None:
+    check.post_update(ops.post_update, lengths, seed)
+
+
+def test_a_sampled_token_is_the_next_step_input() -> None:
+    rows, inputs = check.make_rows(3), check.make_inputs()
+    rows.max_len.fill_(check.MAX_LEN)
+    rows.total_len[2], rows.num_computed[2] = 7, 6
+    mapping, bounds = torch.tensor([2], dtype=torch.int32), cumulative([1])
+    ops.prepare_inputs(mapping, bounds, rows, inputs)
+    ops.post_update(mapping, bounds, torch.tensor([4242]), rows)
+    ops.prepare_inputs(mapping, bounds, rows, inputs)
+    assert (int(inputs.input_ids[0]), int(inputs.positions[0])) == (4242, 7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6), seed=seeds)
+def test_apply_staged_writes(pieces: list[tuple[int, int]], seed: int) -> None:
+    check.apply_staged_writes(ops.apply_staged_writes, pieces, 24, seed)
+
+
+def test_scatter_then_gather_kv_blocks_is_the_identity() -> None:
+    torch.manual_seed(3)
+    check.kv_blocks(ops.gather_kv_blocks, ops.scatter_kv_blocks, (7, 2, 3, 4, 8))

@@ -1,0 +1,42 @@
+"""Plain-torch norms, activation and rotary embedding against float64."""
+
+from __future__ import annotations
+
+import kernel_checks as check
+import pytest
+import torch
+
+from tandem_kernels import ops
+
+dtypes = pytest.mark.parametrize("dtype", list(check.ELEMENTWISE), ids=str)
+shapes = pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (17, 333)])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(7)
+
+
+@dtypes
+@shapes
+def test_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.rms_norm(ops.rms_norm, rows, width, dtype)
+
+
+@dtypes
+@shapes
+def test_fused_add_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.fused_add_rms_norm(ops.fused_add_rms_norm, rows, width, dtype)
+
+
+@dtypes
+@shapes
+def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.silu_and_mul(ops.silu_and_mul, rows, width, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("head_norm", [False, True])
+def test_rope_and_cache(dtype: torch.dtype, head_dim: int, head_norm: bool) -> None:
+    check.rope_and_cache(ops.rope_and_cache, dtype, head_dim=head_dim, head_norm=head_norm)

@@ -1,0 +1,247 @@
+"""The Triton column on a CUDA device, against float64; fresh outputs start as NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import kernel_checks as check
+import kernel_oracle as oracle
+import pytest
+import torch
+
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
+
+pytestmark = pytest.mark.gpu
+
+HALVES = [torch.float16, torch.bfloat16]
+halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
+head_dims = pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+block_sizes = pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 256])
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_and_fresh() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.cuda.synchronize()
+    torch.use_deterministic_algorithms(False)
+
+
+@halves
+@pytest.mark.parametrize("rows", [1, 7, 256, 2049])
+@pytest.mark.parametrize("width", [64, 896, 1000, 4096, 8192])
+def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.rms_norm(ops.rms_norm, rows, width, dtype, "cuda")
+    check.fused_add_rms_norm(ops.fused_add_rms_norm, rows, width, dtype, "cuda")
+    check.silu_and_mul(ops.silu_and_mul, rows, width, dtype, "cuda")
+
+
+@halves
+@head_dims
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 16), (2, 7), (8, 4), (12, 1)])
+@pytest.mark.parametrize("num_tokens", [1, 33, 600])
+def test_rope_and_cache(
+    dtype: torch.dtype, head_dim: int, num_kv_heads: int, group: int, num_tokens: int
+) -> None:
+    for head_norm in (False, True):
+        check.rope_and_cache(
+            ops.rope_and_cache,
+            dtype,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            group=group,
+            num_tokens=num_tokens,
+            block_size=64,
+            head_norm=head_norm,
+            device="cuda",
+        )
+
+
+def _attention(seq_lens: list[int], query_lens: list[int], **shape: object) -> None:
+    batch = oracle.paged_batch(seq_lens, query_lens, device="cuda", **shape)  # type: ignore[arg-type]
+    check.paged_attention(ops.paged_attention, batch)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@head_dims
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(8, 1), (4, 2), (8, 4), (2, 7), (1, 16)])
+def test_attention_by_shape(
+    dtype: torch.dtype, head_dim: int, num_kv_heads: int, group: int
+) -> None:
+    shape = {"num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim, "dtype": dtype}
+    _attention([1, 17, 64, 300, 1000], [1] * 5, block_size=64, **shape)
+    _attention([33, 500, 129, 700, 5], [1, 1, 129, 77, 5], block_size=64, **shape)
+    _attention([40, 2500, 1300], [1, 2400, 1200], block_size=128, **shape)
+
+
+@halves
+@block_sizes
+def test_attention_by_block_size(dtype: torch.dtype, block_size: int) -> None:
+    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": dtype}
+    _attention([1, 255, 256, 257, 2000], [1] * 5, block_size=block_size, **shape)
+    _attention([300, 257, 256, 1500], [1, 257, 200, 333], block_size=block_size, **shape)
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 63, 64, 65, 127, 1023, 4097, 32768])
+def test_attention_by_length(seq_len: int) -> None:
+    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": torch.bfloat16}
+    _attention([seq_len], [1], block_size=64, **shape)
+    _attention([seq_len] * 3, [1] * 3, block_size=64, **shape)
+    _attention([seq_len], [min(seq_len, 2048)], block_size=64, **shape)
+    _attention([seq_len] * 2, [min(seq_len, 3000)] * 2, block_size=128, **shape)
+    if seq_len > 1:
+        _attention([seq_len], [2], block_size=64, **shape)
+
+
+@pytest.mark.parametrize("num_decodes", [1, 16, 64, 130, 256, 1000])
+def test_many_decodes_with_padding(num_decodes: int) -> None:
+    """Lengths from 0 to 4000, so that runs begin and end anywhere."""
+    lengths = torch.randint(0, 4000 if num_decodes <= 64 else 600, (num_decodes,)).tolist()
+    shape = {"num_kv_heads": 4, "group": 4, "head_dim": 64, "dtype": torch.bfloat16}
+    _attention(lengths, [1] * num_decodes, block_size=32, **shape)
+
+
+def test_blocks_beyond_32_bit_offsets() -> None:
+    """Element offsets above 2^31 inside the cache."""
+    block_elements = 2 * 8 * 64 * 128
+    num_blocks = 2**31 // block_elements + 40
+    kv_cache = torch.full(
+        (num_blocks, 2, 8, 64, 128), torch.nan, dtype=torch.bfloat16, device="cuda"
+    )
+    blocks = torch.arange(num_blocks - 8, num_blocks, dtype=torch.int32, device="cuda")
+    kv_cache[blocks.long()] = torch.randn(8, 2, 8, 64, 128, device="cuda").bfloat16()
+    pages = kv_cache[blocks.long()].permute(1, 2, 0, 3, 4).reshape(2, 8, 512, 128)
+    batch = oracle.PagedBatch(
+        torch.randn(1 + 100, 32, 128, device="cuda").bfloat16(),
+        kv_cache,
+        AttentionMetadata(
+            blocks.expand(2, -1).contiguous(),
+            oracle.cumulative([1, 100]).cuda(),
+            torch.tensor([500, 512], dtype=torch.int32, device="cuda"),
+            num_decodes=1,
+            max_query_len=100,
+            max_seq_len=512,
+        ),
+        [pages[0, :, :500], pages[0]],
+        [pages[1, :, :500], pages[1]],
+        128**-0.5,
+    )
+    check.paged_attention(ops.paged_attention, batch)
+
+
+def test_layers_of_one_allocation() -> None:
+    """A layer's cache may be a strided view: [N, L, 2, H, B, D] with the layers inside."""
+    whole = torch.full((12, 3, 2, 2, 16, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    batch = oracle.paged_batch(
+        [40, 70],
+        [1, 30],
+        num_kv_heads=2,
+        group=4,
+        head_dim=64,
+        block_size=16,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    view = whole[:, 1]
+    view[: batch.kv_cache.shape[0]] = batch.kv_cache
+    batch.kv_cache = view
+    check.paged_attention(ops.paged_attention, batch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_tables(seed: int) -> None:
+    check.prepare_inputs(ops.prepare_inputs, [1, 9, 3, 1], 1, seed, "cuda")
+    check.post_update(ops.post_update, [1, 9, 3, 1], seed, "cuda")
+    pieces = [(0, 7), (3, 0), (100, 60000)]
+    check.apply_staged_writes(ops.apply_staged_writes, pieces, 70000, seed, "cuda")
+
+
+def test_staged_writes_read_pinned_host_memory() -> None:
+    base = torch.zeros(3, 5000, dtype=torch.int32, device="cuda")
+    values = torch.arange(4000, dtype=torch.int32).pin_memory()
+    row_ids = torch.tensor([2], dtype=torch.int32).pin_memory()
+    starts = torch.tensor([17], dtype=torch.int32).pin_memory()
+    cu_lens = torch.tensor([0, 4000], dtype=torch.int32).pin_memory()
+    ops.apply_staged_writes(base, row_ids, starts, cu_lens, values)
+    assert torch.equal(base[2, 17:4017].cpu(), values)
+    assert int(base.count_nonzero()) == 3999
+
+
+def test_kv_blocks() -> None:
+    check.kv_blocks(ops.gather_kv_blocks, ops.scatter_kv_blocks, (40, 2, 8, 64, 128), "cuda")
+    check.kv_blocks(ops.gather_kv_blocks, ops.scatter_kv_blocks, (9, 2, 3, 16, 80), "cuda")
+
+
+@pytest.mark.parametrize("rows", [1, 17, 256])
+@pytest.mark.parametrize("vocab_size", [50, 657, 32000, 128256])
+def test_sample(rows: int, vocab_size: int) -> None:
+    check.sample(ops.sample, torch.randn(rows, vocab_size, device="cuda") * 3)
+    rounded = (torch.randn(rows, vocab_size, device="cuda") * 3).bfloat16().float()
+    check.sample(ops.sample, rounded)
+
+
+def test_sample_among_equal_and_masked_logits() -> None:
+    check.sample(ops.sample, (torch.randn(64, 3000, device="cuda") * 2).round())
+    random = torch.rand(64, 3000, device="cuda")
+    check.sample(ops.sample, torch.where(random < 0.9, -torch.inf, random * 9))
+    check.sample(ops.sample, torch.where(random < 0.9, -3e38, random * 9))
+    check.sample(ops.sample, torch.full((8, 3000), -torch.inf, device="cuda"))
+    nothing = torch.full((8, 3000), torch.nan, device="cuda")
+    tokens = ops.sample(nothing, *check.sampling_parameters(8, "cuda"))
+    assert ((tokens >= 0) & (tokens < 3000)).all()
+
+
+def test_token_does_not_depend_on_the_batch() -> None:
+    logits = torch.randn(64, 32000, device="cuda") * 2
+    columns = check.sampling_parameters(64, "cuda")
+    together = ops.sample(logits, *columns)
+    for row in range(0, 64, 7):
+        alone = ops.sample(logits[row : row + 1], *(c[row : row + 1] for c in columns))
+        assert alone.item() == together[row].item()
+
+
+def test_plain_noise_picks_the_same_tokens_as_the_reference_noise() -> None:
+    """Flat logits leave the choice to the noise alone: 4096 draws of 32000 tokens."""
+    seeds = torch.arange(4096, device="cuda")
+    ones, zeros = torch.ones(4096, device="cuda"), torch.zeros(4096, device="cuda")
+    no_k = torch.zeros(4096, dtype=torch.int32, device="cuda")
+    logits = torch.zeros(4096, 32000, device="cuda")
+    tokens = ops.sample(logits, ones, no_k, ones, zeros, seeds, seeds * 3).cpu()
+    smallest = torch.from_numpy(hash_bits(seeds.cpu(), seeds.cpu() * 3, 32000).argmin(-1))
+    assert (tokens != smallest).sum() <= 4
+    noise = gumbel_noise(seeds[:8].cpu(), seeds[:8].cpu() * 3, 32000)
+    assert (noise.argmax(-1) == tokens[:8]).sum() >= 7
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_logprobs_and_penalties(rows: int) -> None:
+    check.topk_logprobs(ops.topk_logprobs, torch.randn(rows, 128256, device="cuda") * 4, 20)
+    check.topk_logprobs(ops.topk_logprobs, torch.randn(rows, 657, device="cuda").bfloat16(), 0)
+    check.apply_penalties(ops.apply_penalties, rows, 128256, "cuda")
+    check.sparse_additions(ops.add_sparse, ops.count_tokens, "cuda")
+
+
+def test_a_captured_decode_equals_the_eager_one_bit_for_bit() -> None:
+    """Lengths change between replays; the grid and all addresses stay."""
+    batch = oracle.paged_batch(
+        [900, 1700, 30, 1],
+        [1] * 4,
+        num_kv_heads=8,
+        group=4,
+        head_dim=128,
+        block_size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    ops.paged_attention(batch.q, batch.kv_cache, batch.metadata, batch.scale)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = ops.paged_attention(batch.q, batch.kv_cache, batch.metadata, batch.scale)
+    for lengths in ([900, 1700, 30, 1], [1, 1000, 0, 1], [64, 128, 17, 0]):
+        batch.metadata.seq_lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        eager = ops.paged_attention(batch.q, batch.kv_cache, batch.metadata, batch.scale)
+        assert torch.equal(out, eager)

@@ -1,0 +1,285 @@
+"""Both ends of the data plane in one event loop, with real gRPC between them.
+
+A `LoopbackProducer` has a `KVSender` and a server for every (rank, process); a `LoopbackConsumer`
+a `KVReceiver`. Commands are handed over directly, events are collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+
+import grpc.aio
+from kv_caches import Blocks, RankCache
+
+from kv_transfer.cache_view import KVCacheView
+from kv_transfer.channels import SERVER_OPTIONS
+from kv_transfer.config import KVTransferConfig, PullTransportName
+from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import (
+    AbortMeta,
+    KVPeer,
+    OfferMeta,
+    RecvMeta,
+    ReleaseMeta,
+    SendMeta,
+    StepProgress,
+    TransferEvent,
+    TransferEventKind,
+)
+from kv_transfer.pull_service import PullService
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+
+TIMEOUT_S = 60.0
+
+
+def new_transfer_id() -> str:
+    return uuid.uuid4().hex
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class Node:
+    """What both roles share: caches, blocks and the events of all processes."""
+
+    def __init__(self, config: KVTransferConfig, shape: KVLayout, num_blocks: int) -> None:
+        self.config = config
+        self.layout = shape
+        self.num_processes = shape.tp_size * config.num_processes
+        self.caches = [RankCache(shape, rank, num_blocks) for rank in range(shape.tp_size)]
+        self.views = [KVCacheView(cache.handle, shape) for cache in self.caches]
+        self.blocks = Blocks(num_blocks)
+        self.events: dict[tuple[str, int], list[TransferEvent]] = defaultdict(list)
+
+    def emit(self, event: TransferEvent) -> None:
+        self.events[event.transfer_id, event.attempt].append(event)
+
+    def count(self, kind: TransferEventKind, transfer_id: str, attempt: int = 0) -> int:
+        return sum(event.kind is kind for event in self.events[transfer_id, attempt])
+
+    async def until_all(
+        self, kind: TransferEventKind, transfer_id: str, attempt: int = 0
+    ) -> list[TransferEvent]:
+        """Waits until every process has said so."""
+        await until(lambda: self.count(kind, transfer_id, attempt) == self.num_processes)
+        return [e for e in self.events[transfer_id, attempt] if e.kind is kind]
+
+    def parts(self) -> list[tuple[int, int]]:
+        """(rank, process index) in the order of process numbers."""
+        return [
+            (rank, index)
+            for rank in range(self.layout.tp_size)
+            for index in range(self.config.num_processes)
+        ]
+
+    def close_caches(self) -> None:
+        for view in self.views:
+            view.close()
+        for cache in self.caches:
+            cache.close()
+
+
+class LoopbackProducer(Node):
+    def __init__(
+        self, config: KVTransferConfig, shape: KVLayout, num_blocks: int = 64, epoch: int = 7
+    ) -> None:
+        super().__init__(config, shape, num_blocks)
+        self.peer = KVPeer(engine_id="prefill", epoch=epoch, layout=shape)
+        self.senders: list[KVSender] = []
+        self._servers: list[grpc.aio.Server] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        addresses = []
+        for rank, index in self.parts():
+            sender = KVSender(
+                self.config, self.layout, rank, index, self.views[rank], self.emit, lambda: None
+            )
+            server = grpc.aio.server(options=SERVER_OPTIONS)
+            service = PullService(self.config, self.peer, sender)
+            server.add_generic_rpc_handlers((service.handlers(),))
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            await server.start()
+            self.senders.append(sender)
+            self._servers.append(server)
+            self._tasks.append(asyncio.create_task(sender.run()))
+        step = self.config.num_processes
+        self.peer = KVPeer(
+            engine_id=self.peer.engine_id,
+            epoch=self.peer.epoch,
+            layout=self.layout,
+            endpoints=tuple(tuple(addresses[i : i + step]) for i in range(0, len(addresses), step)),
+        )
+
+    def offer(self, transfer_id: str, num_tokens: int, held: int = 0, attempt: int = 0) -> None:
+        for sender in self.senders:
+            sender.offer(OfferMeta(transfer_id, attempt, num_tokens, held))
+
+    def send(
+        self,
+        transfer_id: str,
+        step_id: int,
+        tokens: range,
+        block_ids: list[int],
+        num_tokens: int,
+        attempt: int = 0,
+    ) -> None:
+        is_last = tokens.stop == num_tokens
+        for sender in self.senders:
+            sender.send(
+                SendMeta(
+                    transfer_id, attempt, step_id, tokens.start, len(tokens), block_ids, is_last
+                )
+            )
+
+    def compute(
+        self, seed: int, step_id: int, layer: int, tokens: range, block_ids: list[int]
+    ) -> None:
+        """One layer of one step, on every rank."""
+        for cache in self.caches:
+            cache.write(seed, layer, tokens, block_ids)
+        for sender in self.senders:
+            sender.progress(StepProgress(step_id, layer + 1))
+
+    def compute_all(self, seed: int, num_tokens: int, block_ids: list[int]) -> None:
+        """As a cached prefix: before anybody is told."""
+        for cache in self.caches:
+            for layer in range(self.layout.num_layers):
+                cache.write(seed, layer, range(num_tokens), block_ids)
+
+    def offer_computed(self, seed: int, num_tokens: int, held: int = 0, attempt: int = 0) -> str:
+        """A whole prompt at once. Its transfer id."""
+        transfer_id = new_transfer_id()
+        block_ids = self.blocks.take(self.layout, num_tokens)
+        self.compute_all(seed, num_tokens, block_ids)
+        self.offer(transfer_id, num_tokens, held, attempt)
+        self.send(transfer_id, -1, range(num_tokens), block_ids, num_tokens, attempt)
+        return transfer_id
+
+    def abort(self, transfer_id: str, attempt: int = 0) -> None:
+        for sender in self.senders:
+            sender.abort(AbortMeta(transfer_id, attempt))
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(sender.pool.used for sender in self.senders)
+
+    async def until_empty(self) -> None:
+        """No transfer, no staged byte, no call is left; calls take a moment to end."""
+        for sender in self.senders:
+            assert sender.num_transfers == 0
+            assert sender.pool.used == 0
+        await until(lambda: all(sender.num_pulls == 0 for sender in self.senders))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in self._servers:
+            await server.stop(0)
+        self.senders.clear()
+        self.close_caches()
+
+
+class LoopbackConsumer(Node):
+    def __init__(self, config: KVTransferConfig, shape: KVLayout, num_blocks: int = 64) -> None:
+        super().__init__(config, shape, num_blocks)
+        me = KVPeer(engine_id="decode", epoch=1, layout=shape)
+        self.receivers = [
+            KVReceiver(config, me, rank, index, self.views[rank], self.emit, lambda: None)
+            for rank, index in self.parts()
+        ]
+
+    def pull(
+        self,
+        peer: KVPeer,
+        transfer_id: str,
+        num_tokens: int,
+        first_token: int = 0,
+        attempt: int = 0,
+        block_ids: list[int] | None = None,
+    ) -> list[int]:
+        """Into new blocks, unless given; their ids."""
+        if block_ids is None:
+            block_ids = self.blocks.take(self.layout, num_tokens)
+        for receiver in self.receivers:
+            receiver.receive(
+                RecvMeta(transfer_id, attempt, peer, block_ids, first_token, num_tokens)
+            )
+        return block_ids
+
+    def abort(self, transfer_id: str, attempt: int = 0) -> None:
+        for receiver in self.receivers:
+            receiver.abort(AbortMeta(transfer_id, attempt))
+
+    def release(
+        self, peer: KVPeer, transfer_id: str, attempt: int = 0, complete: bool = True
+    ) -> None:
+        self.receivers[0].release(ReleaseMeta(transfer_id, attempt, peer, complete))
+
+    def check(self, seed: int, tokens: range, block_ids: list[int]) -> None:
+        for cache in self.caches:
+            cache.check(seed, tokens, block_ids)
+
+    async def until_empty(self) -> None:
+        for receiver in self.receivers:
+            assert receiver.num_transfers == 0
+            assert receiver.num_pulls == 0
+
+    async def close(self) -> None:
+        for receiver in self.receivers:
+            await receiver.close()
+        self.receivers.clear()
+        self.close_caches()
+
+
+class Loopback:
+    """`async with Loopback(producer layout, consumer layout) as (producer, consumer)`."""
+
+    def __init__(
+        self,
+        theirs: KVLayout,
+        ours: KVLayout,
+        *,
+        num_streams: int = 4,
+        producer_processes: int = 1,
+        consumer_processes: int = 1,
+        chunk_bytes: int = 2048,
+        staging_bytes: int = 4 << 20,
+        lease_s: float = 30.0,
+        stall_timeout_s: float = 20.0,
+        transport: PullTransportName = "h2",
+    ) -> None:
+        producer_config = KVTransferConfig(
+            kv_role="kv_producer",
+            num_processes=producer_processes,
+            chunk_bytes=chunk_bytes,
+            staging_bytes=staging_bytes,
+            lease_s=lease_s,
+            stall_timeout_s=stall_timeout_s,
+        )
+        consumer_config = KVTransferConfig(
+            kv_role="kv_consumer",
+            num_processes=consumer_processes,
+            num_streams=num_streams,
+            chunk_bytes=chunk_bytes,
+            stall_timeout_s=stall_timeout_s,
+            pull_transport=transport,
+        )
+        self.producer = LoopbackProducer(producer_config, theirs)
+        self.consumer = LoopbackConsumer(consumer_config, ours)
+
+    async def __aenter__(self) -> tuple[LoopbackProducer, LoopbackConsumer]:
+        await self.producer.start()
+        return self.producer, self.consumer
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.consumer.close()
+        await self.producer.close()

@@ -1,0 +1,105 @@
+"""The mapped cache: which blocks lie together, and tokens between blocks of different sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_caches import RankCache, layout
+
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.cache_handle import handle_of_tensors
+from kv_transfer.cache_view import KVCacheView, token_runs
+from kv_transfer.host.memory_file import MemoryFile
+from kv_transfer.layout import HeadRange
+
+sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 64])
+
+
+@given(st.integers(0, 300), st.integers(0, 300), sizes, sizes)
+def test_token_runs_map_every_token_once(start: int, length: int, source: int, target: int) -> None:
+    pairs = []
+    for run in token_runs(start, start + length, source, target):
+        assert run.num_tokens >= 1
+        assert run.source_offset + run.num_tokens <= source
+        assert run.target_offset + run.num_tokens <= target
+        pairs += [
+            (
+                run.source_block * source + run.source_offset + i,
+                run.target_block * target + run.target_offset + i,
+            )
+            for i in range(run.num_tokens)
+        ]
+    assert pairs == [(token, token) for token in range(start, start + length)]
+
+
+def test_equal_block_sizes_move_whole_blocks() -> None:
+    assert len(list(token_runs(0, 64, 16, 16))) == 4
+    assert len(list(token_runs(0, 64, 16, 64))) == 4
+
+
+@given(st.lists(st.integers(0, 15), unique=True, max_size=16))
+def test_read_blocks_keeps_order_and_joins_neighbours(block_ids: list[int]) -> None:
+    cache = RankCache(layout(), 0, 16)
+    view = KVCacheView(cache.handle, layout())
+    cache.words[1] = np.arange(16, dtype=np.uint16)[:, None, None, None, None]
+    parts = view.read_blocks(1, block_ids)
+    assert [int(block[0, 0, 0, 0]) for part in parts for block in part] == block_ids
+    breaks = sum(b != a + 1 for a, b in itertools.pairwise(block_ids))
+    assert len(parts) == (breaks + 1 if block_ids else 0)
+    assert all(part.flags.c_contiguous for part in parts)
+    del parts
+    view.close()
+    cache.close()
+
+
+def test_write_run_touches_nothing_else() -> None:
+    shape = layout(tp_size=1, num_kv_heads=4)
+    cache = RankCache(shape, 0, 8)
+    view = KVCacheView(cache.handle, shape)
+    before = cache.words.copy()
+    run = next(token_runs(5, 9, 64, 16))
+    source = np.arange(2 * 2 * 64 * 8, dtype=np.uint16).reshape(2, 2, 64, 8)
+    view.write_run(2, HeadRange(1, 2), source, run, 6)
+    before[2, 6, :, 1:3, 5:9] = source[:, :, 5:9]
+    np.testing.assert_array_equal(cache.words, before)
+    view.close()
+    cache.close()
+
+
+def test_bounds() -> None:
+    shape = layout()
+    cache = RankCache(shape, 0, 4)
+    view = KVCacheView(cache.handle, shape)
+    view.check_block_ids([0, 3])
+    for wrong in ([4], [-1], [0, 1, 100]):
+        with pytest.raises(ValueError, match=r"0\.\.3"):
+            view.check_block_ids(wrong)
+    view.close()
+    too_many = KVCacheHandle(rank=0, pid=cache.handle.pid, fd=cache.handle.fd, num_blocks=5)
+    with pytest.raises(ValueError, match="5 blocks"):
+        KVCacheView(too_many, shape)
+    cache.close()
+
+
+def test_handle_of_torch_tensors_leads_to_their_memory() -> None:
+    shape = layout()
+    memory = MemoryFile.create("test-kv", shape.num_layers * 4 * shape.block_bytes)
+    flat = torch.frombuffer(memory.buffer, dtype=torch.bfloat16)
+    layers = list(flat.view(3, 4, 2, 2, 16, 8).unbind())
+    handle = handle_of_tensors(1, layers)
+    assert (handle.rank, handle.pid, handle.num_blocks) == (1, memory.pid, 4)
+    again = MemoryFile.attach(handle.pid, handle.fd)
+    layers[2][3] = 1.0
+    assert again.buffer[-2:] == memory.buffer[-2:] != b"\0\0"
+    again.close()
+    with pytest.raises(ValueError, match="memory file"):
+        handle_of_tensors(0, [torch.zeros(4, 4)])
+    with pytest.raises(ValueError, match="memory file"):
+        handle_of_tensors(0, layers[1:])
+    del flat, layers
+    memory.close()

@@ -1,0 +1,128 @@
+"""A landing takes each of its chunks once and nothing else, and writes only what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kv_caches import RankCache, layout, prompt_kv
+
+from kv_transfer.cache_view import KVCacheView
+from kv_transfer.errors import CorruptChunk
+from kv_transfer.landing import Landing
+from kv_transfer.layout import HeadRange
+from kv_transfer.metadata import KVPeer, RecvMeta
+from kv_transfer.wire import Chunk, ChunkHeader, ChunkKind, decode_chunk, encode_chunk
+
+SHAPE = layout(num_layers=2)
+HEADS = HeadRange(0, 2)
+NUM_TOKENS, FIRST_TOKEN = 60, 20
+BLOCK_IDS = [7, 3, 5, 1]
+
+
+@pytest.fixture
+def cache() -> Iterator[RankCache]:
+    cache = RankCache(SHAPE, 0, 8)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def landing(cache: RankCache) -> Iterator[Landing]:
+    view = KVCacheView(cache.handle, SHAPE)
+    peer = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
+    meta = RecvMeta("ab" * 16, 2, peer, BLOCK_IDS, FIRST_TOKEN, NUM_TOKENS)
+    yield Landing(meta, SHAPE, view, HEADS, 0, 1)
+    view.close()
+
+
+def chunk(layer: int, first: int, count: int, /, **changes: object) -> Chunk:
+    """Of a grid with two blocks in each chunk."""
+    header = ChunkHeader(
+        kind=ChunkKind.DATA,
+        dtype="bfloat16",
+        transfer_id="ab" * 16,
+        attempt=2,
+        layer=layer,
+        first_block=first,
+        num_blocks=count,
+        head_start=0,
+        num_heads=2,
+        block_size=16,
+        blocks_per_chunk=2,
+    )
+    tokens = range(first * 16, (first + count) * 16)
+    values = prompt_kv(1, layer, HEADS, tokens, SHAPE).reshape(2, 2, count, 16, 8)
+    payload = np.ascontiguousarray(values.transpose(2, 0, 1, 3, 4))
+    message = encode_chunk(replace(header, **changes), [payload])
+    return decode_chunk(np.frombuffer(message, np.uint8))
+
+
+def test_all_chunks_land(cache: RankCache, landing: Landing) -> None:
+    assert landing.missing is None
+    for layer in (1, 0):
+        landing.accept(chunk(layer, 2, 2))
+        landing.accept(chunk(layer, 1, 1))
+    assert landing.missing == []
+    cache.check(1, range(FIRST_TOKEN, NUM_TOKENS), BLOCK_IDS)
+    assert cache.untouched_except(BLOCK_IDS)
+
+
+def test_blocks_before_the_first_wanted_one_may_come_along(
+    cache: RankCache, landing: Landing
+) -> None:
+    for layer in (0, 1):
+        landing.accept(chunk(layer, 0, 2))
+        landing.accept(chunk(layer, 2, 2))
+    cache.check(1, range(FIRST_TOKEN, NUM_TOKENS), BLOCK_IDS)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"transfer_id": "cd" * 16},
+        {"attempt": 1},
+        {"attempt": 3},
+        {"dtype": "float16"},
+        {"block_size": 32},
+        {"head_start": 1},
+        {"num_heads": 1},
+        {"layer": 2},
+        {"first_block": 1},
+        {"first_block": 4},
+        {"first_block": 1000},
+        {"num_blocks": 1},
+        {"num_blocks": 3},
+        {"blocks_per_chunk": 0},
+        {"blocks_per_chunk": 3},
+    ],
+    ids=str,
+)
+def test_a_foreign_chunk_changes_nothing(
+    cache: RankCache, landing: Landing, foreign: dict[str, object]
+) -> None:
+    landing.accept(chunk(1, 2, 2))
+    before = cache.words.copy()
+    missing = landing.missing
+    with pytest.raises(CorruptChunk):
+        landing.accept(chunk(0, 2, 2, **foreign))
+    np.testing.assert_array_equal(cache.words, before)
+    assert landing.missing == missing
+
+
+def test_a_second_copy_is_refused(cache: RankCache, landing: Landing) -> None:
+    landing.accept(chunk(0, 2, 2))
+    with pytest.raises(CorruptChunk, match="twice"):
+        landing.accept(chunk(0, 2, 2))
+    assert landing.missing is not None and len(landing.missing) == 3
+
+
+def test_the_end_of_another_stream_is_refused(landing: Landing) -> None:
+    landing.end(chunk(0, 0, 0, kind=ChunkKind.END))
+    assert landing.missing == [0, 1, 2, 3]
+    with pytest.raises(CorruptChunk):
+        landing.end(chunk(0, 0, 0, kind=ChunkKind.END, attempt=0))
+    with pytest.raises(CorruptChunk):
+        landing.end(chunk(0, 0, 0, kind=ChunkKind.END, blocks_per_chunk=4))

@@ -1,0 +1,192 @@
+"""Which chunks are ready when: steps announced, layers that come late, shares of a process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_caches import layout
+
+from kv_transfer.layout import HeadRange
+from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
+from kv_transfer.send_transfer import Pull, PullWish, SendTransfer
+from kv_transfer.staging import StagedChunk
+
+NONE_YET = StepProgress(0, 0)
+SHAPE = layout(num_layers=2)
+
+
+def offered(
+    num_tokens: int, held: int = 0, per_chunk: int = 2, process: int = 0, num_processes: int = 1
+) -> SendTransfer:
+    offer = OfferMeta("0" * 32, 0, num_tokens, held)
+    return SendTransfer(offer, SHAPE, per_chunk, process, num_processes)
+
+
+def announce(
+    transfer: SendTransfer, step_id: int, tokens: range, progress: StepProgress = NONE_YET
+) -> None:
+    block_ids = list(range(100, 100 + SHAPE.num_blocks_for(tokens.stop)))
+    is_last = tokens.stop == transfer.num_tokens
+    transfer.announce(
+        SendMeta("0" * 32, 0, step_id, tokens.start, len(tokens), block_ids, is_last), progress
+    )
+
+
+def ready(transfer: SendTransfer) -> list[tuple[int, int]]:
+    found = []
+    while transfer.has_ready:
+        size = transfer.next_size()
+        layer, group = transfer.pop_ready()
+        assert len(transfer.blocks_of(group)) == size
+        transfer.add_staged(transfer.grid.index(layer, group), StagedChunk(b""))
+        found.append((layer, group))
+    return found
+
+
+def test_layers_of_a_step_become_ready_one_by_one() -> None:
+    transfer = offered(64)
+    announce(transfer, 5, range(64))
+    assert ready(transfer) == []
+    transfer.advance(StepProgress(5, 1))
+    assert ready(transfer) == [(0, 0), (0, 1)]
+    assert not transfer.is_staged
+    transfer.advance(StepProgress(5, 2))
+    assert ready(transfer) == [(1, 0), (1, 1)]
+    assert transfer.is_staged
+
+
+def test_progress_may_come_before_the_announcement() -> None:
+    transfer = offered(64)
+    announce(transfer, 5, range(64), StepProgress(5, 1))
+    assert ready(transfer) == [(0, 0), (0, 1)]
+    transfer.advance(StepProgress(6, 0))
+    assert ready(transfer) == [(1, 0), (1, 1)]
+
+
+def test_a_chunk_that_two_steps_share_waits_for_the_second() -> None:
+    transfer = offered(64)
+    announce(transfer, 1, range(40))
+    announce(transfer, 2, range(40, 64))
+    transfer.advance(StepProgress(1, 2))
+    assert ready(transfer) == [(0, 0), (1, 0)]
+    transfer.advance(StepProgress(2, 1))
+    assert ready(transfer) == [(0, 1)]
+    transfer.advance(StepProgress(3, 0))
+    assert ready(transfer) == [(1, 1)]
+
+
+def test_a_cached_prefix_is_ready_at_once_and_held_tokens_never() -> None:
+    transfer = offered(64, held=32)
+    announce(transfer, -1, range(48))
+    assert ready(transfer) == []
+    announce(transfer, 1, range(48, 64))
+    transfer.advance(StepProgress(1, 2))
+    assert ready(transfer) == [(0, 1), (1, 1)]
+    assert transfer.is_staged
+    all_held = offered(64, held=64)
+    assert all_held.is_staged
+
+
+def test_the_end_of_a_request_makes_up_for_lost_progress() -> None:
+    transfer = offered(50)
+    announce(transfer, 7, range(50))
+    announce(transfer, -1, range(50))
+    assert ready(transfer) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("tokens", [range(20, 40), range(8, 40)], ids=str)
+def test_gaps_and_repeats_are_refused(tokens: range) -> None:
+    transfer = offered(64)
+    announce(transfer, 1, range(16))
+    with pytest.raises(ValueError, match="16 tokens were announced"):
+        announce(transfer, 2, tokens)
+
+
+@settings(max_examples=60)
+@given(
+    num_tokens=st.integers(1, 150),
+    held=st.integers(0, 60),
+    cached=st.integers(0, 60),
+    step=st.integers(1, 70),
+    per_chunk=st.integers(1, 5),
+    num_processes=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_every_chunk_once_and_never_before_its_tokens(
+    num_tokens: int,
+    held: int,
+    cached: int,
+    step: int,
+    per_chunk: int,
+    num_processes: int,
+    seed: int,
+) -> None:
+    """Announcements and progress in any order that steps allow, some progress lost."""
+    rng = random.Random(seed)
+    cached = min(cached, num_tokens - 1)
+    shares = [offered(num_tokens, held, per_chunk, p, num_processes) for p in range(num_processes)]
+    staged: list[tuple[int, int]] = []
+    computed = [cached, cached]
+    progress = NONE_YET
+
+    def collect() -> None:
+        for transfer in shares:
+            for layer, group in ready(transfer):
+                stop = transfer.grid.blocks_of(group).stop * SHAPE.block_size
+                assert min(stop, num_tokens) <= computed[layer]
+                staged.append((layer, group))
+
+    for transfer in shares:
+        if cached:
+            announce(transfer, -1, range(cached))
+    for step_id, first in enumerate(range(cached, num_tokens, step), start=1):
+        tokens = range(first, min(first + step, num_tokens))
+        for transfer in shares:
+            announce(transfer, step_id, tokens, progress)
+        for layer in range(2):
+            computed[layer] = tokens.stop
+            if rng.random() < 0.5:
+                progress = StepProgress(step_id, layer + 1)
+                for transfer in shares:
+                    transfer.advance(progress)
+            collect()
+    for transfer in shares:
+        announce(transfer, -1, range(num_tokens), progress)
+    collect()
+    grid = shares[0].grid
+    assert sorted(staged) == [grid.position(index) for index in grid.stripe(0, 1)]
+    assert all(transfer.is_staged for transfer in shares)
+
+
+async def test_pulls_see_their_stream_in_the_order_of_staging() -> None:
+    transfer = offered(96, per_chunk=1)
+    announce(transfer, 1, range(96))
+
+    def pull(stream: int, first_block: int = 0, repeat: frozenset[int] = frozenset()) -> Pull:
+        wish = PullWish(
+            heads=HeadRange(0, 2),
+            stream=stream,
+            num_streams=2,
+            first_token=first_block * 16,
+            num_tokens=96,
+            repeat=repeat,
+        )
+        opened = Pull(transfer, wish, first_block)
+        transfer.pulls.add(opened)
+        return opened
+
+    even, odd, late = pull(0), pull(1), pull(0, first_block=4)
+    assert list(even.staged()) == []
+    transfer.advance(StepProgress(1, 2))
+    ready(transfer)
+    assert even.wake.is_set() and odd.wake.is_set()
+    assert [entry.index for entry in even.staged()] == [0, 2, 4, 6, 8, 10]
+    assert [entry.index for entry in odd.staged()] == [1, 3, 5, 7, 9, 11]
+    assert [entry.index for entry in late.staged()] == [4, 10]
+    assert even.is_complete and odd.is_complete and late.is_complete
+    again = pull(0, repeat=frozenset({2, 3, 10}))
+    assert [entry.index for entry in again.staged()] == [2, 10]
+    assert again.is_complete

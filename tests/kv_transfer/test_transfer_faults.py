@@ -1,0 +1,511 @@
+"""What goes wrong between two nodes, and that nothing is left of it. Real gRPC, one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import grpc.aio
+import pytest
+from kv_caches import layout
+from kv_loopback import (
+    Loopback,
+    LoopbackConsumer,
+    LoopbackProducer,
+    new_transfer_id,
+    until,
+)
+from kv_proxy import Proxy
+from msgspec.structs import replace as with_fields
+
+from kv_transfer.config import PullTransportName
+from kv_transfer.handshake import peer_to_proto
+from kv_transfer.metadata import KVPeer, TransferEventKind
+from tandem_pb import kv_transfer_pb2 as pb
+
+FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
+SHAPE = layout()
+both_transports = pytest.mark.parametrize("transport", ["h2", "grpcio"])
+
+
+def reason(node: LoopbackProducer | LoopbackConsumer, transfer_id: str) -> str:
+    return next(e.reason for e in node.events[transfer_id, 0] if e.kind is FAILED)
+
+
+# Damaged and lost bytes -------------------------------------------------------------------------
+
+
+@both_transports
+@pytest.mark.parametrize("offset", [20, 40, 200], ids=["name", "position", "payload"])
+async def test_a_damaged_chunk_is_pulled_again(offset: int, transport: PullTransportName) -> None:
+    proxy = Proxy(lambda n: offset if n in (0, 3) else None)
+    async with Loopback(SHAPE, SHAPE, num_streams=2, transport=transport) as (producer, consumer):
+        peer = await proxy.start(producer.peer)
+        transfer_id = producer.offer_computed(1, 100)
+        block_ids = consumer.pull(peer, transfer_id, 100)
+        await consumer.until_all(RECEIVED, transfer_id)
+        consumer.check(1, range(100), block_ids)
+        assert consumer.receivers[0].corrupt_chunks == 2
+        consumer.release(peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+        await producer.until_empty()
+        await consumer.until_empty()
+        await proxy.close()
+
+
+@both_transports
+async def test_a_chunk_that_is_damaged_twice_is_final(
+    transport: PullTransportName,
+) -> None:
+    proxy = Proxy(lambda n: 200)
+    async with Loopback(SHAPE, SHAPE, num_streams=1, transport=transport) as (producer, consumer):
+        peer = await proxy.start(producer.peer)
+        transfer_id = producer.offer_computed(1, 30)
+        block_ids = consumer.pull(peer, transfer_id, 30)
+        (event,) = await consumer.until_all(FAILED, transfer_id)
+        assert event.retryable and "damaged twice" in event.reason
+        assert consumer.caches[0].untouched_except([])
+        assert len(block_ids) == 2
+        consumer.release(peer, transfer_id, complete=False)
+        await producer.until_all(FAILED, transfer_id)
+        await producer.until_empty()
+        await consumer.until_empty()
+        await proxy.close()
+
+
+@both_transports
+async def test_a_link_that_only_garbles_is_given_up_early(transport: PullTransportName) -> None:
+    proxy = Proxy(lambda n: 200)
+    async with Loopback(SHAPE, SHAPE, num_streams=1, transport=transport) as (producer, consumer):
+        peer = await proxy.start(producer.peer)
+        transfer_id = producer.offer_computed(1, 900)
+        consumer.pull(peer, transfer_id, 900)
+        await consumer.until_all(FAILED, transfer_id)
+        assert consumer.receivers[0].corrupt_chunks == 17, "of 87"
+        consumer.release(peer, transfer_id, complete=False)
+        await producer.until_all(FAILED, transfer_id)
+        await producer.until_empty()
+        await proxy.close()
+
+
+@both_transports
+async def test_a_stalled_link_times_out_and_leases_end(
+    transport: PullTransportName,
+) -> None:
+    proxy = Proxy()
+    loopback = Loopback(SHAPE, SHAPE, stall_timeout_s=1.0, lease_s=1.5, transport=transport)
+    async with loopback as (producer, consumer):
+        peer = await proxy.start(producer.peer)
+        transfer_id = new_transfer_id()
+        source = producer.blocks.take(SHAPE, 100)
+        producer.offer(transfer_id, 100)
+        producer.send(transfer_id, 1, range(100), source, 100)
+        consumer.pull(peer, transfer_id, 100)
+        producer.compute(1, 1, 0, range(100), source)
+        await until(lambda: consumer.count(FIRST_BYTE, transfer_id) == 1)
+        proxy.is_stalled = True
+        (event,) = await consumer.until_all(FAILED, transfer_id)
+        assert "said nothing for 1 s" in event.reason and event.retryable
+        await consumer.until_empty()
+        await proxy.close()
+        producer.compute(1, 1, 2, range(100), source)
+        await producer.until_all(FAILED, transfer_id)
+        assert "lease" in reason(producer, transfer_id)
+        await until(lambda: producer.senders[0].num_pulls == 0)
+        await producer.until_empty()
+
+
+@both_transports
+async def test_waiting_for_a_slow_prompt_is_not_a_stall(transport: PullTransportName) -> None:
+    loopback = Loopback(SHAPE, SHAPE, stall_timeout_s=0.8, lease_s=0.8, transport=transport)
+    async with loopback as (producer, consumer):
+        transfer_id = new_transfer_id()
+        source = producer.blocks.take(SHAPE, 40)
+        block_ids = consumer.pull(producer.peer, transfer_id, 40)
+        await asyncio.sleep(0.5)
+        producer.offer(transfer_id, 40)
+        producer.send(transfer_id, 1, range(40), source, 40)
+        await asyncio.sleep(2.0)
+        for layer in range(3):
+            producer.compute(1, 1, layer, range(40), source)
+        await consumer.until_all(RECEIVED, transfer_id)
+        consumer.check(1, range(40), block_ids)
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+
+
+# Aborts -----------------------------------------------------------------------------------------
+
+
+async def at_stage(
+    stage: str, producer: LoopbackProducer, consumer: LoopbackConsumer
+) -> tuple[str, list[int]]:
+    """Brings one transfer of 100 tokens to a stage of its life."""
+    transfer_id = new_transfer_id()
+    source = producer.blocks.take(SHAPE, 100)
+    target = consumer.pull(producer.peer, transfer_id, 100)
+    if stage == "pulled before the offer":
+        await until(lambda: consumer.receivers[0].num_pulls > 0)
+        return transfer_id, target
+    producer.offer(transfer_id, 100)
+    if stage == "offered":
+        return transfer_id, target
+    producer.send(transfer_id, 1, range(60), source, 100)
+    producer.compute(1, 1, 0, range(60), source)
+    await until(lambda: consumer.count(FIRST_BYTE, transfer_id) == consumer.num_processes)
+    if stage == "some layers sent":
+        return transfer_id, target
+    producer.compute(1, 1, 2, range(60), source)
+    producer.send(transfer_id, 2, range(60, 100), source, 100)
+    producer.compute(1, 2, 2, range(60, 100), source)
+    await producer.until_all(STAGED, transfer_id)
+    if stage == "staged":
+        return transfer_id, target
+    await consumer.until_all(RECEIVED, transfer_id)
+    return transfer_id, target
+
+
+STAGES = ["pulled before the offer", "offered", "some layers sent", "staged", "received"]
+
+
+@both_transports
+@pytest.mark.parametrize("stage", STAGES)
+async def test_the_puller_aborts(stage: str, transport: PullTransportName) -> None:
+    async with Loopback(SHAPE, SHAPE, num_streams=3, transport=transport) as (producer, consumer):
+        transfer_id, target = await at_stage(stage, producer, consumer)
+        consumer.abort(transfer_id)
+        if stage == "received":
+            assert consumer.count(ABORTED, transfer_id) == 0
+        else:
+            await until(
+                lambda: (
+                    consumer.count(ABORTED, transfer_id) + consumer.count(RECEIVED, transfer_id)
+                    == 1
+                )
+            )
+        after = consumer.caches[0].words[:, target].copy()
+        consumer.release(producer.peer, transfer_id, complete=False)
+        if stage == "pulled before the offer":
+            await until(lambda: not consumer.receivers[0]._releases)
+            producer.offer(transfer_id, 100)
+        await producer.until_all(FAILED, transfer_id)
+        assert "gave up" in reason(producer, transfer_id)
+        await until(lambda: producer.senders[0].num_pulls == 0)
+        await producer.until_empty()
+        await consumer.until_empty()
+        assert (consumer.caches[0].words[:, target] == after).all(), "no writer is left"
+
+
+@both_transports
+@pytest.mark.parametrize("stage", STAGES)
+async def test_the_holder_aborts(stage: str, transport: PullTransportName) -> None:
+    async with Loopback(SHAPE, SHAPE, num_streams=3, transport=transport) as (producer, consumer):
+        transfer_id, _ = await at_stage(stage, producer, consumer)
+        producer.abort(transfer_id)
+        await producer.until_all(ABORTED, transfer_id)
+        await until(
+            lambda: consumer.count(FAILED, transfer_id) + consumer.count(RECEIVED, transfer_id) == 1
+        )
+        if consumer.count(FAILED, transfer_id):
+            event = next(e for e in consumer.events[transfer_id, 0] if e.kind is FAILED)
+            assert event.retryable
+        await until(lambda: producer.senders[0].num_pulls == 0)
+        await producer.until_empty()
+        await consumer.until_empty()
+        producer.abort(transfer_id)
+        producer.offer(transfer_id, 100)
+        assert producer.senders[0].num_transfers == 0, "it cannot come back"
+
+
+async def test_an_abort_before_anything_else_is_answered_and_remembered() -> None:
+    async with Loopback(SHAPE, SHAPE) as (producer, consumer):
+        transfer_id = new_transfer_id()
+        consumer.abort(transfer_id)
+        producer.abort(transfer_id)
+        assert consumer.count(ABORTED, transfer_id) == 1
+        assert producer.count(ABORTED, transfer_id) == 1
+        consumer.pull(producer.peer, transfer_id, 40)
+        producer.offer(transfer_id, 40)
+        await producer.until_empty()
+        await consumer.until_empty()
+
+
+# Attempts and epochs ----------------------------------------------------------------------------
+
+
+async def test_a_new_attempt_is_not_hurt_by_what_is_left_of_the_old() -> None:
+    async with Loopback(SHAPE, SHAPE) as (producer, consumer):
+        transfer_id, target = await at_stage("some layers sent", producer, consumer)
+        consumer.abort(transfer_id)
+        await consumer.until_all(ABORTED, transfer_id)
+        consumer.release(producer.peer, transfer_id, complete=False)
+        await producer.until_all(FAILED, transfer_id)
+
+        source = producer.blocks.take(SHAPE, 100)
+        producer.compute_all(2, 100, source)
+        consumer.pull(producer.peer, transfer_id, 100, attempt=1, block_ids=target)
+        producer.offer(transfer_id, 100, attempt=1)
+        producer.send(transfer_id, 5, range(100), source, 100)
+        producer.abort(transfer_id)
+        consumer.abort(transfer_id)
+        producer.send(transfer_id, -1, range(100), source, 100, attempt=1)
+        await consumer.until_all(RECEIVED, transfer_id, attempt=1)
+        consumer.check(2, range(100), target)
+        consumer.release(producer.peer, transfer_id, attempt=0, complete=False)
+        await until(lambda: not consumer.receivers[0]._releases)
+        assert producer.senders[0].num_transfers == 1, "a late release of the old attempt"
+        consumer.release(producer.peer, transfer_id, attempt=1)
+        await producer.until_all(RELEASED, transfer_id, attempt=1)
+        await producer.until_empty()
+        await consumer.until_empty()
+
+
+async def test_a_restarted_node_is_another_node() -> None:
+    async with Loopback(SHAPE, SHAPE) as (producer, consumer):
+        transfer_id = producer.offer_computed(1, 40)
+        old = with_fields(producer.peer, epoch=producer.peer.epoch - 1)
+        consumer.pull(old, transfer_id, 40)
+        (event,) = await consumer.until_all(FAILED, transfer_id)
+        assert "restarted" in event.reason and event.retryable
+        async with grpc.aio.insecure_channel(producer.peer.endpoints[0][0]) as channel:
+            pull = channel.unary_stream(
+                "/tandem.v1.KVTransfer/PullKV", request_serializer=pb.PullRequest.SerializeToString
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await pull(pb.PullRequest(transfer_id=transfer_id, epoch=old.epoch)).read()
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert producer.senders[0].num_transfers == 1
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+
+
+async def test_somebody_else_at_the_address() -> None:
+    async with Loopback(SHAPE, SHAPE) as (producer, consumer):
+        wrong = with_fields(producer.peer, engine_id="another")
+        transfer_id = new_transfer_id()
+        consumer.pull(wrong, transfer_id, 40)
+        (event,) = await consumer.until_all(FAILED, transfer_id)
+        assert "expected engine another" in event.reason
+
+
+# Handshake --------------------------------------------------------------------------------------
+
+DIFFERENCES: dict[str, object] = {
+    "model_hash": "another",
+    "dtype": "float16",
+    "num_layers": 4,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "protocol_version": 99,
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+async def test_a_mismatch_names_the_field(field: str) -> None:
+    """Known beforehand, found by the puller's greeting, and refused by the holder."""
+    other = with_fields(SHAPE, **{field: DIFFERENCES[field]})
+    async with Loopback(SHAPE, SHAPE) as (producer, consumer):
+        known = with_fields(producer.peer, layout=other)
+        transfer_id = new_transfer_id()
+        consumer.pull(known, transfer_id, 40)
+        (event,) = await consumer.until_all(FAILED, transfer_id)
+        assert f"differ in {field}" in event.reason and not event.retryable
+
+        async with grpc.aio.insecure_channel(producer.peer.endpoints[0][0]) as channel:
+            greet = channel.unary_unary(
+                "/tandem.v1.KVTransfer/Handshake",
+                request_serializer=pb.KVPeer.SerializeToString,
+                response_deserializer=pb.KVPeer.FromString,
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await greet(peer_to_proto(KVPeer(engine_id="d", epoch=1, layout=other)))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert f"differ in {field}" in (refused.value.details() or "")
+
+
+async def test_nodes_that_lie_about_their_layout_find_out() -> None:
+    """The peer's layout was told wrongly, so only the greeting can show the difference."""
+    async with Loopback(layout(num_layers=4), SHAPE) as (producer, consumer):
+        told = with_fields(producer.peer, layout=SHAPE)
+        transfer_id = new_transfer_id()
+        consumer.pull(told, transfer_id, 40)
+        (event,) = await consumer.until_all(FAILED, transfer_id)
+        assert "differ in num_layers" in event.reason
+
+
+# Leases, memory, early pulls --------------------------------------------------------------------
+
+
+async def test_kv_that_nobody_pulls_is_dropped_when_its_lease_ends() -> None:
+    async with Loopback(SHAPE, SHAPE, lease_s=0.5) as (producer, _):
+        started = time.monotonic()
+        offered_only = new_transfer_id()
+        producer.offer(offered_only, 40)
+        staged = producer.offer_computed(1, 40)
+        await producer.until_all(STAGED, staged)
+        assert producer.staged_bytes > 0
+        for transfer_id in (staged, offered_only):
+            (event,) = await producer.until_all(FAILED, transfer_id)
+            assert "lease" in event.reason and event.retryable
+        assert time.monotonic() - started >= 0.5
+        assert producer.senders[0].leases_expired == 2
+        await producer.until_empty()
+
+
+@both_transports
+async def test_a_pull_of_something_that_never_comes_ends(transport: PullTransportName) -> None:
+    loopback = Loopback(SHAPE, SHAPE, lease_s=0.6, stall_timeout_s=0.4, transport=transport)
+    async with loopback as (producer, consumer):
+        transfer_id = new_transfer_id()
+        consumer.pull(producer.peer, transfer_id, 40)
+        (event,) = await consumer.until_all(FAILED, transfer_id)
+        assert "was not offered within 0.6 s" in event.reason and event.retryable
+        await until(lambda: not producer.senders[0]._early_pulls)
+        await consumer.until_empty()
+
+
+@pytest.mark.parametrize("is_pulled_first", [True, False])
+async def test_transfers_larger_than_the_staging_pool_flow_through_it(
+    is_pulled_first: bool,
+) -> None:
+    """Nothing can be freed before it was sent; the pool stays within its bounds all the time."""
+    capacity = 24 << 10
+    shape = layout(num_layers=4)
+    loopback = Loopback(shape, shape, num_streams=2, staging_bytes=capacity)
+    async with loopback as (producer, consumer):
+        transfer_id = new_transfer_id()
+        source = producer.blocks.take(shape, 600)
+        producer.compute_all(3, 600, source)
+        producer.offer(transfer_id, 600)
+        target = consumer.blocks.take(shape, 600)
+        if is_pulled_first:
+            consumer.pull(producer.peer, transfer_id, 600, block_ids=target)
+        producer.send(transfer_id, -1, range(600), source, 600)
+        if not is_pulled_first:
+            await until(lambda: producer.staged_bytes > capacity // 3)
+            await asyncio.sleep(0.05)
+            assert producer.staged_bytes <= capacity - (8 << 10), "the rest is for who is pulled"
+            assert producer.count(STAGED, transfer_id) == 0
+            consumer.pull(producer.peer, transfer_id, 600, block_ids=target)
+        while consumer.count(RECEIVED, transfer_id) == 0:
+            assert producer.staged_bytes <= capacity
+            await asyncio.sleep(0)
+        consumer.check(3, range(600), target)
+        assert producer.senders[0].pool.num_displaced > 0
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+        await producer.until_empty()
+
+
+async def test_stale_kv_does_not_hold_up_a_transfer_that_is_pulled() -> None:
+    """Two offers that nobody pulls fill what they may; a third, pulled, uses the reserve."""
+    async with Loopback(SHAPE, SHAPE, staging_bytes=24 << 10) as (producer, consumer):
+        stale = [producer.offer_computed(seed, 200) for seed in range(2)]
+        await until(lambda: producer.staged_bytes > 10 << 10)
+        transfer_id = producer.offer_computed(7, 200)
+        target = consumer.pull(producer.peer, transfer_id, 200)
+        await consumer.until_all(RECEIVED, transfer_id)
+        consumer.check(7, range(200), target)
+        consumer.release(producer.peer, transfer_id)
+        for old in stale:
+            consumer.release(producer.peer, old, complete=False)
+            await producer.until_all(FAILED, old)
+        await producer.until_all(RELEASED, transfer_id)
+        await producer.until_empty()
+
+
+async def test_a_block_larger_than_the_pool_fails_with_the_cure() -> None:
+    async with Loopback(SHAPE, SHAPE, staging_bytes=1000) as (producer, _):
+        transfer_id = producer.offer_computed(1, 40)
+        (event,) = await producer.until_all(FAILED, transfer_id)
+        assert "staging_bytes" in event.reason and not event.retryable
+        await producer.until_empty()
+
+
+@pytest.mark.parametrize("first_token", [1, 15, 16, 17, 32, 99, 100])
+async def test_only_missing_tokens_are_sent_and_written(first_token: int) -> None:
+    for held in sorted({0, first_token // 16 * 16, first_token}):
+        async with Loopback(SHAPE, layout(block_size=64)) as (producer, consumer):
+            transfer_id = producer.offer_computed(4, 100, held=held)
+            target = consumer.pull(producer.peer, transfer_id, 100, first_token=first_token)
+            await consumer.until_all(RECEIVED, transfer_id)
+            consumer.check(4, range(first_token, 100), target)
+            blocks = SHAPE.num_blocks_for(100) - first_token // 16
+            received = consumer.receivers[0].bytes_received
+            assert received <= (blocks + 1) * SHAPE.num_layers * SHAPE.block_bytes
+            consumer.release(producer.peer, transfer_id)
+            await producer.until_all(RELEASED, transfer_id)
+            await producer.until_empty()
+
+
+async def test_a_puller_that_has_all_lets_go_at_once() -> None:
+    """Released before anything was computed: the blocks are free, and nothing is staged later."""
+    async with Loopback(SHAPE, SHAPE) as (producer, consumer):
+        transfer_id = new_transfer_id()
+        producer.offer(transfer_id, 40)
+        consumer.release(producer.peer, transfer_id, complete=True)
+        await producer.until_all(RELEASED, transfer_id)
+        assert producer.count(STAGED, transfer_id) == 1
+        producer.send(transfer_id, -1, range(40), producer.blocks.take(SHAPE, 40), 40)
+        await producer.until_empty()
+
+
+# Requests that make no sense --------------------------------------------------------------------
+
+GOOD_WISH = {
+    "stream_index": 0,
+    "num_streams": 2,
+    "head_start": 0,
+    "head_count": 2,
+    "first_token": 32,
+    "num_tokens": 40,
+    "num_pullers": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"head_start": 1},
+        {"head_count": 3},
+        {"num_streams": 0},
+        {"num_streams": 3},
+        {"stream_index": 1},
+        {"stream_index": 2},
+        {"num_tokens": 41},
+        {"first_token": 0},
+        {"transfer_id": "x"},
+        {"transfer_id": ""},
+    ],
+    ids=str,
+)
+async def test_a_pull_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+    async with Loopback(SHAPE, SHAPE, producer_processes=2) as (producer, consumer):
+        transfer_id = producer.offer_computed(1, 40, held=32)
+        named = {"transfer_id": transfer_id, "epoch": producer.peer.epoch}
+        request = pb.PullRequest(**{**named, **GOOD_WISH, **wrong})
+        async with grpc.aio.insecure_channel(producer.peer.endpoints[0][0]) as channel:
+            pull = channel.unary_stream(
+                "/tandem.v1.KVTransfer/PullKV", request_serializer=pb.PullRequest.SerializeToString
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await pull(request).read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+        await producer.until_empty()
+
+
+async def test_foreign_block_ids_are_refused_by_both_sides() -> None:
+    async with Loopback(SHAPE, SHAPE) as (producer, consumer):
+        transfer_id = new_transfer_id()
+        producer.offer(transfer_id, 40)
+        producer.send(transfer_id, -1, range(40), [1, 2, 64], 40)
+        await producer.until_all(FAILED, transfer_id)
+        assert "block ids" in reason(producer, transfer_id)
+        consumer.pull(producer.peer, transfer_id, 40, block_ids=[-1, 0, 1])
+        await consumer.until_all(FAILED, transfer_id)
+        assert "block ids" in reason(consumer, transfer_id)
+        await producer.until_empty()
+        await consumer.until_empty()

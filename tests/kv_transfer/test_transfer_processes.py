@@ -1,0 +1,304 @@
+"""Real transfer processes, scheduler and worker halves: the life of transfers, and their deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from kv_caches import UNTOUCHED, layout
+from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
+from msgspec.structs import replace as with_fields
+
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.host.child_process import ipc_address
+from kv_transfer.host.local_socket import connect_socket
+from kv_transfer.layout import KVLayout
+from kv_transfer.transfer_processes import TransferProcessFailed
+
+MakeNode = Callable[..., KVNode]
+
+
+@pytest.fixture
+def make_node() -> Iterator[MakeNode]:
+    nodes: list[KVNode] = []
+
+    def make(role: str, shape: KVLayout, **settings: object) -> KVNode:
+        config = KVTransferConfig(
+            kv_role="kv_producer" if role == "prefill" else "kv_consumer",
+            **{"chunk_bytes": 2048, "staging_bytes": 4 << 20, "stall_timeout_s": 20.0, **settings},
+        )
+        nodes.append(KVNode(config, shape))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "block_sizes", "processes", "num_streams"),
+    [
+        ((1, 1), (16, 16), (2, 1), 8),
+        ((2, 1), (64, 16), (1, 2), 2),
+        ((1, 2), (16, 64), (2, 2), 1),
+    ],
+    ids=str,
+)
+def test_chunked_prompts_stream_while_they_are_computed(
+    make_node: MakeNode,
+    tp_sizes: tuple[int, int],
+    block_sizes: tuple[int, int],
+    processes: tuple[int, int],
+    num_streams: int,
+) -> None:
+    theirs = layout(tp_size=tp_sizes[0], block_size=block_sizes[0])
+    ours = layout(tp_size=tp_sizes[1], block_size=block_sizes[1])
+    prefill = make_node("prefill", theirs, num_processes=processes[0])
+    decode = make_node("decode", ours, num_processes=processes[1], num_streams=num_streams)
+    for seed, (num_tokens, cached, held) in enumerate([(100, 0, 0), (129, 64, 0), (127, 32, 64)]):
+        one_prompt(prefill, decode, seed, num_tokens, cached, held)
+    until_empty(prefill, decode)
+    assert not decode.done.failed and not prefill.done.failed
+
+
+def one_prompt(
+    prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, cached: int = 0, held: int = 0
+) -> None:
+    """From offer to release, in steps of 40 tokens."""
+    request = prefill.offer(num_tokens, held=held)
+    source = prefill.blocks.take(prefill.layout, num_tokens)
+    target = decode.blocks.take(decode.layout, num_tokens)
+    decode.pull(prefill.peer, request.transfer_id, num_tokens, target, first_token=held)
+    assert prefill.prefill(request, seed, source, chunk=40, cached=cached)
+    poll_until(lambda: request.transfer_id in decode.done.received, prefill, decode)
+    poll_until(lambda: request.transfer_id in prefill.done.released, prefill, decode)
+    assert request.transfer_id in prefill.done.sent
+    decode.check(seed, range(held, num_tokens), target)
+    stats = decode.done.stats[request.transfer_id]
+    assert stats.num_bytes > 0 and 0 < stats.first_byte_at <= stats.last_byte_at
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_killed_transfer_process(make_node: MakeNode, role: str) -> None:
+    """Its transfers fail on both sides, it comes back at its address, and new ones succeed."""
+    shape = layout()
+    prefill = make_node("prefill", shape)
+    decode = make_node("decode", shape)
+    victim = prefill if role == "prefill" else decode
+    endpoints = prefill.peer.endpoints
+    request = prefill.offer(64)
+    transfer_id = request.transfer_id
+    source = prefill.blocks.take(shape, 64)
+    target = decode.blocks.take(shape, 64)
+    decode.pull(prefill.peer, transfer_id, 64, target)
+    prefill.step([(request, 1, range(32), source)])
+    poll_until(lambda: decode.connector.counters["bytes_moved"] > 0, prefill, decode)
+
+    os.kill(victim.connector.process_pids[0], signal.SIGKILL)
+    poll_until(lambda: transfer_id in decode.done.failed, prefill, decode)
+    poll_until(lambda: transfer_id in prefill.done.failed, prefill, decode)
+    assert decode.done.failed[transfer_id][1], "another attempt may succeed"
+    until_restarted(victim, 1, prefill, decode)
+    until_empty(prefill, decode)
+    assert prefill.peer.endpoints == endpoints
+
+    one_prompt(prefill, decode, 2, 64)
+    until_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("aborting", ["prefill", "decode"])
+@pytest.mark.parametrize("stage", ["offered", "streaming", "finished"])
+def test_abort_from_either_side(make_node: MakeNode, aborting: str, stage: str) -> None:
+    shape = layout(tp_size=2)
+    prefill = make_node("prefill", shape)
+    decode = make_node("decode", layout(tp_size=1, block_size=64))
+    request = prefill.offer(100)
+    transfer_id = request.transfer_id
+    source = prefill.blocks.take(shape, 100)
+    target = decode.blocks.take(decode.layout, 100)
+    pulling = decode.pull(prefill.peer, transfer_id, 100, target)
+    if stage != "offered":
+        prefill.step([(request, 1, range(64), source)])
+        poll_until(lambda: decode.connector.counters["bytes_moved"] > 0, prefill, decode)
+    if stage == "finished":
+        prefill.step([(request, 1, range(64, 100), source)])
+        assert prefill.connector.request_finished(request)
+        poll_until(lambda: transfer_id in prefill.done.sent, prefill, decode)
+    if aborting == "prefill":
+        if prefill.connector.abort(request):
+            poll_until(lambda: transfer_id in prefill.done.aborted, prefill, decode)
+        ends = (decode.done.failed, decode.done.received)
+        poll_until(lambda: any(transfer_id in end for end in ends), prefill, decode)
+    else:
+        if decode.connector.abort(pulling):
+            poll_until(lambda: transfer_id in decode.done.aborted, prefill, decode)
+        ends = (prefill.done.failed, prefill.done.released)
+        poll_until(lambda: any(transfer_id in end for end in ends), prefill, decode)
+    until_empty(prefill, decode)
+    assert not prefill.connector.request_finished(request), "nothing keeps the blocks"
+
+
+def test_failed_attempt_then_retry_into_the_same_blocks(make_node: MakeNode) -> None:
+    """The first peer is gone; the second attempt goes to another one."""
+    shape = layout()
+    first = make_node("prefill", shape)
+    second = make_node("prefill", shape)
+    decode = make_node("decode", shape)
+    gone = first.peer
+    first.close()
+    target = decode.blocks.take(shape, 50)
+    request = second.offer(50)
+    transfer_id = request.transfer_id
+    decode.pull(gone, transfer_id, 50, target)
+    poll_until(lambda: transfer_id in decode.done.failed, decode)
+    assert decode.done.failed[transfer_id][1]
+
+    assert request.kv_transfer_params is not None
+    retried = with_fields(request.kv_transfer_params, attempt=1)
+    request = FakeRequest("p", 50, retried)
+    second.connector.update_state_after_alloc(request, [], 0)
+    decode.pull(second.peer, transfer_id, 50, target, attempt=1)
+    second.prefill(request, 6, second.blocks.take(shape, 50))
+    poll_until(lambda: transfer_id in decode.done.received, second, decode)
+    decode.check(6, range(50), target)
+    until_empty(second, decode)
+
+
+def test_mismatch_is_named_and_final(make_node: MakeNode) -> None:
+    prefill = make_node("prefill", layout(num_layers=2))
+    decode = make_node("decode", layout(num_layers=3))
+    request = prefill.offer(20)
+    decode.pull(prefill.peer, request.transfer_id, 20, decode.blocks.take(decode.layout, 20))
+    poll_until(lambda: request.transfer_id in decode.done.failed, prefill, decode)
+    reason, retryable = decode.done.failed[request.transfer_id]
+    assert "differ in num_layers: this node has 3, the peer has 2" in reason and not retryable
+    until_empty(prefill, decode)
+
+
+def test_full_local_hit_releases_the_peer_at_once(make_node: MakeNode) -> None:
+    prefill = make_node("prefill", layout())
+    decode = make_node("decode", layout())
+    request = prefill.offer(48, held=48)
+    decode.pull(prefill.peer, request.transfer_id, 48, [1, 2, 3], first_token=48)
+    poll_until(lambda: request.transfer_id in prefill.done.released, prefill, decode)
+    assert request.transfer_id in prefill.done.sent
+    until_empty(prefill, decode)
+
+
+def until_restarted(node: KVNode, times: int, *nodes: KVNode) -> None:
+    def is_back() -> bool:
+        counters = node.connector.counters
+        num_ready = node.config.num_processes * node.layout.tp_size
+        return counters["process_restarts"] == times and counters["processes_ready"] == num_ready
+
+    poll_until(is_back, *nodes)
+
+
+def test_many_transfers_with_deaths_and_aborts_leave_nothing(make_node: MakeNode) -> None:
+    """Interleaved prompts; every third is aborted, and both sides lose a process on the way."""
+    shape = layout()
+    prefill = make_node("prefill", shape, num_processes=2, lease_s=3.0)
+    decode = make_node("decode", layout(block_size=64), num_processes=2)
+    for seed in range(24):
+        request = prefill.offer(40)
+        source = prefill.blocks.take(shape, 40)
+        target = decode.blocks.take(decode.layout, 40)
+        pulling = decode.pull(prefill.peer, request.transfer_id, 40, target)
+        prefill.prefill(request, seed, source, chunk=25)
+        if seed % 3 == 0:
+            (prefill if seed % 2 else decode).connector.abort(request if seed % 2 else pulling)
+        if seed in (8, 16):
+            os.kill((prefill if seed == 8 else decode).connector.process_pids[1], signal.SIGKILL)
+        ends = (decode.done.received, decode.done.failed, decode.done.aborted)
+        poll_until(lambda: any(request.transfer_id in end for end in ends), prefill, decode)  # noqa: B023
+        if request.transfer_id in decode.done.received:
+            decode.check(seed, range(40), target)
+        for node, killed_at in ((prefill, 8), (decode, 16)):
+            until_restarted(node, int(seed >= killed_at), prefill, decode)
+        prefill.blocks.free += source
+        decode.blocks.free += target
+        for cache in decode.caches:
+            cache.words[:, target] = int.from_bytes(bytes([UNTOUCHED] * 2), "little")
+    until_empty(prefill, decode)
+    hurt = len(decode.done.failed) + len(decode.done.aborted)
+    assert len(decode.done.received) == 24 - hurt and hurt <= 10, decode.done.failed
+
+
+def test_a_process_that_cannot_start_says_so(make_node: MakeNode) -> None:
+    with pytest.raises(TransferProcessFailed, match="transfer process 0 of rank 0 ended with"):
+        make_node("prefill", layout(), host="256.1.1.1")
+    node = make_node("prefill", layout())
+    assert node.peer.endpoints[0][0].startswith("127.0.0.1:")
+
+
+def test_processes_that_keep_dying_are_started_with_growing_pauses(make_node: MakeNode) -> None:
+    """While one is down, transfers fail at once instead of waiting for it."""
+    node = make_node("prefill", layout())
+    for restarts in (1, 2):
+        os.kill(node.connector.process_pids[0], signal.SIGKILL)
+        poll_until(lambda: node.connector.counters["process_restarts"] == restarts, node)  # noqa: B023
+        if restarts == 1:
+            poll_until(lambda: node.connector.counters["processes_ready"] == 1, node)
+    request = node.offer(20)
+    poll_until(lambda: request.transfer_id in node.done.failed, node)
+    assert "is being restarted" in node.done.failed[request.transfer_id][0]
+    poll_until(lambda: node.connector.counters["processes_ready"] == 1, node)
+    node.connector.abort(node.offer(20))
+    poll_until(lambda: len(node.done.aborted) == 1, node)
+    until_empty(node)
+
+
+def test_a_process_that_does_not_understand_its_node_ends_and_is_replaced(
+    make_node: MakeNode,
+) -> None:
+    node = make_node("prefill", layout())
+    transfer_id = node.offer(20).transfer_id
+    with zmq.Context() as context:
+        engine_id = node.peer.engine_id
+        commands = connect_socket(
+            context, zmq.SocketType.PUSH, ipc_address(engine_id, "kv-commands-0-0")
+        )
+        commands.send(b"not a command")
+        poll_until(lambda: transfer_id in node.done.failed, node)
+        commands.close(linger=0)
+    assert "ended with exit code 1" in node.done.failed[transfer_id][0]
+    until_restarted(node, 1, node)
+    until_empty(node)
+
+
+def test_names_that_are_no_names_hurt_nobody(make_node: MakeNode) -> None:
+    prefill = make_node("prefill", layout())
+    decode = make_node("decode", layout())
+    for wrong in ("x", "AB" * 16, "é" * 32, "0" * 33):
+        prefill.offer(20, transfer_id=wrong)
+        pulling = decode.pull(prefill.peer, wrong, 20, [1, 2])
+        poll_until(lambda: wrong in prefill.done.failed, prefill)  # noqa: B023
+        poll_until(lambda: wrong in decode.done.failed, decode)  # noqa: B023
+        assert not decode.done.failed[wrong][1]
+        assert not decode.connector.abort(pulling)
+    one_prompt(prefill, decode, 1, 40)
+    until_empty(prefill, decode)
+
+
+def test_an_attempt_that_has_ended_cannot_be_offered_again(make_node: MakeNode) -> None:
+    node = make_node("prefill", layout())
+    request = node.offer(20)
+    assert node.connector.abort(request)
+    poll_until(lambda: node.done.aborted == [request.transfer_id], node)
+    node.offer(20, transfer_id=request.transfer_id)
+    poll_until(lambda: request.transfer_id in node.done.failed, node)
+    assert "has ended" in node.done.failed[request.transfer_id][0]
+    until_empty(node)
+
+
+def test_nothing_outlives_the_connector(make_node: MakeNode) -> None:
+    node = make_node("prefill", layout(), num_processes=2)
+    pids = node.connector.process_pids
+    assert len(pids) == 2
+    node.connector.shutdown()
+    node.connector.shutdown()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

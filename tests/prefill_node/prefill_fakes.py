@@ -1,0 +1,160 @@
+"""An engine that does exactly what a test says, behind the real service on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from engine.errors import EngineDeadError
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.node_grpc import NodeGrpcServer
+from engine.frontend.node_status import NodeStatus
+from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.request_stream import RequestState, RequestStream
+from engine.messages import EngineReady, KVTransferResult
+from engine.outputs import SchedulerStats, TokenLogprobs
+from kv_transfer.metadata import KVPeer, TransferStats
+from prefill_node.metrics import PrefillMetrics
+from prefill_node.service import SERVICE_NAME, PrefillServicer
+from tandem_pb import node_pb2, prefill_pb2_grpc
+from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
+
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class FakePrompt:
+    """What the fake engine keeps of a request."""
+
+    request: GenerationRequest
+    state: RequestState
+    kv_results: asyncio.Queue[KVTransferResult | Exception] = field(default_factory=asyncio.Queue)
+    aborted: bool = False
+    kv_done: bool = False
+
+
+class FakePrefillEngine:
+    """Behaves as `AsyncLLM` on a prefill node."""
+
+    def __init__(self) -> None:
+        self.config = tiny_config()
+        self.stats = SchedulerStats(num_free_blocks=NUM_BLOCKS, num_total_blocks=NUM_BLOCKS)
+        peer = KVPeer(
+            engine_id=self.config.engine_id,
+            epoch=self.config.epoch,
+            layout=self.config.kv_layout,
+            endpoints=(("127.0.0.1:1", "127.0.0.1:2"),),
+        )
+        self.ready = EngineReady(num_blocks=NUM_BLOCKS, peer=peer)
+        self.is_dead = False
+        self.dead_reason = ""
+        self.prompts: dict[str, FakePrompt] = {}
+
+    def generate(self, request: GenerationRequest) -> RequestStream:
+        if self.is_dead:
+            raise EngineDeadError(self.dead_reason)
+        state = RequestState(OutputProcessor(request, None))
+        self.prompts[request.request_id] = FakePrompt(request, state)
+        return RequestStream(state, lambda state: self.abort(state.request_id))
+
+    def abort(self, request_id: str) -> None:
+        prompt = self.prompts.get(request_id)
+        if prompt is None or prompt.aborted or prompt.kv_done:
+            return
+        prompt.aborted = True
+        if not prompt.state.processor.finished:
+            prompt.state.queue.put_nowait(prompt.state.processor.process([], finish_reason="abort"))
+        prompt.kv_results.put_nowait(
+            KVTransferResult(request_id, 0, False, reason="the request was aborted")
+        )
+
+    async def wait_kv_result(self, request_id: str) -> KVTransferResult:
+        result = await self.prompts[request_id].kv_results.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def added(self, count: int = 1) -> FakePrompt:
+        await until(lambda: len(self.prompts) >= count, f"{count} prompts in the engine")
+        return list(self.prompts.values())[-1]
+
+    def samples(self, prompt: FakePrompt, token: int = 42) -> None:
+        logprobs = None
+        if prompt.request.sampling.logprobs is not None:
+            logprobs = [TokenLogprobs([token, 7], [-0.5, -1.5], 1)]
+        prompt.state.queue.put_nowait(
+            prompt.state.processor.process(
+                [token], logprobs, finish_reason="length", num_cached_tokens=2, queue_s=0.125
+            )
+        )
+
+    def kv_is_taken(self, prompt: FakePrompt, *, ok: bool = True) -> None:
+        prompt.kv_done = True
+        stats = TransferStats(1234, 2, 1.0, 2.0)
+        name = prompt.request.request_id
+        prompt.kv_results.put_nowait(
+            KVTransferResult(name, 0, ok, stats, "" if ok else "the lease has ended")
+        )
+
+    def die(self, reason: str = "worker 0 was killed by SIGKILL") -> None:
+        self.is_dead, self.dead_reason = True, reason
+        for prompt in self.prompts.values():
+            prompt.state.queue.put_nowait(EngineDeadError(reason))
+            prompt.kv_results.put_nowait(EngineDeadError(reason))
+
+
+@dataclass
+class ServedPrefill:
+    """The service, and a stub that talks to it over a socket."""
+
+    engine: FakePrefillEngine
+    status: NodeStatus
+    servicer: PrefillServicer
+    metrics: PrefillMetrics
+    stub: Any
+
+    def outcomes(self) -> dict[str, float]:
+        """Ended calls by outcome."""
+        found = {}
+        for family in self.metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name == "tandem_prefill_requests_total":
+                    found[sample.labels["outcome"]] = sample.value
+        return found
+
+
+@asynccontextmanager
+async def served_prefill(**limits: int) -> AsyncIterator[ServedPrefill]:
+    """At the end no call is open."""
+    engine = FakePrefillEngine()
+    status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, stuck_after_s=60)
+    metrics = PrefillMetrics(engine.config)
+    servicer = PrefillServicer(
+        engine,
+        status,
+        metrics,
+        **{"max_waiting_requests": 100, "max_waiting_tokens": 10_000, **limits},
+    )
+    server = NodeGrpcServer("127.0.0.1", 0, (SERVICE_NAME,))
+    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.server)
+    await server.start(status)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = prefill_pb2_grpc.PrefillStub(channel)
+        yield ServedPrefill(engine, status, servicer, metrics, stub)
+        assert await servicer.open.wait_idle(TIMEOUT_S), "a call is still open"
+        assert status.work.num_computing == 0
+    await server.stop(0)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Raises AssertionError naming `what` when it does not come true."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + TIMEOUT_S
+    while not condition():
+        assert loop.time() < deadline, f"not in time: {what}"
+        await asyncio.sleep(0.001)

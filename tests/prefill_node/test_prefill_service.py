@@ -1,0 +1,238 @@
+"""The `Prefill` service, event by event, over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from engine.frontend.wire import sampling_to_message
+from engine.outputs import SchedulerStats
+from engine.sampling_params import SamplingParams
+from kv_transfer.handshake import peer_from_proto, peer_to_proto
+from kv_transfer.metadata import KVPeer
+from tandem_pb import prefill_pb2
+from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
+from tests.prefill_node.prefill_fakes import TIMEOUT_S, ServedPrefill, served_prefill, until
+
+TRANSFER = "0123456789abcdef" * 2
+
+
+def request(node: ServedPrefill, **fields: Any) -> prefill_pb2.PrefillRequest:
+    sampling = fields.pop("sampling", SamplingParams(max_tokens=9, seed=5, min_tokens=3))
+    return prefill_pb2.PrefillRequest(
+        **{
+            "request_id": "r",
+            "transfer_id": TRANSFER,
+            "attempt": 0,
+            "expected_epoch": node.engine.config.epoch,
+            "prompt_token_ids": [1, 2, 3],
+            "sampling": sampling_to_message(sampling),
+            **fields,
+        }
+    )
+
+
+async def read(call: Any) -> Any:
+    async with asyncio.timeout(TIMEOUT_S):
+        return await call.read()
+
+
+async def refusal(node: ServedPrefill, **fields: Any) -> tuple[prefill_pb2.PrefillEvent, Any]:
+    """The `failed` event, and the status that follows."""
+    call = node.stub.Prefill(request(node, **fields))
+    event = await read(call)
+    assert event.WhichOneof("event") == "failed"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(call)
+    assert caught.value.details() == event.failed.message
+    assert event.failed.code == caught.value.code().name.lower()
+    assert not node.engine.prompts
+    return event, caught.value
+
+
+async def test_the_usual_way() -> None:
+    async with served_prefill() as node:
+        sampling = SamplingParams(max_tokens=9, seed=5, min_tokens=3, logprobs=1)
+        call = node.stub.Prefill(request(node, attempt=2, num_tokens_held=8, sampling=sampling))
+        accepted = await read(call)
+        assert accepted.WhichOneof("event") == "accepted"
+        assert accepted.load.epoch == node.engine.config.epoch
+        prompt = await node.engine.added()
+        params = prompt.request.kv_transfer_params
+        assert params is not None and params.do_remote_decode
+        assert (params.transfer_id, params.attempt, params.num_tokens_held) == (TRANSFER, 2, 8)
+        assert prompt.request.prompt_token_ids == [1, 2, 3]
+        assert prompt.request.sampling.max_tokens == 1
+        assert prompt.request.sampling.min_tokens == 1, "the end token stays masked"
+        assert prompt.request.sampling.seed == 5
+        assert node.status.work.num_computing == 1
+        node.engine.samples(prompt)
+        token = (await read(call)).first_token
+        assert (token.token_id, token.num_cached_tokens, token.queue_s) == (42, 2, 0.125)
+        assert list(token.logprobs.token_ids) == [42, 7]
+        assert node.status.work.num_computing == 0
+        assert node.servicer.open.count == 1
+        node.engine.kv_is_taken(prompt)
+        done = await read(call)
+        assert done.done.kv_bytes == 1234
+        assert done.load.sequence > accepted.load.sequence
+        assert await read(call) is grpc.aio.EOF
+        await until(lambda: node.servicer.open.count == 0, "the call has ended")
+        assert not prompt.aborted
+        assert node.outcomes() == {"done": 1}
+
+
+async def test_no_logprobs_unless_asked_for() -> None:
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node))
+        await read(call)
+        prompt = await node.engine.added()
+        node.engine.samples(prompt)
+        assert not (await read(call)).first_token.HasField("logprobs")
+        call.cancel()
+
+
+@pytest.mark.parametrize("moment", ["accepted", "token", "done"])
+async def test_cancelling_aborts_at_any_moment(moment: str) -> None:
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node))
+        await read(call)
+        prompt = await node.engine.added()
+        if moment != "accepted":
+            node.engine.samples(prompt)
+            await read(call)
+        if moment == "done":
+            node.engine.kv_is_taken(prompt)
+        call.cancel()
+        await until(lambda: node.servicer.open.count == 0, "the call has ended")
+        assert prompt.aborted == (moment != "done")
+
+
+async def test_kv_that_nobody_takes_fails_the_call() -> None:
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node))
+        await read(call)
+        prompt = await node.engine.added()
+        node.engine.samples(prompt)
+        await read(call)
+        node.engine.kv_is_taken(prompt, ok=False)
+        failed = (await read(call)).failed
+        assert (failed.code, failed.retryable) == ("kv_transfer", True)
+        assert "lease" in failed.message
+        assert await read(call) is grpc.aio.EOF
+        await until(lambda: node.outcomes() == {"kv_transfer": 1}, "counted")
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+async def test_an_engine_that_dies_fails_open_calls(has_token: bool) -> None:
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node))
+        await read(call)
+        prompt = await node.engine.added()
+        if has_token:
+            node.engine.samples(prompt)
+            await read(call)
+        node.engine.die()
+        failed = (await read(call)).failed
+        assert (failed.code, failed.retryable) == ("engine_dead", True)
+        assert await read(call) is grpc.aio.EOF
+        node.engine.prompts.clear()
+        _, error = await refusal(node)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "SIGKILL" in error.details()
+
+
+# Refused at once -------------------------------------------------------------------------------
+
+
+async def test_another_epoch_means_it_greeted_another_process() -> None:
+    async with served_prefill() as node:
+        _, error = await refusal(node, expected_epoch=node.engine.config.epoch ^ 1)
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_stopping_node_refuses_and_says_so_in_its_load() -> None:
+    async with served_prefill() as node:
+        node.status.work.draining = True
+        event, error = await refusal(node)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert event.load.draining
+
+
+@pytest.mark.parametrize("limit", ["requests", "tokens"])
+async def test_a_long_queue_refuses_with_fresh_load(limit: str) -> None:
+    limits = {"max_waiting_requests": 0} if limit == "requests" else {"max_waiting_tokens": 500}
+    async with served_prefill(**limits) as node:
+        node.engine.stats = SchedulerStats(
+            num_waiting=3, num_waiting_tokens=500, num_total_blocks=9
+        )
+        event, error = await refusal(node)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (event.load.num_waiting_requests, event.load.num_waiting_tokens) == (3, 500)
+        assert event.failed.retryable
+        assert node.outcomes() == {"resource_exhausted": 1}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": [VOCAB]},
+        {"prompt_token_ids": [1] * MAX_LEN},
+        {"transfer_id": ""},
+        {"transfer_id": "../" * 10},
+        {"transfer_id": TRANSFER.upper()},
+        {"sampling": SamplingParams(temperature=float("nan"))},
+        {"sampling": SamplingParams(top_p=0.0)},
+        {"sampling": SamplingParams(logit_bias={VOCAB: 1.0})},
+    ],
+)
+async def test_wrong_requests(fields: dict[str, Any]) -> None:
+    async with served_prefill() as node:
+        _, error = await refusal(node, **fields)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_stopping_in_the_end_fails_what_is_open() -> None:
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node))
+        await read(call)
+        await node.engine.added()
+        node.servicer.abort_all()
+        assert (await read(call)).WhichOneof("event") == "failed"
+        assert await read(call) is grpc.aio.EOF
+
+
+# Hello -----------------------------------------------------------------------------------------
+
+
+def decode_peer(**layout: Any) -> KVPeer:
+    config = tiny_config()
+    changed = msgspec.structs.replace(config.kv_layout, **layout)
+    return KVPeer(engine_id="decode", epoch=1, layout=changed)
+
+
+async def test_hello_gives_endpoints_and_load() -> None:
+    async with served_prefill() as node:
+        peer = decode_peer(block_size=64, tp_size=2)
+        reply = await node.stub.Hello(prefill_pb2.HelloRequest(decode=peer_to_proto(peer)))
+        assert peer_from_proto(reply.prefill) == node.engine.ready.peer
+        assert reply.load.node_id == node.engine.config.engine_id
+        assert not reply.load.draining
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model_hash", "x"), ("dtype", "float16"), ("num_kv_heads", 7), ("protocol_version", 99)],
+)
+async def test_hello_names_the_field_that_differs(field: str, value: object) -> None:
+    async with served_prefill() as node:
+        message = prefill_pb2.HelloRequest(decode=peer_to_proto(decode_peer(**{field: value})))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await node.stub.Hello(message)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert field in caught.value.details()

@@ -1,0 +1,246 @@
+"""Nodes with real gRPC and HTTP servers and no engine, whose every move a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Self
+
+import grpc
+from aiohttp import web
+
+from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad, WatchRequest
+from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_to_server
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MODEL = "demo"
+FINGERPRINT = "f1"
+
+
+class StatusService(NodeStatusServicer):
+    """Sends the current load at once, then whenever a test changes it, and every `interval_s`."""
+
+    def __init__(self, role: int, node_id: str) -> None:
+        self.load = NodeLoad(
+            node_id=node_id,
+            role=role,
+            epoch=random.getrandbits(64),
+            model_name=MODEL,
+            fingerprint=FINGERPRINT,
+            num_free_blocks=1000,
+            num_total_blocks=1000,
+        )
+        self.interval_s = 0.05
+        self.silent = False
+        self.num_watchers = 0
+        self._changed = asyncio.Condition()
+
+    async def Watch(
+        self, request: WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[NodeLoad]:
+        self.num_watchers += 1
+        try:
+            while True:
+                if not self.silent:
+                    self.load.sequence += 1
+                    yield self.load
+                await self._wait_for_change()
+        finally:
+            self.num_watchers -= 1
+
+    async def change(self, **fields: Any) -> None:
+        """Sets fields of the load and reports them now."""
+        for name, value in fields.items():
+            setattr(self.load, name, value)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_for_change(self) -> None:
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait(), self.interval_s)
+            except TimeoutError:
+                return
+
+
+class FakeNode:
+    """`status_port` is the gRPC port. `stop` is sudden, like a process that dies."""
+
+    role: int
+
+    def __init__(self, node_id: str) -> None:
+        self.status = StatusService(self.role, node_id)
+        self.status_port = 0
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> Self:
+        self._server = grpc.aio.server()
+        add_NodeStatusServicer_to_server(self.status, self._server)
+        self.status_port = self._server.add_insecure_port(f"127.0.0.1:{self.status_port}")
+        await self._server.start()
+        return self
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=None)
+            self._server = None
+
+    async def restart(self) -> None:
+        """The same addresses, another epoch."""
+        await self.stop()
+        self.status.load.epoch = random.getrandbits(64)
+        self.status.load.sequence = 0
+        self.status.load.draining = False
+        await self.start()
+
+
+class FakePrefillNode(FakeNode):
+    role = NODE_ROLE_PREFILL
+
+    @property
+    def entry(self) -> str:
+        return f"127.0.0.1:{self.status_port}"
+
+    @property
+    def target(self) -> str:
+        return self.entry
+
+
+class FakeDecodeNode(FakeNode):
+    """Answers completions by `handler`; `requests` holds (headers, body) of all that arrived."""
+
+    role = NODE_ROLE_DECODE
+
+    def __init__(self, node_id: str, handler: Handler | None = None) -> None:
+        super().__init__(node_id)
+        self.handler = handler or stream_tokens(3)
+        self.port = 0
+        self.requests: list[tuple[dict[str, str], bytes]] = []
+        self.num_open = 0
+        self.num_aborted = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def entry(self) -> str:
+        return f"127.0.0.1:{self.port}/{self.status_port}"
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> Self:
+        await super().start()
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, backlog=2048)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def stop(self) -> None:
+        await self.stop_http()
+        await super().stop()
+
+    async def stop_http(self) -> None:
+        """From now on connections to the HTTP port are refused; open ones are cut."""
+        if self._runner is not None:
+            for connection in list(self._runner.server.connections if self._runner.server else ()):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.num_open += 1
+        try:
+            self.requests.append(
+                ({k.lower(): v for k, v in request.headers.items()}, await request.read())
+            )
+            return await self.handler(request)
+        except (asyncio.CancelledError, ConnectionError):
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_open -= 1
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": self.status.load.model_name, "object": "model", "owned_by": "tandem"}
+        return web.json_response({"object": "list", "data": [card]})
+
+
+def event(index: int, text: str = "") -> bytes:
+    data = {"id": "cmpl-1", "choices": [{"index": 0, "text": text or f"t{index} "}]}
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+async def open_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response
+
+
+def stream_tokens(count: int, gap_s: float = 0.0) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = await open_stream(request)
+        for index in range(count):
+            await response.write(event(index))
+            await asyncio.sleep(gap_s)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return handler
+
+
+def stream_forever(gap_s: float = 0.01) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = await open_stream(request)
+        for index in itertools.count():
+            await response.write(event(index))
+            await asyncio.sleep(gap_s)
+        return response
+
+    return handler
+
+
+def answer_json(status: int, body: object, headers: dict[str, str] | None = None) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(body, status=status, headers=headers)
+
+    return handler
+
+
+def break_after(*chunks: bytes, stream: bool = True) -> Handler:
+    """Sends `chunks` and then dies. With no chunks: after the request, before any answer."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if not chunks:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        kind = "text/event-stream" if stream else "application/json"
+        response = web.StreamResponse(headers={"content-type": kind})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    return handler
+
+
+def never_answer() -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        return web.Response()
+
+    return handler

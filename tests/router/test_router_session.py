@@ -1,0 +1,163 @@
+"""Rendezvous hashing, and what makes two requests one session."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.errors import BadRequest
+from router.request_info import SessionSource, estimate_tokens, read_request_info
+from router.session import node_hash_seed, rank_by_rendezvous
+
+
+@dataclass(frozen=True)
+class Place:
+    name: str
+
+    @property
+    def hash_seed(self) -> int:
+        return node_hash_seed(self.name)
+
+
+names = st.sets(st.text(min_size=1, max_size=20), min_size=2, max_size=12).map(sorted)
+keys = st.binary(min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(names, keys, st.randoms())
+def test_the_ranking_does_not_depend_on_the_order_of_nodes(
+    names: list[str], key: bytes, rng: Any
+) -> None:
+    nodes = [Place(name) for name in names]
+    shuffled = list(nodes)
+    rng.shuffle(shuffled)
+    assert rank_by_rendezvous(key, nodes) == rank_by_rendezvous(key, shuffled)
+
+
+@settings(deadline=None)
+@given(names, keys, st.data())
+def test_a_node_that_leaves_moves_only_its_own_sessions(
+    names: list[str], key: bytes, data: st.DataObject
+) -> None:
+    nodes = [Place(name) for name in names]
+    leaving = data.draw(st.sampled_from(nodes))
+    before = rank_by_rendezvous(key, nodes)
+    after = rank_by_rendezvous(key, [node for node in nodes if node != leaving])
+    assert after == [node for node in before if node != leaving]
+
+
+@settings(deadline=None)
+@given(names, keys, st.text(min_size=1))
+def test_a_node_that_joins_takes_sessions_only_for_itself(
+    names: list[str], key: bytes, new: str
+) -> None:
+    nodes = [Place(name) for name in names]
+    home = rank_by_rendezvous(key, nodes)[0]
+    assert rank_by_rendezvous(key, {*nodes, Place(new)})[0] in (home, Place(new))
+
+
+def test_sessions_spread_evenly_and_one_node_more_takes_its_share() -> None:
+    nodes = [Place(f"10.0.0.{i}:5001") for i in range(16)]
+    more = [*nodes, Place("10.0.0.99:5001")]
+    keys = [str(i).encode() for i in range(20_000)]
+    homes = {key: rank_by_rendezvous(key, nodes)[0] for key in keys}
+    counts = Counter(homes.values())
+    assert max(counts.values()) < 1.15 * len(keys) / 16
+    assert min(counts.values()) > 0.85 * len(keys) / 16
+    moved = sum(rank_by_rendezvous(key, more)[0] != homes[key] for key in keys)
+    assert moved < 1.2 * len(keys) / 17
+
+
+def _read(body: dict[str, Any], path: str = "/v1/chat/completions", **headers: str) -> Any:
+    return read_request_info(path, "r", headers, json.dumps(body).encode())
+
+
+SYSTEM = {"role": "system", "content": "You are kind."}
+HELLO = {"role": "user", "content": "Hello"}
+
+
+def test_the_header_wins_over_the_cache_key_and_that_over_the_prompt() -> None:
+    body = {"model": "m", "messages": [HELLO], "prompt_cache_key": "k"}
+    by_header = read_request_info("/", "r", {"x-session-id": "s"}, json.dumps(body).encode())
+    assert (by_header.session_source, by_header.session_id) == (SessionSource.HEADER, "s")
+    by_key = _read(body)
+    assert (by_key.session_source, by_key.session_id) == (SessionSource.CACHE_KEY, "k")
+    by_prompt = _read({"model": "m", "messages": [HELLO]})
+    assert (by_prompt.session_source, by_prompt.session_id) == (SessionSource.PROMPT, "")
+    assert len({by_header.session_key, by_key.session_key, by_prompt.session_key}) == 3
+
+
+@pytest.mark.parametrize("header", ["", "x" * 257, "line\nbreak", "ünï", "nul\0"])
+def test_a_session_id_that_cannot_be_a_header_is_not_used(header: str) -> None:
+    body = json.dumps({"messages": [HELLO]}).encode()
+    info = read_request_info("/", "r", {"x-session-id": header}, body)
+    assert info.session_source is SessionSource.PROMPT
+
+
+def test_later_turns_of_a_conversation_are_one_session() -> None:
+    first = _read({"model": "m", "messages": [SYSTEM, HELLO]})
+    answer = {"role": "assistant", "content": "Hi"}
+    again = {"role": "user", "content": "How are you?"}
+    later = _read({"model": "m", "stream": True, "messages": [SYSTEM, HELLO, answer, again]})
+    assert first.session_key == later.session_key
+
+
+def test_conversations_that_share_a_system_prompt_are_different_sessions() -> None:
+    other = {"role": "user", "content": "Good evening"}
+    one = _read({"model": "m", "messages": [SYSTEM, HELLO]})
+    two = _read({"model": "m", "messages": [SYSTEM, other]})
+    assert one.session_key != two.session_key
+
+
+def test_the_same_conversation_with_another_model_is_another_session() -> None:
+    assert (
+        _read({"model": "a", "messages": [HELLO]}).session_key
+        != _read({"model": "b", "messages": [HELLO]}).session_key
+    )
+
+
+@pytest.mark.parametrize(
+    ("long", "longer"),
+    [("abc" * 2000, "abc" * 2000 + "more"), ([7] * 4000, [7] * 4000 + [8])],
+    ids=["text", "token ids"],
+)
+def test_a_raw_prompt_that_grows_at_its_end_stays_one_session(long: Any, longer: Any) -> None:
+    one = _read({"model": "m", "prompt": long}, "/v1/completions")
+    two = _read({"model": "m", "prompt": longer}, "/v1/completions")
+    assert one.session_key == two.session_key
+    assert one.session_source is SessionSource.PROMPT
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": ""}, {"messages": []}, {"messages": 3}])
+def test_nothing_to_go_by_is_no_session(body: dict[str, Any]) -> None:
+    info = _read(body)
+    if info.session_source is SessionSource.NONE:
+        assert info.session_key == b""
+    else:
+        assert body == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [([1, 2, 3], 3), ([[1, 2], [3]], 3), ([5], 1), ("x" * 398, 100), ("", 0)],
+)
+def test_prompt_lengths_are_guessed(prompt: Any, tokens: int) -> None:
+    assert estimate_tokens(json.dumps(prompt).encode()) == tokens
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_body_is_read_or_refused(body: bytes) -> None:
+    try:
+        info = read_request_info("/v1/completions", "r", {}, body)
+    except BadRequest as error:
+        assert error.message
+    else:
+        assert isinstance(json.loads(body.decode("utf-8", "replace")), dict)
+        assert info.num_prompt_tokens >= 0

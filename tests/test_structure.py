@@ -1,0 +1,307 @@
+"""The architecture, enforced: who imports whom, who is free of torch, how large things may grow.
+
+Imports are read from the parsed source, so type-only and function-level imports count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+RANKS = {
+    "tandem_pb": 0,
+    "tandem_kernels": 0,
+    "kv_transfer": 1,
+    "engine": 2,
+    "router": 3,
+    "prefill_node": 3,
+    "decode_node": 3,
+    "cli": 3,
+}
+SOURCE_ROOTS = {"tandem_pb": ROOT / "proto", "tandem_kernels": ROOT / "kernels"}
+
+ENGINE_ORDER = [
+    {"config", "sampling_params", "outputs", "messages", "request", "errors", "distributed"},
+    {"kv_cache"},
+    {"sched"},
+    {"layers"},
+    {"models"},
+    {"batch"},
+    {"sample"},
+    {"worker"},
+    {"executor"},
+    {"core"},
+    {"frontend"},
+]
+
+TORCH_FREE = [
+    "router",
+    "prefill_node",
+    "decode_node",
+    "cli",
+    "kv_transfer.host",
+    "kv_transfer.base",
+    "kv_transfer.metadata",
+    "kv_transfer.layout",
+    "kv_transfer.state",
+    "kv_transfer.config",
+    "kv_transfer.errors",
+    "engine.config",
+    "engine.request",
+    "engine.messages",
+    "engine.outputs",
+    "engine.sampling_params",
+    "engine.kv_cache",
+    "engine.sched",
+    "engine.core",
+    "engine.frontend",
+    "engine.models.checkpoint",
+]
+
+MAX_FILE_LINES = 420
+MAX_FUNCTION_LINES = 60
+LONG_FUNCTIONS = {
+    # (module, function): lines. Each is one thought that reads worse in pieces.
+    ("engine.worker.model_runner", "execute_model"): 120,
+    ("engine.sched.scheduler", "schedule"): 120,
+}
+MAX_KERNEL_LINES = 120
+
+LIBRARIES_ROUTER_MAY_NOT_USE = {"torch", "transformers", "tokenizers", "numpy", "safetensors"}
+
+
+def _is_generated(path: Path) -> bool:
+    return "_pb2" in path.name
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Import name to file, over all packages of the project."""
+    found: dict[str, Path] = {}
+    for package in RANKS:
+        base = SOURCE_ROOTS.get(package, ROOT)
+        for path in sorted((base / package).rglob("*.py")):
+            parts = path.relative_to(base).with_suffix("").parts
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            found[".".join(parts)] = path
+    return found
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_text(encoding="utf-8"))
+
+
+def _imported_names(module: str) -> Iterator[str]:
+    package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in modules() else base
+
+
+@cache
+def project_imports(module: str) -> frozenset[str]:
+    """Modules of the project that `module` imports, wherever in the file."""
+    return frozenset(n for n in _imported_names(module) if n in modules() and n != module)
+
+
+@cache
+def library_imports(module: str) -> frozenset[str]:
+    """Top-level names that `module` imports from outside the project."""
+    tops = {name.partition(".")[0] for name in _imported_names(module)}
+    return frozenset(tops - set(RANKS) - {"__future__", ""})
+
+
+def test_imports_go_down_or_stay_inside_their_folder() -> None:
+    wrong = []
+    for module in modules():
+        package = module.partition(".")[0]
+        for target in project_imports(module):
+            other = target.partition(".")[0]
+            if other != package and RANKS[other] >= RANKS[package]:
+                wrong.append(f"{module} imports {target}")
+    assert not wrong, wrong
+
+
+def test_router_knows_only_the_wire_messages() -> None:
+    for module in modules():
+        if module.startswith("router"):
+            packages = {name.partition(".")[0] for name in project_imports(module)}
+            assert packages <= {"router", "tandem_pb"}, module
+            assert not library_imports(module) & LIBRARIES_ROUTER_MAY_NOT_USE, module
+
+
+def test_engine_imports_in_one_direction() -> None:
+    level = {name: i for i, names in enumerate(ENGINE_ORDER) for name in names}
+    wrong = []
+    for module in modules():
+        if not module.startswith("engine."):
+            continue
+        own = module.split(".")[1]
+        for target in project_imports(module):
+            if not target.startswith("engine."):
+                continue
+            other = target.split(".")[1]
+            if level[other] > level[own]:
+                wrong.append(f"{module} imports {target}")
+    assert not wrong, wrong
+
+
+def test_no_import_cycles() -> None:
+    state: dict[str, int] = defaultdict(int)
+    stack: list[str] = []
+
+    def visit(module: str) -> None:
+        state[module] = 1
+        stack.append(module)
+        for target in sorted(project_imports(module)):
+            assert state[target] != 1, " -> ".join([*stack[stack.index(target) :], target])
+            if state[target] == 0:
+                visit(target)
+        stack.pop()
+        state[module] = 2
+
+    for module in modules():
+        if state[module] == 0:
+            visit(module)
+
+
+def _is_torch_free(module: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in TORCH_FREE)
+
+
+def test_torch_free_modules_name_no_torch_anywhere_below_them() -> None:
+    def reaches_torch(module: str, seen: set[str]) -> str | None:
+        if module in seen:
+            return None
+        seen.add(module)
+        if library_imports(module) & {"torch", "triton", "transformers"}:
+            return module
+        return next(
+            (hit for target in project_imports(module) if (hit := reaches_torch(target, seen))),
+            None,
+        )
+
+    for module in modules():
+        if _is_torch_free(module):
+            hit = reaches_torch(module, set())
+            assert hit is None, f"{module} reaches torch through {hit}"
+
+
+@pytest.mark.parametrize("service", ["router", "prefill_node", "decode_node", "cli"])
+def test_services_start_without_torch(service: str) -> None:
+    code = f"import sys, {service}.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_files_stay_readable() -> None:
+    long = {
+        name: lines
+        for name, path in modules().items()
+        if not _is_generated(path)
+        and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+    }
+    assert not long, long
+
+
+def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_functions_stay_short() -> None:
+    long = []
+    for module, path in modules().items():
+        if _is_generated(path):
+            continue
+        for node in ast.walk(tree(module)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            body = _lines_without_docstring(node)
+            default = MAX_KERNEL_LINES if _is_kernel(node) else MAX_FUNCTION_LINES
+            if body > LONG_FUNCTIONS.get((module, node.name), default):
+                long.append(f"{module}.{node.name}: {body} lines")
+    assert not long, long
+
+
+def _lines_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert node.end_lineno is not None
+    lines = node.end_lineno - node.lineno + 1
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        assert first.end_lineno is not None
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+def test_names_that_belong_to_others_stay_free() -> None:
+    """`kernels` and `proto` are names of other distributions, which transformers and the
+    protobuf world probe at import."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "proto" / "__init__.py").exists()
+
+
+def test_transformers_imports_beside_our_kernels_folder() -> None:
+    code = "from transformers import LlamaForCausalLM"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=110)
+
+
+def test_nothing_unpickles() -> None:
+    wrong = []
+    for module in modules():
+        if library_imports(module) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}:
+            wrong.append(module)
+        source = modules()[module].read_text(encoding="utf-8")
+        if "torch.load(" in source or "send_pyobj" in source or "recv_pyobj" in source:
+            wrong.append(module)
+    assert not wrong, wrong
+
+
+def test_every_kernel_has_a_reference_and_a_test() -> None:
+    """A Triton file names its operations; each is in the reference column and in a test."""
+    tests = "\n".join(
+        p.read_text(encoding="utf-8") for p in (ROOT / "tests" / "kernels").rglob("*.py")
+    )
+    references = "\n".join(
+        path.read_text(encoding="utf-8")
+        for name, path in modules().items()
+        if name.startswith("tandem_kernels.reference")
+    )
+    assert references
+    operations = [
+        ast.unparse(node.targets[0])
+        for node in tree("tandem_kernels.ops").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Op(")
+    ]
+    assert operations
+    for name in operations:
+        assert f"def {name}(" in references, f"{name} has no reference"
+        assert name in tests, f"{name} has no test"
+
+
+def test_environment_is_read_only_by_settings() -> None:
+    """Every setting has one definition; a stray os.environ would be a second."""
+    allowed = {"kv_transfer.host.child_process"}
+    wrong = [
+        module
+        for module, path in modules().items()
+        if "os.environ" in path.read_text(encoding="utf-8") and module not in allowed
+    ]
+    assert not wrong, wrong
