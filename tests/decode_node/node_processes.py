@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -12,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.processes import find_processes
 
 TIMEOUT_S = 90.0
 _COMMON = ("--device", "cpu", "--num-threads", "1", "--num-blocks", "256", "--max-num-seqs", "16")
@@ -60,29 +63,7 @@ class NodeProcess:
 
     def descendants(self, module: str) -> list[int]:
         """Process ids below this one that run `python -m module`."""
-        found, parents = [], {self.pid}
-        processes = sorted(int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit())
-        for _ in range(3):
-            for pid in processes:
-                if pid not in parents and _parent(pid) in parents:
-                    parents.add(pid)
-                    if module.encode() in _command(pid):
-                        found.append(pid)
-        return found
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return -1
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        return find_processes(self.pid, re.escape(module))
 
 
 @asynccontextmanager

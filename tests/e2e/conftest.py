@@ -10,7 +10,6 @@ All tests here run in one event loop, because a shared cluster's pipes belong to
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -24,6 +23,7 @@ import pytest_asyncio
 
 from cli.cluster import free_ports
 from cli.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
+from tests.processes import descendants, find_processes, is_alive
 
 _HERE = Path(__file__).parent
 
@@ -82,7 +82,7 @@ class Cluster:
     def pids(self) -> set[int]:
         """Of every process of the cluster."""
         roots = [s.pid for s in self.supervisor.services if s.pid is not None]
-        return {pid for root in roots for pid in process_tree(root)}
+        return {pid for root in roots for pid in {root} | descendants(root)}
 
     async def wait_log(self, service: str, words: str) -> str:
         """The first line of that service's log with these words; logs come a little later than
@@ -140,39 +140,11 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     return values
 
 
-def process_tree(root: int) -> set[int]:
-    """`root` and all its descendants that live."""
-    found = set()
-    waiting = [root]
-    while waiting:
-        pid = waiting.pop()
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                continue
-            found.add(pid)
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                children = (task / "children").read_text().split()
-                waiting.extend(int(child) for child in children)
-    return found
-
-
 def find_process(root: int, pattern: str) -> int:
     """The one descendant of `root` whose command line matches."""
-    matches = []
-    for pid in process_tree(root) - {root}:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if re.search(pattern, command):
-                matches.append(pid)
+    matches = find_processes(root, pattern)
     assert matches, f"no process below {root} matches {pattern}"
-    return min(matches)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return matches[0]
 
 
 def _argv(module: str, *args: str) -> tuple[str, ...]:
@@ -304,7 +276,7 @@ async def _stop_and_check(cluster: Cluster) -> None:
     pids = cluster.pids()
     await cluster.supervisor.stop()
     async with asyncio.timeout(30):
-        while left := [pid for pid in pids if _is_alive(pid)]:
+        while left := [pid for pid in pids if is_alive(pid)]:
             await asyncio.sleep(0.05)
     assert not left
 

@@ -9,26 +9,41 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.processes import descendants, is_alive
+
 TANDEM = [sys.executable, "-m", "cli"]
 
 
-def descendants(pid: int) -> set[int]:
-    found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found |= {int(child)} | descendants(int(child))
-    return found
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts `tandem ...`; the test's end kills what still runs, all that it started with it."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*args: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*TANDEM, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with process:
+            process.kill()
 
 
 def wait_gone(pids: set[int], timeout_s: float = 30.0) -> set[int]:
+    """Those that live on after that time."""
     deadline = time.monotonic() + timeout_s
-    left = pids
-    while left and time.monotonic() < deadline:
-        left = {pid for pid in left if Path(f"/proc/{pid}").exists()}
+    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
@@ -41,12 +56,6 @@ def test_demo_talks_and_leaves_nothing() -> None:
     assert result.stdout.count("first token") == 3
     assert "remote prefill" in result.stdout
     assert re.search(r"[1-9]\d* cached tokens", result.stdout), "the second turn reuses the first"
-
-
-def start(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*TANDEM, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
@@ -76,7 +85,7 @@ def check_end(process: subprocess.Popen[str], started: set[int], exit_code: int)
 
 
 @pytest.mark.e2e
-def test_up_can_be_stopped_while_it_loads() -> None:
+def test_up_can_be_stopped_while_it_loads(start: Start) -> None:
     process = start("up", "--port", "0", "--prefill", "2")
     wait_descendants(process, 7)
     started = descendants(process.pid)
@@ -86,7 +95,7 @@ def test_up_can_be_stopped_while_it_loads() -> None:
 
 
 @pytest.mark.e2e
-def test_up_that_is_killed_takes_everything_with_it() -> None:
+def test_up_that_is_killed_takes_everything_with_it(start: Start) -> None:
     process = start("up", "--port", "0")
     read_until(process, "serving at")
     started = descendants(process.pid)
@@ -96,7 +105,7 @@ def test_up_that_is_killed_takes_everything_with_it() -> None:
 
 
 @pytest.mark.e2e
-def test_a_second_interrupt_does_not_wait_for_open_answers() -> None:
+def test_a_second_interrupt_does_not_wait_for_open_answers(start: Start) -> None:
     process = start("up", "--port", "0", "--prefill", "0", "--decode", "2")
     port = re.search(r"serving at http://127.0.0.1:(\d+)/v1", read_until(process, "serving at"))
     assert port is not None
@@ -114,7 +123,7 @@ def test_a_second_interrupt_does_not_wait_for_open_answers() -> None:
 
 
 @pytest.mark.e2e
-def test_an_interrupted_demo_leaves_nothing() -> None:
+def test_an_interrupted_demo_leaves_nothing(start: Start) -> None:
     process = start("demo")
     read_until(process, "user:")
     started = descendants(process.pid)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import zmq
@@ -18,6 +17,7 @@ from kv_transfer.host.child_process import ipc_address
 from kv_transfer.host.local_socket import connect_socket
 from kv_transfer.layout import KVLayout
 from kv_transfer.transfer_processes import TransferProcessFailed
+from tests.processes import is_gone
 
 MakeNode = Callable[..., KVNode]
 
@@ -301,4 +301,4 @@ def test_nothing_outlives_the_connector(make_node: MakeNode) -> None:
     assert len(pids) == 2
     node.connector.shutdown()
     node.connector.shutdown()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert all(is_gone(pid) for pid in pids)

@@ -18,11 +18,11 @@ from engine.messages import LoadProgress
 from tests.engine.core.tiny_engine import (
     NUM_BLOCKS,
     Oracle,
-    is_gone,
     make_request,
     tiny_config,
     until_empty,
 )
+from tests.processes import is_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,13 +11,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import uvloop
 
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import LoadProgress
-from tests.engine.core.tiny_engine import is_gone, make_request, tiny_config, until
+from tests.engine.core.tiny_engine import make_request, tiny_config, until
+from tests.processes import descendants, is_gone
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -101,9 +103,9 @@ async def test_terminated_core_ends_its_workers() -> None:
 
 async def test_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
     config = tiny_config(path=str(tmp_path / "nowhere"), load_format="safetensors")
-    with pytest.raises(EngineDeadError, match=r"worker 0: CheckpointError: .*nowhere"):
-        await AsyncLLM.start(config)
-    await _no_children()
+    async with nothing_started_is_left():
+        with pytest.raises(EngineDeadError, match=r"worker 0: CheckpointError: .*nowhere"):
+            await AsyncLLM.start(config)
 
 
 async def test_start_that_is_called_off() -> None:
@@ -112,12 +114,12 @@ async def test_start_that_is_called_off() -> None:
     def on_progress(progress: LoadProgress) -> None:
         loading.set()
 
-    start = asyncio.create_task(AsyncLLM.start(tiny_config(), on_progress))
-    await loading.wait()
-    start.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await start
-    await _no_children()
+    async with nothing_started_is_left():
+        start = asyncio.create_task(AsyncLLM.start(tiny_config(), on_progress))
+        await loading.wait()
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
 
 
 async def test_children_end_with_the_node_server() -> None:
@@ -138,13 +140,11 @@ async def test_children_end_with_the_node_server() -> None:
     await until(lambda: all(is_gone(pid) for pid in pids), "the end of all processes")
 
 
-async def _no_children() -> None:
-    await until(lambda: not _has_children(), "the end of all children")
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
+@asynccontextmanager
+async def nothing_started_is_left() -> AsyncIterator[None]:
+    """Every process that the block starts ends with it, and somebody waits for its end."""
+    before = descendants(os.getpid())
+    yield
+    await until(lambda: descendants(os.getpid()) <= before, "the end of all children")
+    left = {process.pid for process in psutil.Process().children()} - before
+    assert not left, "nobody waited for these"

@@ -11,9 +11,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -27,12 +25,12 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import (
     Oracle,
-    is_gone,
     make_request,
     tiny_config,
     until,
     until_empty,
 )
+from tests.processes import find_processes, is_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -190,13 +188,9 @@ async def test_killed_transfer_process(pair: Pair, oracle: Oracle, side: str) ->
 
 
 def _transfer_pid(llm: AsyncLLM) -> int:
-    """Restarted ones are not in `ready`: look among the children of the core."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == llm.core_pid and b"kv_transfer" in (process / "cmdline").read_bytes():
-                return int(process.name)
-    raise AssertionError("there is no transfer process")
+    """Restarted ones are not in `ready`: look below the core."""
+    (pid,) = find_processes(llm.core_pid, "kv_transfer")
+    return pid
 
 
 async def test_prefill_engine_dies_and_decode_goes_on(pair: Pair, oracle: Oracle) -> None:

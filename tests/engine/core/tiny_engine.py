@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -137,7 +136,3 @@ def _is_empty(stats: SchedulerStats) -> bool:
         and not (stats.num_running or stats.num_waiting or stats.num_waiting_tokens)
         and not stats.num_delayed_frees
     )
-
-
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()

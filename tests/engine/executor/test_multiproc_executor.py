@@ -17,7 +17,8 @@ from engine.executor.abstract import KVCaches
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
-from tests.engine.core.tiny_engine import NUM_BLOCKS, is_gone, tiny_config
+from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
+from tests.processes import is_gone
 
 TIMEOUT_S = 60
 

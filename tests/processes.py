@@ -1,0 +1,41 @@
+"""Which processes run below another one: for tests that kill some and count what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import psutil
+
+
+def descendants(root: int) -> set[int]:
+    """All that live below `root`, without it; empty when `root` is gone."""
+    try:
+        below = psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return set()
+    return {process.pid for process in below if is_alive(process.pid)}
+
+
+def find_processes(root: int, pattern: str) -> list[int]:
+    """Those below `root` whose command line matches, in order of their ids."""
+    return sorted(pid for pid in descendants(root) if re.search(pattern, _command(pid)))
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
+
+
+def is_alive(pid: int) -> bool:
+    """A process that ended and that nobody has waited for is not alive."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_gone(pid: int) -> bool:
+    """It ended, and its parent has taken note."""
+    return not psutil.pid_exists(pid)
