@@ -15,12 +15,13 @@ from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
 
 class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
-    """A new request. `prompt_token_ids` may hold output already given to the client
-    (`num_output_tokens` of them) when a stream is resumed on another node."""
+    """A new request. When a stream is resumed, `prompt_token_ids` ends with the
+    `num_resumed_tokens` of output that another node has given to the client already."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    num_resumed_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
     priority: int = 0

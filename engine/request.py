@@ -45,6 +45,8 @@ class Request:
     `num_computed_tokens`: leading tokens whose KV existed when the request last entered a row
     (from there the row counts), or will come from a peer.
     `num_tokens`: prompt and confirmed output.
+    `num_resumed_tokens`: the end of the prompt that is output of another node. To the KV cache it
+    is prompt; to sampling, penalties and limits it is output.
     """
 
     __slots__ = (
@@ -61,6 +63,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_resumed_tokens",
         "priority",
         "request_id",
         "row",
@@ -80,6 +83,7 @@ class Request:
         self.kv_transfer_params: KVTransferParams | None = message.kv_transfer_params
         self.all_token_ids: list[int] = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
+        self.num_resumed_tokens = message.num_resumed_tokens
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in this engine's prefix cache at the first scheduling; None before.
@@ -100,6 +104,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
+        """Without those that came with the request."""
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property

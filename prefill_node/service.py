@@ -155,6 +155,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         try:
             stream = self._engine.generate(work)
             async for output in stream:
+                if output.is_replay:
+                    continue
                 if output.token_ids:
                     self._status.work.num_computing -= 1
                     is_computing = False
@@ -208,14 +210,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise InvalidRequest("transfer_id must be 32 hex digits", "transfer_id")
         sampling = sampling_from_message(message.sampling)
         check_sampling(sampling, self._engine.config.model.vocab_size)
+        tokens = list(message.prompt_token_ids)
+        num_own = max(0, len(tokens) - message.num_resumed_tokens)
+        limit = len(tokens) - num_own + 1
         request = self._input_processor.process(
             f"{message.transfer_id}-{message.attempt}",
-            list(message.prompt_token_ids),
-            _for_one_token(sampling),
-            max_tokens=1,
+            tokens[:num_own],
+            _for_one_token(sampling, limit),
+            max_tokens=limit,
             seed=sampling.seed,
             priority=message.priority,
             cache_salt=message.cache_salt,
+            resumed_token_ids=tokens[num_own:],
         )
         request.kv_transfer_params = KVTransferParams(
             do_remote_decode=True,
@@ -265,5 +271,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.PrefillEvent(failed=failed, load=self._status.load())
 
 
-def _for_one_token(sampling: SamplingParams) -> SamplingParams:
-    return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1))
+def _for_one_token(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    """`max_tokens`: the one and those before it."""
+    min_tokens = min(sampling.min_tokens, max_tokens)
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)

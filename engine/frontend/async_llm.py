@@ -117,6 +117,8 @@ class AsyncLLM:
         if request_id in self._states or request_id in self._kv_results:
             raise ValueError(f"request id {request_id} is in use; ids must be unique")
         state = RequestState(OutputProcessor(request, self._tokenizer))
+        if request.num_resumed_tokens:
+            state.queue.put_nowait(state.processor.replay(request.resumed_token_ids))
         self._states[request_id] = state
         if request.kv_transfer_params is not None:
             self._kv_results[request_id] = KVResults(request.kv_transfer_params)
@@ -141,7 +143,7 @@ class AsyncLLM:
         """The prefill node's token goes to the stream at once, and to the engine core unless it
         is the last. Ignored when the stream has a token already, or has ended."""
         state = self._states.get(request_id)
-        if state is None or state.processor.num_output_tokens > 0:
+        if state is None or state.processor.num_new_tokens > 0:
             return
         output = state.processor.process_first_token(token_id, logprobs)
         state.queue.put_nowait(output)
@@ -285,7 +287,7 @@ def _num_known_tokens(state: RequestState, output: EngineCoreOutput) -> int:
     may cross on their way when the prompt is computed on both sides. They are the same token."""
     if output.num_cached_tokens is None:
         return 0
-    return max(0, state.processor.num_output_tokens - output.num_output_tokens_before)
+    return max(0, state.processor.num_new_tokens - output.num_output_tokens_before)
 
 
 def _to_core(request: GenerationRequest) -> EngineCoreRequest:
@@ -293,6 +295,7 @@ def _to_core(request: GenerationRequest) -> EngineCoreRequest:
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
         sampling=request.sampling,
+        num_resumed_tokens=request.num_resumed_tokens,
         eos_token_ids=request.eos_token_ids,
         arrival_time=request.arrival_time,
         priority=request.priority,

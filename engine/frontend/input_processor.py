@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -37,17 +38,34 @@ class InvalidRequest(ValueError):
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """One prompt and how to continue it. Checked; `sampling.seed` and `max_tokens` are set."""
+    """One prompt and how to continue it. Checked; `sampling.seed` and `max_tokens` are set.
+
+    `num_resumed_tokens`: so many at the end of `prompt_token_ids` are output that another node
+    has given already. They count as output for penalties, `min_tokens` and `max_tokens`, and the
+    first output of the stream is what they amount to.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    num_resumed_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
     kv_transfer_params: KVTransferParams | None = None
     arrival_time: float = field(default_factory=time.monotonic)
     """CLOCK_MONOTONIC seconds."""
+
+    @property
+    def own_prompt_token_ids(self) -> list[int]:
+        """Without resumed output."""
+        tokens = self.prompt_token_ids
+        return tokens[: len(tokens) - self.num_resumed_tokens]
+
+    @property
+    def resumed_token_ids(self) -> list[int]:
+        tokens = self.prompt_token_ids
+        return tokens[len(tokens) - self.num_resumed_tokens :]
 
 
 class InputProcessor:
@@ -67,10 +85,12 @@ class InputProcessor:
         seed: int | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        resumed_token_ids: Sequence[int] = (),
     ) -> GenerationRequest:
         """Raises `InvalidRequest`. `max_tokens` None: what is left of the context.
 
         `seed` None: a random one, so that the same draw can be repeated on any node.
+        `resumed_token_ids`: output to continue after; `max_tokens` counts it.
         """
         self.check_prompt(prompt_token_ids)
         limit = self._max_tokens(len(prompt_token_ids), max_tokens)
@@ -80,10 +100,12 @@ class InputProcessor:
             sampling, max_tokens=limit, seed=seed & ((1 << _SEED_BITS) - 1)
         )
         check_sampling(sampling, self._model.vocab_size)
+        self._check_resumed(resumed_token_ids, limit)
         return GenerationRequest(
             request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=[*prompt_token_ids, *resumed_token_ids],
             sampling=sampling,
+            num_resumed_tokens=len(resumed_token_ids),
             eos_token_ids=self._model.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
@@ -110,6 +132,14 @@ class InputProcessor:
                     "prompt",
                     "context_length_exceeded",
                 )
+
+    def _check_resumed(self, token_ids: Sequence[int], max_tokens: int) -> None:
+        vocab_size = self._model.vocab_size
+        _check(
+            len(token_ids) < max_tokens and all(0 <= i < vocab_size for i in token_ids),
+            "resume",
+            "does not belong to this request, or to another model",
+        )
 
     def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         context = self._model.max_model_len

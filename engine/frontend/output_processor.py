@@ -2,6 +2,7 @@
 
 One `OutputProcessor` for each request:
 
+    0. `replay`, when the request goes on where another node left off
     1. `process` with each output of the engine core, or `process_first_token` with the token
        that a prefill node sampled; gives new tokens and text
     2. a stop string becomes complete: `finished`, and the caller aborts in the engine core
@@ -31,6 +32,7 @@ class RequestOutput:
         num_cached_tokens: With the first output: prompt tokens that were not computed.
         queue_s: With the first output: seconds until first scheduled.
         error: With finish_reason `error`: what was wrong and what to do.
+        is_replay: Nothing new: what another node gave before this one took over.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     queue_s: float = 0.0
     error: str = ""
+    is_replay: bool = False
 
     @property
     def finished(self) -> bool:
@@ -66,8 +69,21 @@ class OutputProcessor:
         self._eos_token_ids = () if request.sampling.ignore_eos else request.eos_token_ids
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._matcher = StopStringMatcher(request.sampling.stop)
+        self._num_resumed_tokens = request.num_resumed_tokens
         self.num_output_tokens = 0
         self.finished = False
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Output of this node."""
+        return self.num_output_tokens - self._num_resumed_tokens
+
+    def replay(self, token_ids: list[int]) -> RequestOutput:
+        """Takes in what was given already; before anything else. The text that follows is the
+        same as if all tokens had come from here."""
+        output = self.process(token_ids)
+        output.is_replay = True
+        return output
 
     def process(
         self,
@@ -110,7 +126,7 @@ class OutputProcessor:
             finish_reason = "stop"
         elif token_id in sampling.stop_token_ids:
             finish_reason, stop_reason = "stop", token_id
-        elif sampling.max_tokens == 1:
+        elif self.num_output_tokens + 1 == sampling.max_tokens:
             finish_reason = "length"
         return self.process(
             [token_id],

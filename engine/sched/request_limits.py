@@ -26,7 +26,8 @@ class RequestLimits:
         The last token's KV is never written, so a cache of n tokens serves n + 1. Ending there
         keeps a request that is alone in the engine from waiting for blocks that do not exist.
         """
-        wanted = request.num_prompt_tokens + request.sampling.max_tokens
+        num_own = request.num_prompt_tokens - request.num_resumed_tokens
+        wanted = num_own + request.sampling.max_tokens
         return min(wanted, self._max_model_len, self._num_slots + 1)
 
     def refusal(self, request: Request) -> str:

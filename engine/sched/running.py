@@ -89,7 +89,7 @@ class RunningRows:
             NewRequestData(
                 row=row.index,
                 epoch=row.epoch,
-                prompt_len=request.num_prompt_tokens,
+                prompt_len=request.num_prompt_tokens - request.num_resumed_tokens,
                 prefill_token_ids=pack_tokens(row.tokens),
                 num_computed_tokens=request.num_computed_tokens,
                 block_ids=[block.block_id for block in blocks],

@@ -253,7 +253,7 @@ class Scheduler:
     def _end_of(self, request: Request, token_id: int) -> tuple[RequestStatus, int | None] | None:
         """(how it ended, the stop token of its own that did it), after `token_id`."""
         sampling = request.sampling
-        if request.num_output_tokens >= sampling.min_tokens:
+        if request.num_resumed_tokens + request.num_output_tokens >= sampling.min_tokens:
             if token_id in request.eos_token_ids and not sampling.ignore_eos:
                 return RequestStatus.FINISHED_STOPPED, None
             if token_id in sampling.stop_token_ids:
