@@ -214,7 +214,7 @@ class HelmCli:
                 "HELM_CACHE_HOME": _scratch("cache"),
                 "HELM_CONFIG_HOME": _scratch("config"),
                 "HELM_DATA_HOME": _scratch("data"),
-                "KUBECONFIG": str(kubeconfig or _scratch("no-cluster")),
+                "KUBECONFIG": str(kubeconfig or _no_cluster()),
                 **(environment or {}),
             },
         )
@@ -309,3 +309,12 @@ def _scratch_root() -> tempfile.TemporaryDirectory[str]:
 
 def _scratch(name: str) -> str:
     return str(Path(_scratch_root().name) / name)
+
+
+@cache
+def _no_cluster() -> str:
+    """A kubeconfig that names none: without one, Helm reads that of whoever runs the tests."""
+    path = Path(_scratch("no-cluster"))
+    path.write_text("apiVersion: v1\nkind: Config\n", encoding="utf-8")
+    path.chmod(0o600)
+    return str(path)

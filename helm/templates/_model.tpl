@@ -1,0 +1,80 @@
+{{/* Where the checkpoint is. With `path` the volume holds it, and is mounted read-only; without,
+  the volume is a cache of the hub. */}}
+{{- define "tandem.modelArgument" -}}
+{{- $storage := .Values.model.storage -}}
+{{- if $storage.path -}}
+{{- printf "/models/%s" (trimPrefix "/" $storage.path) -}}
+{{- else if eq $storage.type "image" -}}
+/models
+{{- else -}}
+{{- .Values.model.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.modelIsLocal" -}}
+{{- if or .Values.model.storage.path (eq .Values.model.storage.type "image") }}true{{ end -}}
+{{- end -}}
+
+{{- define "tandem.modelFlags" -}}
+- {{ printf "--model=%s" (include "tandem.modelArgument" .) | quote }}
+{{- $model := .Values.model }}
+{{- include "tandem.flags" (dict
+      "servedModelName" $model.servedName
+      "dtype" $model.dtype
+      "maxModelLen" $model.maxModelLen) }}
+{{- end -}}
+
+{{- define "tandem.modelVolume" -}}
+{{- $storage := .Values.model.storage -}}
+- name: models
+{{- if eq $storage.type "pvc" }}
+  persistentVolumeClaim:
+    claimName: {{ default (include "tandem.name" (dict "root" . "component" "models")) $storage.pvc.existingClaim }}
+    {{- if include "tandem.modelIsLocal" . }}
+    readOnly: true
+    {{- end }}
+{{- else if eq $storage.type "hostPath" }}
+  hostPath:
+    path: {{ $storage.hostPath.path }}
+    type: {{ $storage.hostPath.type }}
+{{- else if eq $storage.type "image" }}
+  image:
+    reference: {{ $storage.image.reference }}
+    pullPolicy: {{ $storage.image.pullPolicy }}
+{{- else }}
+  emptyDir:
+    {{- if $storage.emptyDir.sizeLimit }}
+    sizeLimit: {{ $storage.emptyDir.sizeLimit }}
+    {{- else }} {}
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The hub's client library reads these itself. */}}
+{{- define "tandem.modelEnv" -}}
+{{- $hub := .Values.model.hub -}}
+{{- if include "tandem.modelIsLocal" . }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+- name: HF_HOME
+  value: /cache/huggingface
+{{- else }}
+- name: HF_HOME
+  value: /models
+{{- if $hub.offline }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- with $hub.endpoint }}
+- name: HF_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+{{- with $hub.existingSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $hub.secretKey }}
+{{- end }}
+{{- end }}
+{{- end -}}

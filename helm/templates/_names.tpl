@@ -1,0 +1,73 @@
+{{/* Names and labels.
+  A name has at most 40 characters, so that what Kubernetes and the chart append
+  (-prefill, a ReplicaSet's hash, a pod's suffix) stays below 63. */}}
+{{- define "tandem.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* component name: root, component */}}
+{{- define "tandem.name" -}}
+{{- printf "%s-%s" (include "tandem.fullname" .root) .component -}}
+{{- end -}}
+
+{{/* What selectors select on: never a version, because selectors cannot change. */}}
+{{- define "tandem.selectorLabels" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of objects. Not of pods: a new chart version must not restart a pod. */}}
+{{- define "tandem.labels" -}}
+{{ include "tandem.selectorLabels" . }}
+app.kubernetes.io/part-of: tandem
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* metadata of an object: root, component, name (default: the component's), annotations */}}
+{{- define "tandem.metadata" -}}
+name: {{ default (include "tandem.name" .) .name }}
+namespace: {{ .root.Release.Namespace }}
+labels: {{- include "tandem.labels" . | nindent 2 }}
+{{- $annotations := merge (default (dict) .annotations) .root.Values.commonAnnotations }}
+{{- with $annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.serviceAccountName" -}}
+{{- $account := .root.Values.serviceAccount -}}
+{{- if $account.create -}}
+{{- include "tandem.name" . -}}
+{{- else -}}
+{{- default "default" $account.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* image: root, image */}}
+{{- define "tandem.image" -}}
+{{- $registry := default .image.registry .root.Values.global.imageRegistry -}}
+{{- $repository := .image.repository -}}
+{{- if $registry }}{{- $repository = printf "%s/%s" $registry $repository -}}{{- end -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" $repository .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (default .root.Chart.AppVersion .image.tag) -}}
+{{- end -}}
+{{- end -}}

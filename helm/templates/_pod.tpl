@@ -1,0 +1,74 @@
+{{/* What all pods share, at the level of a pod's spec: root, component, settings of scheduling */}}
+{{- define "tandem.podCommon" -}}
+serviceAccountName: {{ include "tandem.serviceAccountName" . }}
+# A Service named tandem-router would put TANDEM_ROUTER_PORT into every container, which is one of
+# our own settings.
+enableServiceLinks: false
+{{- with .root.Values.global.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {{- toYaml .of.podSecurityContext | nindent 2 }}
+{{- with .of.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .of.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .of.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with .of.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- include "tandem.affinity" . }}
+{{- include "tandem.spread" . }}
+{{- end -}}
+
+{{/* Both tiers in one domain, if a key is given; the user's own rules win. */}}
+{{- define "tandem.affinity" -}}
+{{- if .of.affinity }}
+affinity: {{- toYaml .of.affinity | nindent 2 }}
+{{- else if .of.topology.colocateKey }}
+affinity:
+  podAffinity:
+    {{- $term := dict "topologyKey" .of.topology.colocateKey "labelSelector" (dict
+          "matchLabels" (fromYaml (include "tandem.selectorLabels" (dict "root" .root)))
+          "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" (list "prefill" "decode")))) }}
+    {{- if .of.topology.colocateRequired }}
+    requiredDuringSchedulingIgnoredDuringExecution: {{- toYaml (list $term) | nindent 6 }}
+    {{- else }}
+    preferredDuringSchedulingIgnoredDuringExecution: {{- toYaml (list (dict "weight" 100 "podAffinityTerm" $term)) | nindent 6 }}
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.spread" -}}
+{{- with .of.topology.spreadKey }}
+topologySpreadConstraints:
+  - topologyKey: {{ . }}
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "tandem.selectorLabels" (dict "root" $.root "component" $.component) | nindent 8 }}
+    # Each version of the pods spreads on its own: old ones that still drain do not count.
+    matchLabelKeys: [pod-template-hash]
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.podLabels" -}}
+{{ include "tandem.selectorLabels" . }}
+{{- with .of.podLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The pod's own address, which it listens on: nothing binds to every interface. */}}
+{{- define "tandem.podIp" -}}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{- end -}}

@@ -1,0 +1,67 @@
+{{- define "tandem.routerArgs" -}}
+{{- $router := .of -}}
+- "--host={{ $router.listen }}"
+- --port={{ int $router.ports.http }}
+{{- include "tandem.discoveryFlags" . }}
+- --drain-delay-s={{ int $router.drain.preStopSeconds }}
+- --drain-timeout-s={{ int $router.drain.drainSeconds }}
+{{- include "tandem.flags" $router.settings }}
+{{- end -}}
+
+{{/* Which nodes there are: the addresses of the tiers' headless Services, or written down. */}}
+{{- define "tandem.discoveryFlags" -}}
+{{- $root := .root -}}
+{{- $discovery := .of.discovery -}}
+{{- if eq $discovery.type "static" }}
+{{- with $discovery.prefill }}
+- --prefill={{ join "," . }}
+{{- end }}
+- --decode={{ join "," $discovery.decode }}
+{{- else }}
+{{- $tiers := dict }}
+{{- include "tandem.tiers" (dict "root" $root "into" $tiers) }}
+{{- with $tiers.prefill }}
+- --prefill=dns://{{ include "tandem.serviceHost" (dict "root" $root "component" "prefill") }}:{{ int .ports.grpc }}
+{{- end }}
+- --decode=dns://{{ include "tandem.serviceHost" (dict "root" $root "component" "decode") }}:{{ int $tiers.decode.ports.http }}/{{ int $tiers.decode.ports.grpc }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.serviceHost" -}}
+{{- printf "%s.%s.svc.%s" (include "tandem.name" .) .root.Release.Namespace .root.Values.clusterDomain -}}
+{{- end -}}
+
+{{- define "tandem.routerEnv" -}}
+{{- include "tandem.podIp" . }}
+{{- $auth := .root.Values.auth }}
+{{- if include "tandem.apiKeySecret" .root }}
+- name: TANDEM_ROUTER_API_KEYS
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "tandem.apiKeySecret" .root }}
+      key: {{ $auth.apiKeys.secretKey }}
+{{- end }}
+{{- if include "tandem.nodeKeySecret" .root }}
+- name: TANDEM_ROUTER_NODE_API_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "tandem.nodeKeySecret" .root }}
+      key: {{ $auth.nodeKey.secretKey }}
+{{- end }}
+{{- with .of.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Name of the secret with the clients' keys; empty: nobody needs one. */}}
+{{- define "tandem.apiKeySecret" -}}
+{{- .Values.auth.apiKeys.existingSecret -}}
+{{- end -}}
+
+{{/* Name of the secret with the key that the router shows to decode nodes; empty: none is asked. */}}
+{{- define "tandem.nodeKeySecret" -}}
+{{- $key := .Values.auth.nodeKey -}}
+{{- if $key.enabled -}}
+{{- default (include "tandem.name" (dict "root" . "component" "node-key")) $key.existingSecret -}}
+{{- end -}}
+{{- end -}}

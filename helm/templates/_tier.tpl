@@ -1,0 +1,152 @@
+{{/* The pod of a tier, for every kind of workload: root, component (prefill or decode), of (the
+  tier's values). One template for both tiers; where they differ, it says so. */}}
+{{- define "tandem.tierPod" -}}
+metadata:
+  labels: {{- include "tandem.podLabels" . | nindent 4 }}
+  {{- with .of.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- include "tandem.podCommon" . | nindent 2 }}
+  automountServiceAccountToken: false
+  terminationGracePeriodSeconds: {{ include "tandem.graceSeconds" .of.drain }}
+  {{- with .of.initContainers }}
+  initContainers: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: engine
+      image: {{ include "tandem.image" (dict "root" .root "image" .root.Values.image.engine) }}
+      imagePullPolicy: {{ .root.Values.image.engine.pullPolicy }}
+      command: [tandem, {{ .component }}]
+      args: {{- include "tandem.tierArgs" . | trim | nindent 8 }}
+      env: {{- include "tandem.tierEnv" . | trim | nindent 8 }}
+      {{- with .of.envFrom }}
+      envFrom: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      ports: {{- include "tandem.tierPorts" . | trim | nindent 8 }}
+      {{- include "tandem.tierProbes" . | nindent 6 }}
+      {{- if .of.drain.preStopSeconds }}
+      lifecycle:
+        preStop:
+          exec:
+            command: [sleep, {{ .of.drain.preStopSeconds | int | quote }}]
+      {{- end }}
+      resources: {{- include "tandem.tierResources" . | nindent 8 }}
+      securityContext: {{- toYaml .of.securityContext | nindent 8 }}
+      volumeMounts: {{- include "tandem.tierMounts" . | trim | nindent 8 }}
+  volumes: {{- include "tandem.tierVolumes" . | trim | nindent 4 }}
+{{- end -}}
+
+{{- define "tandem.tierArgs" -}}
+{{- $tier := .of -}}
+{{- include "tandem.modelFlags" .root }}
+- "--host={{ $tier.listen }}"
+{{- if eq .component "prefill" }}
+- --port={{ int $tier.ports.grpc }}
+- --metrics-port={{ int $tier.ports.http }}
+- --kv-host=$(POD_IP)
+{{- else }}
+- --port={{ int $tier.ports.http }}
+- --grpc-port={{ int $tier.ports.grpc }}
+{{- if include "tandem.nodeKeySecret" .root }}
+- --api-key-file=/etc/tandem/node-key/{{ .root.Values.auth.nodeKey.secretKey }}
+{{- end }}
+{{- end }}
+- --tensor-parallel-size={{ int $tier.parallelism.tensor }}
+- --device={{ ternary "cuda" "cpu" $tier.gpu.enabled }}
+- --drain-timeout-s={{ int $tier.drain.drainSeconds }}
+{{- include "tandem.flags" $tier.settings }}
+{{- end -}}
+
+{{- define "tandem.tierEnv" -}}
+{{- include "tandem.podIp" . }}
+{{- include "tandem.modelEnv" .root }}
+- name: TRITON_CACHE_DIR
+  value: /cache/triton
+{{- with .of.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* A prefill node answers scrapes, a decode node the whole API, on the port named http. */}}
+{{- define "tandem.tierPorts" -}}
+- name: grpc
+  containerPort: {{ int .of.ports.grpc }}
+- name: http
+  containerPort: {{ int .of.ports.http }}
+{{- end -}}
+
+{{/* The health service says SERVING while the node serves: not before the model is loaded, not
+  while it drains, not with a dead or stuck engine. */}}
+{{- define "tandem.tierProbes" -}}
+{{- $probes := .of.probes -}}
+{{- $grpc := dict "port" (int .of.ports.grpc) -}}
+startupProbe:
+  grpc: {{- toYaml $grpc | nindent 4 }}
+  periodSeconds: {{ int $probes.startup.periodSeconds }}
+  timeoutSeconds: {{ int $probes.startup.timeoutSeconds }}
+  failureThreshold: {{ div (add (int $probes.startup.budgetSeconds) (int $probes.startup.periodSeconds) -1) (int $probes.startup.periodSeconds) }}
+readinessProbe:
+  grpc: {{- toYaml $grpc | nindent 4 }}
+  {{- toYaml $probes.readiness | nindent 2 }}
+livenessProbe:
+  grpc: {{- toYaml $grpc | nindent 4 }}
+  {{- toYaml $probes.liveness | nindent 2 }}
+{{- end -}}
+
+{{/* The user's resources, and one GPU for each rank on this host. */}}
+{{- define "tandem.tierResources" -}}
+{{- $resources := deepCopy .of.resources -}}
+{{- if .of.gpu.enabled -}}
+{{- $gpus := int .of.parallelism.tensor -}}
+{{- range $side := list "limits" "requests" -}}
+{{- $amounts := default (dict) (get $resources $side) -}}
+{{- $_ := set $amounts $.of.gpu.resourceName $gpus -}}
+{{- $_ := set $resources $side $amounts -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- define "tandem.tierMounts" -}}
+- name: models
+  mountPath: /models
+  {{- if include "tandem.modelIsLocal" .root }}
+  readOnly: true
+  {{- end }}
+- name: shm
+  mountPath: /dev/shm
+- name: cache
+  mountPath: /cache
+- name: tmp
+  mountPath: /tmp
+{{- if and (eq .component "decode") (include "tandem.nodeKeySecret" .root) }}
+- name: node-key
+  mountPath: /etc/tandem/node-key
+  readOnly: true
+{{- end }}
+{{- with .of.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.tierVolumes" -}}
+{{- include "tandem.modelVolume" .root }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .of.shm.sizeLimit }}
+- name: cache
+  emptyDir: {}
+- name: tmp
+  emptyDir: {}
+{{- if and (eq .component "decode") (include "tandem.nodeKeySecret" .root) }}
+- name: node-key
+  secret:
+    secretName: {{ include "tandem.nodeKeySecret" .root }}
+    items: [{key: {{ .root.Values.auth.nodeKey.secretKey }}, path: {{ .root.Values.auth.nodeKey.secretKey }}}]
+{{- end }}
+{{- with .of.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,58 @@
+{{/* Lays `over` over `base`, in place: maps are joined, everything else is replaced, null takes
+  away. (Sprig's mergeOverwrite skips false, 0 and "".) */}}
+{{- define "tandem.overlay" -}}
+{{- $base := .base -}}
+{{- range $key, $value := .over -}}
+{{- if kindIs "invalid" $value -}}
+{{- $_ := unset $base $key -}}
+{{- else if and (kindIs "map" $value) (kindIs "map" (get $base $key)) -}}
+{{- include "tandem.overlay" (dict "base" (get $base $key) "over" $value) -}}
+{{- else -}}
+{{- $_ := set $base $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Puts the enabled tiers, with their defaults, into `into`: root, into */}}
+{{- define "tandem.tiers" -}}
+{{- $root := .root -}}
+{{- $into := .into -}}
+{{- range $name := list "prefill" "decode" -}}
+{{- $tier := deepCopy $root.Values.tierDefaults -}}
+{{- include "tandem.overlay" (dict "base" $tier "over" (get $root.Values $name)) -}}
+{{- if $tier.enabled -}}
+{{- $_ := set $into $name $tier -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A number as people write it: Helm reads 1048576 as a float and would print 1.048576e+06. */}}
+{{- define "tandem.scalar" -}}
+{{- $text := toString . -}}
+{{- if kindIs "float64" . -}}
+{{- if eq (floor .) . }}{{- $text = printf "%d" (int64 .) -}}{{- end -}}
+{{- end -}}
+{{- $text -}}
+{{- end -}}
+
+{{/* Settings as flags, one a line: maxNumSeqs: 8 is --max-num-seqs=8, true is --name, false is
+  --no-name, a list is joined by commas. */}}
+{{- define "tandem.flags" -}}
+{{- range $name, $value := . }}
+{{- $flag := kebabcase $name }}
+{{- if kindIs "bool" $value }}
+- {{ printf "--%s%s" (ternary "" "no-" $value) $flag | quote }}
+{{- else if kindIs "slice" $value }}
+{{- $parts := list }}
+{{- range $value }}{{- $parts = append $parts (include "tandem.scalar" .) }}{{- end }}
+- {{ printf "--%s=%s" $flag (join "," $parts) | quote }}
+{{- else if not (kindIs "invalid" $value) }}
+- {{ printf "--%s=%s" $flag (include "tandem.scalar" $value) | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The sum that must fit before the kubelet kills: time not to be killed in. */}}
+{{- define "tandem.graceSeconds" -}}
+{{- add (int .preStopSeconds) (int .drainSeconds) (int .teardownSeconds) -}}
+{{- end -}}
