@@ -17,6 +17,8 @@ from engine.models.checkpoint import CheckpointError
 
 def main() -> int:
     settings = DecodeNodeSettings.from_args("python -m decode_node")
+    if settings.check:
+        return settings.print_checked("kv_consumer")
     setup_logging(settings.log_level)
     try:
         return uvloop.run(serve(settings))

@@ -18,6 +18,8 @@ from prefill_node.server import serve
 
 def main() -> int:
     settings = PrefillNodeSettings.from_args("python -m prefill_node")
+    if settings.check:
+        return settings.print_checked("kv_producer")
     setup_logging(settings.log_level)
     try:
         return uvloop.run(serve(settings))

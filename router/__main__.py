@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from router.config import RouterSettings
 from router.errors import ConfigurationError
+from router.node_address import NodeRole, parse_node_list
 from router.server import RouterServer, bind, configure_logging
 
 
@@ -17,6 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = RouterSettings(_cli_parse_args=arguments)
         configure_logging(settings.log_level)
+        if settings.check:
+            return print_checked(settings)
         listener = bind(settings.host, settings.port)
         server = RouterServer(settings, listener)
     except ValidationError as error:
@@ -30,6 +33,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: cannot listen on {settings.host}:{settings.port}: {error}", file=sys.stderr)
         return 1
     uvloop.run(server.run_until_drained())
+    return 0
+
+
+def print_checked(settings: RouterSettings) -> int:
+    """What `--check` does; the exit code. Secrets are masked. Raises `ConfigurationError`."""
+    parse_node_list(NodeRole.PREFILL, settings.prefill)
+    parse_node_list(NodeRole.DECODE, settings.decode)
+    print(settings.model_dump_json(indent=2))
     return 0
 
 

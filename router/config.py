@@ -150,3 +150,7 @@ class RouterSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug also logs each placement. Never any request content."
     )
+    check: bool = Field(
+        default=False,
+        description="Print the settings and end, without serving. Exit code 2 if they are wrong.",
+    )

@@ -183,6 +183,10 @@ class EngineSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="How much is logged, on standard error. Never prompt text."
     )
+    check: bool = Field(
+        default=False,
+        description="Print the settings and end, without serving. Exit code 2 if they are wrong.",
+    )
 
     @classmethod
     def from_args(cls, program: str, args: list[str] | None = None) -> Self:
@@ -201,6 +205,16 @@ class EngineSettings(BaseSettings):
         except ValidationError as error:
             print(_describe(program, error), file=sys.stderr)
             raise SystemExit(2) from None
+
+    def print_checked(self, kv_role: KVRole) -> int:
+        """What `--check` does; the exit code. Reads no checkpoint. Secrets are masked."""
+        try:
+            self._kv_host(kv_role)
+        except SettingsError as error:
+            print(f"wrong settings: {error}", file=sys.stderr)
+            return 2
+        print(self.model_dump_json(indent=2))
+        return 0
 
     def to_engine_config(self, kv_role: KVRole | None) -> EngineConfig:
         """Finds and reads the checkpoint. Raises `CheckpointError`. May download."""
