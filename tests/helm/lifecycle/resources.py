@@ -7,6 +7,7 @@ cluster without that operator does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,13 +34,23 @@ class Resource:
     @property
     def is_builtin(self) -> bool:
         """Built-in kinds take strategic merge patches; custom ones do not."""
-        return not self.group or self.group.endswith(".k8s.io") or self.group in _BUILTIN_GROUPS
+        return self.group in _BUILTIN_GROUPS
 
 
-_BUILTIN_GROUPS = ("apps", "batch", "policy", "autoscaling")
-_CUSTOM_K8S_IO = ("leaderworkerset.x-k8s.io", "gateway.networking.k8s.io")
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a URL names. `name` is empty for a collection."""
 
-_SCALABLE = ("status", "scale")
+    resource: Resource
+    namespace: str
+    name: str
+    subresource: str
+
+
+_BUILTIN_GROUPS = (
+    "", "apps", "batch", "policy", "autoscaling", "networking.k8s.io", "discovery.k8s.io",
+    "rbac.authorization.k8s.io", "coordination.k8s.io", "scheduling.k8s.io", "storage.k8s.io",
+)  # fmt: skip
 
 # api version: kind/plural, with "!" for cluster scope, and subresources after a colon
 _TABLE: dict[str, tuple[str, ...]] = {
@@ -158,8 +169,6 @@ def _matches(labels: dict[str, str], term: dict[str, Any]) -> bool:
 
 def parse_selector(text: str) -> dict[str, Any]:
     """Reads the `labelSelector` of a query: `a=b,c!=d,e in (f,g),!h,i`."""
-    import re
-
     terms = []
     for term in re.findall(r"[^,(]+(?:\([^)]*\))?", text):
         term = term.strip()

@@ -1,0 +1,135 @@
+"""A Kubernetes cluster on this machine without a container engine, and Helm pointed at it.
+
+    async with Cluster.hollow(gpus=4) as cluster:         nothing runs; pods are ready at once
+        await cluster.helm("install", "tandem", values)
+
+Life: store → controllers → API server; closed in the opposite order. Every test has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from tests.helm.lifecycle.api_server import ApiServer
+from tests.helm.lifecycle.controllers import CONTROLLERS, ControllerManager
+from tests.helm.lifecycle.hollow_kubelet import run_hollow_pods
+from tests.helm.lifecycle.object_store import ObjectStore
+from tests.helm.lifecycle.pod_state import is_ready, is_terminating
+from tests.helm.lifecycle.resources import Object, resource_of
+
+NAMESPACE = "serving"
+NODE = "this-machine"
+
+
+class Cluster:
+    """Everything is in `store`; Helm comes through `api`."""
+
+    def __init__(self, store: ObjectStore, api: ApiServer) -> None:
+        self.store = store
+        self.api = api
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def hollow(cls, gpus: int = 8) -> AsyncIterator[Cluster]:
+        store = new_store(gpus)
+        manager = ControllerManager(store, (*CONTROLLERS, run_hollow_pods))
+        api = ApiServer(store)
+        manager.start()
+        try:
+            await api.start()
+            yield cls(store, api)
+        finally:
+            await api.close()
+            await manager.close()
+
+    @property
+    def kubeconfig(self) -> str:
+        return kubeconfig(self.api.url)
+
+    # Looking -----------------------------------------------------------------------------------
+
+    def get(self, kind: str, name: str) -> Object:
+        """Raises `NotFound`."""
+        return self.store.get(resource_of(kind), NAMESPACE, name)
+
+    def list(self, kind: str) -> list[Object]:
+        return self.store.list_kind(kind, NAMESPACE)
+
+    def pods(self, component: str) -> list[Object]:
+        """Without those that are terminating."""
+        return [
+            pod
+            for pod in self.list("Pod")
+            if pod["metadata"]["labels"].get("app.kubernetes.io/component") == component
+            and not is_terminating(pod)
+        ]
+
+    def uids(self, component: str) -> set[str]:
+        return {pod["metadata"]["uid"] for pod in self.pods(component)}
+
+    async def wait(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+        """The first true value; asked again whenever anything in the cluster changes."""
+        return await self.store.wait(lambda _: condition(), timeout_s)
+
+    async def wait_ready(self, timeout_s: float = 60.0, **replicas: int) -> None:
+        """`wait_ready(prefill=2, decode=1)`: so many pods, all ready, and no terminating one."""
+
+        def is_so() -> bool:
+            return all(self._is_settled(name, count) for name, count in replicas.items())
+
+        try:
+            await self.wait(is_so, timeout_s)
+        except TimeoutError:
+            raise AssertionError(f"not {replicas} after {timeout_s} s: {self._states()}") from None
+
+    def _is_settled(self, component: str, count: int) -> bool:
+        label = "app.kubernetes.io/component"
+        pods = [p for p in self.list("Pod") if p["metadata"]["labels"].get(label) == component]
+        return len(pods) == count and all(is_ready(p) and not is_terminating(p) for p in pods)
+
+    def _states(self) -> dict[str, Any]:
+        return {pod["metadata"]["name"]: pod.get("status", {}) for pod in self.list("Pod")}
+
+    # Changing ----------------------------------------------------------------------------------
+
+    def scale(self, kind: str, name: str, replicas: int) -> None:
+        """As `kubectl scale`."""
+
+        def edit(current: Object) -> None:
+            current["spec"]["replicas"] = replicas
+
+        self.store.change(self.get(kind, name), edit)
+
+    def delete_pod(self, pod: Object) -> None:
+        """As `kubectl delete pod`: with the pod's own grace period."""
+        self.store.delete_object(pod)
+
+
+def new_store(gpus: int) -> ObjectStore:
+    """An empty cluster with one node and the namespaces `default` and `serving`."""
+    store = ObjectStore()
+    for name in ("default", NAMESPACE):
+        store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    allocatable = {"cpu": "64", "memory": "512Gi", "nvidia.com/gpu": str(gpus)}
+    store.create(
+        {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": NODE, "labels": {"kubernetes.io/hostname": NODE}},
+            "status": {"allocatable": allocatable, "capacity": allocatable},
+        }
+    )
+    return store
+
+
+def kubeconfig(url: str) -> str:
+    return f"""\
+apiVersion: v1
+kind: Config
+current-context: stand-in
+clusters: [{{name: stand-in, cluster: {{server: "{url}"}}}}]
+contexts: [{{name: stand-in, context: {{cluster: stand-in, user: admin, namespace: {NAMESPACE}}}}}]
+users: [{{name: admin, user: {{}}}}]
+"""

@@ -1,0 +1,71 @@
+"""What turns workloads into pods and pods into endpoints, as kube-controller-manager does.
+
+Each controller is a function that looks at the whole store and writes what is missing; it is
+called again after every change until nothing changes any more:
+
+    change ──▶ [drain the queue] ──▶ every controller once ──▶ its writes are changes again ─┐
+      ▲                                                                                      │
+      └──────────────────────────────────────────────────────────────────────────────────────┘
+
+So a controller remembers nothing, and the order of events does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from tests.helm.lifecycle.disruption import reconcile_budgets
+from tests.helm.lifecycle.garbage import collect_garbage, empty_namespaces
+from tests.helm.lifecycle.jobs import reconcile_jobs
+from tests.helm.lifecycle.object_store import ObjectStore
+from tests.helm.lifecycle.replica_sets import reconcile_replica_sets
+from tests.helm.lifecycle.rolling_update import reconcile_deployments
+from tests.helm.lifecycle.scheduling import schedule_pods
+from tests.helm.lifecycle.services import bind_claims, reconcile_services
+from tests.helm.lifecycle.stateful_sets import reconcile_stateful_sets
+
+Controller = Callable[[ObjectStore], None]
+
+CONTROLLERS: tuple[Controller, ...] = (
+    collect_garbage,
+    empty_namespaces,
+    reconcile_deployments,
+    reconcile_replica_sets,
+    reconcile_stateful_sets,
+    reconcile_jobs,
+    bind_claims,
+    schedule_pods,
+    reconcile_services,
+    reconcile_budgets,
+)
+
+
+class ControllerManager:
+    """`start` → `close`. An error in a controller ends it, and `close` raises it."""
+
+    def __init__(self, store: ObjectStore, controllers: Sequence[Controller] = CONTROLLERS) -> None:
+        self._store = store
+        self._controllers = controllers
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="controllers")
+
+    async def close(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        (result,) = await asyncio.gather(self._task, return_exceptions=True)
+        if isinstance(result, Exception):
+            raise result
+
+    async def _run(self) -> None:
+        with self._store.watching() as queue:
+            while True:
+                while not queue.empty():
+                    queue.get_nowait()
+                for controller in self._controllers:
+                    controller(self._store)
+                if queue.empty():
+                    queue.put_nowait(await queue.get())
+                await asyncio.sleep(0)

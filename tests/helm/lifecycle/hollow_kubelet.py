@@ -1,0 +1,40 @@
+"""A kubelet that runs nothing: every pod that has a node is ready at once, and gone at once.
+
+For tests of what Helm and the controllers do. Pods that are to end by themselves (of Jobs and Helm
+tests) have succeeded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helm.lifecycle.object_store import ObjectStore
+from tests.helm.lifecycle.pod_state import is_terminating, phase
+from tests.helm.lifecycle.pod_template import set_status
+from tests.helm.lifecycle.resources import Object
+
+
+def run_hollow_pods(store: ObjectStore) -> None:
+    """Another controller for `ControllerManager`."""
+    for pod in store.list_kind("Pod"):
+        if is_terminating(pod):
+            store.delete_object(pod, grace_s=0)
+        elif pod["spec"].get("nodeName") and phase(pod) == "Pending":
+            set_status(store, pod, _status(store, pod))
+
+
+def _status(store: ObjectStore, pod: Object) -> dict[str, Any]:
+    ends = pod["spec"].get("restartPolicy", "Always") != "Always"
+    return {
+        "phase": "Succeeded" if ends else "Running",
+        "podIP": _address(store),
+        "conditions": [
+            {"type": type_, "status": "False" if ends else "True"}
+            for type_ in ("PodScheduled", "Initialized", "ContainersReady", "Ready")
+        ],
+    }
+
+
+def _address(store: ObjectStore) -> str:
+    taken = {pod.get("status", {}).get("podIP") for pod in store.list_kind("Pod")}
+    return next(a for i in range(1, 250) if (a := f"127.97.0.{i}") not in taken)
