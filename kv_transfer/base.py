@@ -30,17 +30,34 @@ import msgspec
 from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, KVPeer, KVTransferParams
 
 
-class KVCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Lets another process of this host map one rank's KV cache.
+class CudaCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache in GPU memory: `num_bytes` from `offset` of the allocation that `ipc_handle` opens.
 
-    On CPU: the memory file `fd` of process `pid`, layers one after the other.
+    `device_uuid`: 16 bytes that name the GPU in every process of the host.
+    """
+
+    device_uuid: bytes
+    ipc_handle: bytes
+    offset: int
+    num_bytes: int
+
+
+class KVCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Lets another process of this host map one rank's KV cache, layers one after the other,
     `num_blocks` blocks of `layout.block_bytes` for each layer.
+
+    Attributes:
+        pid, fd: On CPU: the memory file `fd` of process `pid`. -1: none.
+        cuda: On a GPU.
+        marks_fd: Producer: memory file of process `pid` with the layers done (`layer_marks`).
     """
 
     rank: int
     pid: int
-    fd: int
+    fd: int = -1
     num_blocks: int
+    cuda: CudaCacheHandle | None = None
+    marks_fd: int = -1
 
 
 class RequestLike(Protocol):

@@ -1,7 +1,9 @@
 """From the tensors of a KV cache to the handle that another process maps it by.
 
-The tensors know their address; the kernel knows which file lies there (/proc/self/maps) and
-under which descriptor we hold it (/proc/self/fd).
+Host memory: the tensors know their address; the kernel knows which file lies there
+(/proc/self/maps) and under which descriptor we hold it (/proc/self/fd).
+
+GPU memory: the driver knows the allocation that the address lies in, and exports it as a whole.
 """
 
 from __future__ import annotations
@@ -10,18 +12,49 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kv_transfer.base import KVCacheHandle
+from kv_transfer.base import CudaCacheHandle, KVCacheHandle
+from kv_transfer.memory.device import DeviceError
 
 
 def handle_of_tensors(rank: int, kv_caches: list[Any]) -> KVCacheHandle:
-    """`kv_caches`: views `[num_blocks, ...]` of one memory file, the first at its start.
+    """`kv_caches`: views `[num_blocks, ...]` of one allocation, in order, the first at its start.
 
     Raises:
-        ValueError: They do not lie in a file of this process.
+        ValueError: They do not lie in a memory file of this process.
+        DeviceError: The GPU's driver cannot share them.
     """
-    inode = _inode_at(kv_caches[0].data_ptr())
+    address, num_blocks = kv_caches[0].data_ptr(), len(kv_caches[0])
+    if kv_caches[0].is_cuda:
+        num_bytes = sum(cache.numel() * cache.element_size() for cache in kv_caches)
+        cuda = _cuda_handle(address, num_bytes)
+        return KVCacheHandle(rank=rank, pid=os.getpid(), num_blocks=num_blocks, cuda=cuda)
+    inode = _inode_at(address)
     return KVCacheHandle(
-        rank=rank, pid=os.getpid(), fd=_descriptor_of(inode), num_blocks=len(kv_caches[0])
+        rank=rank, pid=os.getpid(), fd=_descriptor_of(inode), num_blocks=num_blocks
+    )
+
+
+def _cuda_handle(address: int, num_bytes: int) -> CudaCacheHandle:
+    """The allocator may have put the tensors anywhere into a larger allocation."""
+    from kv_transfer.memory.cuda_driver import CudaError, cuda_driver
+
+    driver = cuda_driver()
+    start, allocated = driver.allocation_of(address)
+    try:
+        ipc_handle = driver.ipc_handle(start)
+    except CudaError as error:
+        raise DeviceError(
+            f"the KV cache cannot be shared with transfer processes: {error}. Memory of torch's "
+            f"expandable segments never can: unset PYTORCH_CUDA_ALLOC_CONF"
+        ) from error
+    offset = address - start
+    if offset + num_bytes > allocated:
+        raise DeviceError("the layers of the KV cache must be one allocation")
+    return CudaCacheHandle(
+        device_uuid=driver.current_uuid(),
+        ipc_handle=ipc_handle,
+        offset=offset,
+        num_bytes=num_bytes,
     )
 
 

@@ -1,27 +1,26 @@
 """One rank's KV cache, mapped into a transfer process: blocks out, tokens in.
 
-The cache is `[num_layers][num_blocks, 2, local_kv_heads, block_size, head_dim]`. Numbers are only
-moved, never computed with, so bfloat16 and float16 are 16-bit words here.
+The cache is `[num_layers][num_blocks, 2, local_kv_heads, block_size, head_dim]`, in host or GPU
+memory. This file only computes addresses; `kv_transfer.memory` copies. Numbers are only moved,
+never computed with.
+
+    1. `KVCacheView(handle, layout)`   maps the cache
+    2. `copy_out`, `write_runs`        issue copies on `copies.stream`; `copies` says when they are
+                                       done
+    3. `close`                         when no transfer is left
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.host.memory_file import MemoryFile
 from kv_transfer.layout import DTYPE_BYTES, HeadRange, KVLayout
-
-WordArray = npt.NDArray[np.generic]
-
-
-def word_dtype(layout: KVLayout) -> np.dtype[np.generic]:
-    """A word as wide as one number of the cache."""
-    return np.dtype(f"u{DTYPE_BYTES[layout.dtype]}")
+from kv_transfer.memory.copy_queue import CopyQueue
+from kv_transfer.memory.copy_stream import CopyStream
+from kv_transfer.memory.device import MemoryDevice, device_of
+from kv_transfer.memory.inbox import Inbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,69 +45,148 @@ def token_runs(start: int, stop: int, source_size: int, target_size: int) -> Ite
         token += room
 
 
-class KVCacheView:
-    """The cache of one rank. `close` when no transfer is left."""
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """A block as it lies in memory: `[2, num_heads, block_size, head_dim]` of numbers."""
 
-    def __init__(self, handle: KVCacheHandle, layout: KVLayout) -> None:
-        """Raises ValueError when the memory file does not hold such a cache."""
-        self._memory = MemoryFile.attach(handle.pid, handle.fd)
+    num_heads: int
+    block_size: int
+    row_bytes: int
+    """Of one token of one head."""
+
+    @property
+    def head_bytes(self) -> int:
+        return self.block_size * self.row_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.num_heads * self.head_bytes
+
+    @classmethod
+    def of(cls, layout: KVLayout, num_heads: int) -> BlockShape:
+        return cls(num_heads, layout.block_size, layout.head_dim * DTYPE_BYTES[layout.dtype])
+
+
+class JoinedCopies:
+    """Issues copies; those that continue each other on both sides become one."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self._stream = stream
+        self._target = self._source = self._num_bytes = 0
+
+    def add(self, target: int, source: int, num_bytes: int) -> None:
+        end = self._num_bytes
+        if target == self._target + end and source == self._source + end:
+            self._num_bytes += num_bytes
+            return
+        self.flush()
+        self._target, self._source, self._num_bytes = target, source, num_bytes
+
+    def flush(self) -> None:
+        if self._num_bytes:
+            self._stream.copy(self._target, self._source, self._num_bytes)
+        self._num_bytes = 0
+
+
+class KVCacheView:
+    """The cache of one rank. Used from one thread."""
+
+    def __init__(
+        self,
+        handle: KVCacheHandle,
+        layout: KVLayout,
+        inbox_bytes: int = 0,
+        device: MemoryDevice | None = None,
+    ) -> None:
+        """`inbox_bytes`: host memory for KV that arrives, where copies take time.
+
+        Raises:
+            ValueError: The memory does not hold such a cache.
+            DeviceError, OSError: It cannot be mapped.
+        """
+        self.device = device if device is not None else device_of(handle)
+        self.copies = CopyQueue(self.device.new_stream())
+        self.inbox = Inbox(self.device, self.copies, inbox_bytes)
         self.num_blocks = handle.num_blocks
-        needed = layout.num_layers * handle.num_blocks * layout.block_bytes
-        if self._memory.size < needed:
+        self.heads = layout.heads_of_rank(handle.rank)
+        self.shape = BlockShape.of(layout, layout.local_kv_heads)
+        self._layer_bytes = handle.num_blocks * layout.block_bytes
+        needed = layout.num_layers * self._layer_bytes
+        self._mapping = self.device.open_cache(handle)
+        if self._mapping.num_bytes < needed:
+            self._mapping.close()
             raise ValueError(
-                f"the KV cache of rank {handle.rank} has {self._memory.size} bytes, "
+                f"the KV cache of rank {handle.rank} has {self._mapping.num_bytes} bytes, "
                 f"but {handle.num_blocks} blocks take {needed}"
             )
-        self._heads = layout.heads_of_rank(handle.rank)
-        words: WordArray = np.frombuffer(
-            self._memory.buffer,
-            word_dtype(layout),
-            count=needed // DTYPE_BYTES[layout.dtype],
-        )
-        self._layers = words.reshape(
-            layout.num_layers,
-            handle.num_blocks,
-            2,
-            layout.local_kv_heads,
-            layout.block_size,
-            layout.head_dim,
-        )
 
     def check_block_ids(self, block_ids: list[int]) -> None:
         """Raises ValueError for a block that the cache lacks."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}")
 
-    def read_blocks(self, layer: int, block_ids: list[int]) -> list[WordArray]:
-        """Views of the blocks in order, neighbours in memory as one: `[n, 2, heads, B, D]`."""
-        cache = self._layers[layer]
-        views: list[WordArray] = []
-        start = 0
-        for i in range(1, len(block_ids) + 1):
-            if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
-                views.append(cache[block_ids[start] : block_ids[i - 1] + 1])
-                start = i
-        return views
+    def address_of(self, layer: int, block_id: int) -> int:
+        """Of one block of one layer."""
+        start = self._mapping.address + layer * self._layer_bytes
+        return start + block_id * self.shape.num_bytes
 
-    def write_run(
-        self, layer: int, heads: HeadRange, source: WordArray, run: TokenRun, block_id: int
+    def copy_out(self, layer: int, block_ids: list[int], target: int) -> None:
+        """The blocks one behind the other, `[n, 2, heads, B, D]`; neighbours move together."""
+        copies = JoinedCopies(self.copies.stream)
+        size = self.shape.num_bytes
+        for i, block_id in enumerate(block_ids):
+            copies.add(target + i * size, self.address_of(layer, block_id), size)
+        copies.flush()
+
+    def write_runs(
+        self,
+        layer: int,
+        heads: HeadRange,
+        source_shape: BlockShape,
+        source_first_head: int,
+        runs: Iterable[tuple[int, TokenRun, int]],
     ) -> None:
-        """`source`: one block of the sender, `[2, heads.count, its block size, D]`. `block_id`:
-        our physical block for `run.target_block`."""
-        first_head = heads.start - self._heads.start
-        target_stop = run.target_offset + run.num_tokens
-        source_stop = run.source_offset + run.num_tokens
-        np.copyto(
-            self._layers[
-                layer,
-                block_id,
-                :,
-                first_head : first_head + heads.count,
-                run.target_offset : target_stop,
-            ],
-            source[:, :, run.source_offset : source_stop],
-        )
+        """Tokens into blocks of ours.
+
+        `runs`: (address of the source block, which tokens, our physical block). `heads` are those
+        to write; in a source block they begin at head `source_first_head`.
+        """
+        copies = JoinedCopies(self.copies.stream)
+        first_head = heads.start - self.heads.start
+        ours = self.shape
+        is_whole_block = ours == source_shape and heads.count == ours.num_heads
+        for source, run, block_id in runs:
+            target = self.address_of(layer, block_id)
+            if is_whole_block and run.num_tokens == ours.block_size:
+                copies.add(target, source, ours.num_bytes)
+                continue
+            target += first_head * ours.head_bytes + run.target_offset * ours.row_bytes
+            source += source_first_head * source_shape.head_bytes
+            source += run.source_offset * ours.row_bytes
+            self._copy_box(target, source, source_shape, heads.count, run.num_tokens)
+        copies.flush()
+
+    def _copy_box(
+        self, target: int, source: int, source_shape: BlockShape, num_heads: int, num_tokens: int
+    ) -> None:
+        """`[2, num_heads, num_tokens]` out of one block into another."""
+        ours, stream = self.shape, self.copies.stream
+        row_bytes = num_tokens * ours.row_bytes
+        if num_heads == ours.num_heads == source_shape.num_heads:
+            parts, num_rows = 1, 2 * num_heads
+        else:
+            parts, num_rows = 2, num_heads
+        for part in range(parts):
+            stream.copy_rows(
+                target + part * ours.num_heads * ours.head_bytes,
+                ours.head_bytes,
+                source + part * source_shape.num_heads * source_shape.head_bytes,
+                source_shape.head_bytes,
+                row_bytes,
+                num_rows,
+            )
 
     def close(self) -> None:
-        del self._layers
-        self._memory.close()
+        """Waits for copies that are on their way."""
+        self.copies.close()
+        self._mapping.close()

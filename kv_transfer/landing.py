@@ -1,7 +1,7 @@
 """Where arriving chunks of one stream belong, and which of them have arrived.
 
-    1. `accept(chunk)`   every field is compared with what was asked for; then its tokens are
-                         written into our blocks
+    1. `accept(chunk)`   every field is compared with what was asked for; then copies of its tokens
+                         into our blocks are issued
     2. `end(chunk)`      the sender's last word: `missing` is what has to come once more
 
 A chunk that is foreign, late, twice, out of bounds or of another shape raises `CorruptChunk` and
@@ -10,12 +10,14 @@ changes nothing. Tokens that were not asked for are never written, even if their
 
 from __future__ import annotations
 
-from kv_transfer.cache_view import KVCacheView, WordArray, token_runs, word_dtype
+from collections.abc import Iterator
+
+from kv_transfer.cache_view import BlockShape, KVCacheView, TokenRun, token_runs
 from kv_transfer.chunk_grid import ChunkGrid
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange, KVLayout
 from kv_transfer.metadata import RecvMeta
-from kv_transfer.wire import Chunk, ChunkHeader
+from kv_transfer.wire import ByteArray, Chunk, ChunkHeader
 
 
 class Landing:
@@ -37,7 +39,7 @@ class Landing:
         self._ours = ours
         self._theirs = meta.peer.layout
         self._cache = cache
-        self._words = word_dtype(ours)
+        self._shape = BlockShape.of(self._theirs, heads.count)
         self._grid: ChunkGrid | None = None
         self._missing: set[int] = set()
 
@@ -54,8 +56,8 @@ class Landing:
         index = self._index_of(header)
         if index not in self._missing:
             raise CorruptChunk(f"chunk {index} is not expected here, or came twice")
-        blocks = self._blocks_in(chunk)
-        self._write(header, blocks)
+        self._check_size(chunk)
+        self._write(header, chunk.payload)
         self._missing.discard(index)
 
     def end(self, chunk: Chunk) -> None:
@@ -101,25 +103,29 @@ class Landing:
             raise CorruptChunk("the chunk does not fill its place in the grid")
         return grid.index(header.layer, group)
 
-    def _blocks_in(self, chunk: Chunk) -> WordArray:
-        """`[num_blocks, 2, heads, their block size, D]`."""
-        num_blocks = chunk.header.num_blocks
-        expected = num_blocks * 2 * self.heads.count * self._theirs.head_block_bytes
+    def _check_size(self, chunk: Chunk) -> None:
+        expected = chunk.header.num_blocks * self._shape.num_bytes
         if chunk.payload.nbytes != expected:
             raise CorruptChunk(f"{chunk.payload.nbytes} bytes of KV where {expected} belong")
-        return chunk.payload.view(self._words).reshape(
-            num_blocks, 2, self.heads.count, self._theirs.block_size, self._theirs.head_dim
-        )
 
-    def _write(self, header: ChunkHeader, blocks: WordArray) -> None:
+    def _write(self, header: ChunkHeader, payload: ByteArray) -> None:
+        """Issues the copies; `payload` may go when this returns."""
+        source = self._cache.inbox.lend(payload)
+        block_ids, size = self._meta.block_ids, self._shape.num_bytes
+        runs = [
+            (
+                source + (run.source_block - header.first_block) * size,
+                run,
+                block_ids[run.target_block],
+            )
+            for run in self._wanted_runs(header)
+        ]
+        self._cache.write_runs(header.layer, self.heads, self._shape, 0, runs)
+        self._cache.inbox.copies_issued()
+
+    def _wanted_runs(self, header: ChunkHeader) -> Iterator[TokenRun]:
+        """Tokens of the chunk that were asked for."""
         size = self._theirs.block_size
         start = max(header.first_block * size, self._meta.first_token)
         stop = min((header.first_block + header.num_blocks) * size, self._meta.num_tokens)
-        for run in token_runs(start, stop, size, self._ours.block_size):
-            self._cache.write_run(
-                header.layer,
-                self.heads,
-                blocks[run.source_block - header.first_block],
-                run,
-                self._meta.block_ids[run.target_block],
-            )
+        return token_runs(start, stop, size, self._ours.block_size)

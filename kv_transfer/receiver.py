@@ -139,6 +139,8 @@ class KVReceiver:
 
     def abort(self, meta: AbortMeta) -> None:
         transfer = self._transfers.find(meta.transfer_id, meta.attempt)
+        if transfer is not None and transfer.abort_requested:
+            return
         if transfer is not None and transfer.task is not None:
             transfer.abort_requested = True
             transfer.task.cancel()
@@ -179,25 +181,30 @@ class KVReceiver:
     # One transfer -----------------------------------------------------------------------------
 
     async def _run(self, transfer: RecvTransfer) -> None:
-        meta = transfer.meta
         transfer.has_begun = True
+        state, reason, retryable = await self._outcome(transfer)
+        # Copies into our blocks may be on their way; until they are done, nobody may have them.
+        await self._cache.copies.settled()
+        self._end(transfer, state, reason, retryable)
+
+    async def _outcome(self, transfer: RecvTransfer) -> tuple[KVTransferState, str, bool]:
+        """How it ended, why, and whether another attempt may succeed."""
+        meta = transfer.meta
         try:
             self._transfers.activate(meta.transfer_id, meta.attempt)
             await self._pull(transfer)
         except asyncio.CancelledError:
             if transfer.abort_requested:
-                self._end(transfer, KVTransferState.ABORTED)
-            else:
-                self._end(transfer, KVTransferState.FAILED, "the connection was given up")
+                return KVTransferState.ABORTED, "", True
+            return KVTransferState.FAILED, "the connection was given up", True
         except KVTransferError as error:
-            self._end(transfer, KVTransferState.FAILED, str(error), error.retryable)
             if isinstance(error, PeerLost | TransferTimeout):
                 await self._forget_peer(transfer)
+            return KVTransferState.FAILED, str(error), error.retryable
         except Exception as error:
             logger.exception("transfer %s failed unexpectedly", meta.transfer_id)
-            self._end(transfer, KVTransferState.FAILED, repr(error))
-        else:
-            self._end(transfer, KVTransferState.DONE)
+            return KVTransferState.FAILED, repr(error), True
+        return KVTransferState.DONE, "", True
 
     async def _pull(self, transfer: RecvTransfer) -> None:
         meta = transfer.meta

@@ -8,8 +8,8 @@
     5. the end        Release ──▶ RELEASED, AbortMeta ──▶ ABORTED, lease over ──▶ FAILED:
                       staged memory is free, open pulls stop
 
-Everything runs on one event loop and nothing is awaited between looking at a block and having
-copied it, so once a transfer has ended, nobody reads its blocks.
+Everything runs on one event loop. On a device copies run beside it; once a transfer has ended, a
+copy that is on its way may still read its blocks, but nobody looks at what it read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-
-import numpy as np
 
 from kv_transfer.cache_view import KVCacheView
 from kv_transfer.chunk_grid import blocks_per_chunk
@@ -37,9 +35,17 @@ from kv_transfer.metadata import (
     TransferStats,
 )
 from kv_transfer.send_transfer import Pull, PullWish, SendTransfer, SentChunk
-from kv_transfer.staging import StagingPool
+from kv_transfer.staging import StagedChunk, StagingPool
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
-from kv_transfer.wire import HEADER, ChunkHeader, ChunkKind, decode_chunk, encode_chunk
+from kv_transfer.wire import (
+    HEADER,
+    ByteArray,
+    ChunkHeader,
+    ChunkKind,
+    decode_chunk,
+    encode_chunk,
+    fill_header,
+)
 
 _RESERVE_CHUNKS = 4
 _EVENT_OF = {
@@ -72,10 +78,11 @@ class KVSender:
         self._on_change = on_change
         self._blocks_per_chunk = blocks_per_chunk(config.chunk_bytes, layout.block_bytes)
         chunk_bytes = HEADER.size + self._blocks_per_chunk * layout.block_bytes
+        num_slots = config.staging_bytes // chunk_bytes
         self.pool = StagingPool(
-            config.staging_bytes,
-            min(_RESERVE_CHUNKS * chunk_bytes, config.staging_bytes // 2),
+            config.staging_bytes, chunk_bytes, min(_RESERVE_CHUNKS, num_slots // 2)
         )
+        cache.device.pin(self.pool.memory)
         self._transfers: TransferTable[SendTransfer] = TransferTable()
         self._early_pulls: dict[str, set[asyncio.Event]] = {}
         """Pulls that came before their offer, by transfer id."""
@@ -194,7 +201,7 @@ class KVSender:
         blocks = pull.transfer.grid.blocks_of(pull.transfer.grid.position(entry.index)[1])
         num_held = max(0, pull.first_block - blocks.start)
         if pull.wish.heads == self._heads and num_held == 0:
-            return message
+            return message.tobytes()
         return _narrow(message, self._layout, self._heads, pull.wish.heads, num_held)
 
     def was_sent(self, pull: Pull, entry: SentChunk, num_bytes: int) -> None:
@@ -253,18 +260,32 @@ class KVSender:
     def _stage_one(self, transfer: SendTransfer) -> bool:
         num_bytes = HEADER.size + transfer.next_size() * self._layout.block_bytes
         try:
-            if not self.pool.take_credit(num_bytes, is_awaited=bool(transfer.pulls)):
-                return False
+            chunk = self.pool.take(num_bytes, is_awaited=bool(transfer.pulls))
         except KVTransferError as error:
             self._end(transfer, KVTransferState.FAILED, str(error), retryable=False)
             return False
+        if chunk is None:
+            return False
         layer, group = transfer.pop_ready()
-        parts = self._cache.read_blocks(layer, transfer.blocks_of(group))
-        message = encode_chunk(self._header(transfer, layer, group), parts)
-        transfer.add_staged(transfer.grid.index(layer, group), self.pool.hold(message))
-        self._report_if_staged(transfer)
-        self._on_change()
+        # Whatever becomes of the transfer, the copy ends before the slot serves another.
+        self.pool.pin(chunk)
+        payload = int(chunk.buffer.ctypes.data) + HEADER.size
+        self._cache.copy_out(layer, transfer.blocks_of(group), payload)
+        self._cache.copies.then(lambda: self._copied(transfer, layer, group, chunk))
         return True
+
+    def _copied(self, transfer: SendTransfer, layer: int, group: int, chunk: StagedChunk) -> None:
+        """The blocks are copied out."""
+        if transfer.end_reason:
+            self.pool.drop(chunk)
+        else:
+            fill_header(chunk.buffer, self._header(transfer, layer, group))
+            self.pool.publish(chunk)
+            transfer.add_staged(transfer.grid.index(layer, group), chunk)
+            self._report_if_staged(transfer)
+        self.pool.unpin(chunk)
+        self._work.set()
+        self._on_change()
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -376,11 +397,11 @@ class KVSender:
 
 
 def _narrow(
-    message: bytes, layout: KVLayout, held: HeadRange, wanted: HeadRange, num_blocks_held: int
+    message: ByteArray, layout: KVLayout, held: HeadRange, wanted: HeadRange, num_blocks_held: int
 ) -> bytes:
     """The same chunk without what the puller does not want: heads of its other ranks, and leading
     blocks that it has."""
-    chunk = decode_chunk(np.frombuffer(message, np.uint8))
+    chunk = decode_chunk(message)
     header = chunk.header
     blocks = chunk.payload.reshape(header.num_blocks, 2, held.count, layout.head_block_bytes)
     first = wanted.start - held.start

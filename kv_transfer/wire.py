@@ -79,7 +79,23 @@ class Chunk:
 
 def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
     """`parts`: C-contiguous arrays that make up the payload in order."""
-    fields = (
+    payload_bytes = sum(part.nbytes for part in parts)
+    crc = google_crc32c.value(_pack(header, payload_bytes)[:_CRC_AT])
+    for part in parts:
+        crc = google_crc32c.extend(crc, part)
+    return b"".join((_pack(header, payload_bytes, crc), *(part.data for part in parts)))
+
+
+def fill_header(message: ByteArray, header: ChunkHeader) -> None:
+    """Completes a message whose payload lies behind the place of its header already."""
+    payload = message[HEADER.size :]
+    crc = google_crc32c.value(_pack(header, payload.nbytes)[:_CRC_AT])
+    crc = google_crc32c.extend(crc, payload)
+    message[: HEADER.size] = np.frombuffer(_pack(header, payload.nbytes, crc), np.uint8)
+
+
+def _pack(header: ChunkHeader, payload_bytes: int, crc: int = 0) -> bytes:
+    return HEADER.pack(
         MAGIC,
         VERSION,
         header.kind,
@@ -93,12 +109,9 @@ def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
         header.num_heads,
         header.block_size,
         header.blocks_per_chunk,
-        sum(part.nbytes for part in parts),
+        payload_bytes,
+        crc,
     )
-    crc = google_crc32c.value(HEADER.pack(*fields, 0)[:_CRC_AT])
-    for part in parts:
-        crc = google_crc32c.extend(crc, part)
-    return b"".join((HEADER.pack(*fields, crc), *(part.data for part in parts)))
 
 
 def decode_chunk(message: ByteArray) -> Chunk:

@@ -11,6 +11,7 @@ however a process dies, and the size of `/dev/shm` does not limit it.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 
@@ -45,6 +46,11 @@ class MemoryFile:
         except BaseException:
             os.close(own_fd)
             raise
+
+    @property
+    def address(self) -> int:
+        """Where `buffer` lies, until `close`."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     def close(self) -> None:
         """Unmaps when no array or memoryview of `buffer` is left; else leaves it to them."""

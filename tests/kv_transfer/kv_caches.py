@@ -9,11 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.cache_view import WordArray, word_dtype
 from kv_transfer.host.memory_file import MemoryFile
-from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.layout import DTYPE_BYTES, HeadRange, KVLayout
 
 UNTOUCHED = 0xA5
+
+WordArray = npt.NDArray[np.generic]
+
+
+def word_dtype(layout: KVLayout) -> np.dtype[np.generic]:
+    """A word as wide as one number of the cache."""
+    return np.dtype(f"u{DTYPE_BYTES[layout.dtype]}")
 
 
 def layout(

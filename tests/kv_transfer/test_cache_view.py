@@ -13,9 +13,10 @@ from kv_caches import RankCache, layout
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.cache_handle import handle_of_tensors
-from kv_transfer.cache_view import KVCacheView, token_runs
+from kv_transfer.cache_view import BlockShape, KVCacheView, token_runs
 from kv_transfer.host.memory_file import MemoryFile
 from kv_transfer.layout import HeadRange
+from kv_transfer.memory.copy_stream import HostCopyStream
 
 sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 64])
 
@@ -42,31 +43,61 @@ def test_equal_block_sizes_move_whole_blocks() -> None:
     assert len(list(token_runs(0, 64, 16, 64))) == 4
 
 
+class CountedStream(HostCopyStream):
+    """Counts the copies that were issued."""
+
+    num_copies = 0
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self.num_copies += 1
+        super().copy(target, source, num_bytes)
+
+
 @given(st.lists(st.integers(0, 15), unique=True, max_size=16))
-def test_read_blocks_keeps_order_and_joins_neighbours(block_ids: list[int]) -> None:
+def test_copy_out_keeps_order_and_joins_neighbours(block_ids: list[int]) -> None:
     cache = RankCache(layout(), 0, 16)
     view = KVCacheView(cache.handle, layout())
+    stream = view.copies.stream = CountedStream()
     cache.words[1] = np.arange(16, dtype=np.uint16)[:, None, None, None, None]
-    parts = view.read_blocks(1, block_ids)
-    assert [int(block[0, 0, 0, 0]) for part in parts for block in part] == block_ids
+    out = np.zeros((len(block_ids) + 1, *cache.words.shape[2:]), np.uint16)
+    view.copy_out(1, block_ids, out.ctypes.data)
+    assert out[:, 0, 0, 0, 0].tolist() == [*block_ids, 0]
+    np.testing.assert_array_equal(out[:-1], cache.words[1][block_ids])
     breaks = sum(b != a + 1 for a, b in itertools.pairwise(block_ids))
-    assert len(parts) == (breaks + 1 if block_ids else 0)
-    assert all(part.flags.c_contiguous for part in parts)
-    del parts
+    assert stream.num_copies == (breaks + 1 if block_ids else 0)
     view.close()
     cache.close()
 
 
-def test_write_run_touches_nothing_else() -> None:
+@pytest.mark.parametrize("source_first_head", [0, 1])
+def test_write_runs_touches_nothing_else(source_first_head: int) -> None:
     shape = layout(tp_size=1, num_kv_heads=4)
     cache = RankCache(shape, 0, 8)
     view = KVCacheView(cache.handle, shape)
     before = cache.words.copy()
     run = next(token_runs(5, 9, 64, 16))
-    source = np.arange(2 * 2 * 64 * 8, dtype=np.uint16).reshape(2, 2, 64, 8)
-    view.write_run(2, HeadRange(1, 2), source, run, 6)
-    before[2, 6, :, 1:3, 5:9] = source[:, :, 5:9]
+    num_heads = 2 + source_first_head
+    source = np.arange(2 * num_heads * 64 * 8, dtype=np.uint16).reshape(2, num_heads, 64, 8)
+    source_shape = BlockShape(num_heads, 64, 16)
+    runs = [(int(source.ctypes.data), run, 6)]
+    view.write_runs(2, HeadRange(1, 2), source_shape, source_first_head, runs)
+    before[2, 6, :, 1:3, 5:9] = source[:, source_first_head:, 5:9]
     np.testing.assert_array_equal(cache.words, before)
+    view.close()
+    cache.close()
+
+
+def test_whole_neighbouring_blocks_are_one_copy() -> None:
+    shape = layout()
+    cache = RankCache(shape, 0, 8)
+    view = KVCacheView(cache.handle, shape)
+    stream = view.copies.stream = CountedStream()
+    blocks = np.arange(4 * 2 * 2 * 16 * 8, dtype=np.uint16).reshape(4, 2, 2, 16, 8)
+    addresses = [int(block.ctypes.data) for block in blocks]
+    runs = zip(addresses, token_runs(0, 64, 16, 16), [2, 3, 4, 1], strict=True)
+    view.write_runs(0, HeadRange(0, 2), BlockShape.of(shape, 2), 0, runs)
+    np.testing.assert_array_equal(cache.words[0, [2, 3, 4, 1]], blocks)
+    assert stream.num_copies == 2
     view.close()
     cache.close()
 

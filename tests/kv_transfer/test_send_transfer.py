@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +42,9 @@ def ready(transfer: SendTransfer) -> list[tuple[int, int]]:
         size = transfer.next_size()
         layer, group = transfer.pop_ready()
         assert len(transfer.blocks_of(group)) == size
-        transfer.add_staged(transfer.grid.index(layer, group), StagedChunk(b""))
+        transfer.add_staged(
+            transfer.grid.index(layer, group), StagedChunk(0, np.empty(0, np.uint8))
+        )
         found.append((layer, group))
     return found
 

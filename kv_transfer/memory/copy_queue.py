@@ -1,0 +1,86 @@
+"""Copies of one stream, and who wants to hear when they are done. Lives on one event loop.
+
+    1. copies are issued on `stream`
+    2. `then(callback)`    called once all copies issued before are done: at once on the host, from
+                           the event loop on a device
+    3. `await settled()`   all copies issued so far are done
+    4. `close()`           waits for the stream
+
+A device is asked again and again while copies are on their way: a few times in a row, because most
+copies take less than the shortest sleep, then once every millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from kv_transfer.memory.copy_stream import CopyStream, Fence
+
+_LOOKS_IN_A_ROW = 30
+_PAUSE_S = 0.001
+
+
+class CopyQueue:
+    """`on_error` hears of a device that failed: nothing it holds can be trusted any more."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self.stream = stream
+        self.on_error: Callable[[BaseException], None] = _raise
+        self._waiting: deque[tuple[Fence, Callable[[], None]]] = deque()
+        self._poller: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Callbacks come in the order in which they were given."""
+        fence = self.stream.fence()
+        if not self._waiting and fence.is_done():
+            callback()
+            return
+        self._waiting.append((fence, callback))
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.get_running_loop().create_task(self._poll())
+
+    async def settled(self) -> None:
+        done = asyncio.Event()
+        self.then(done.set)
+        await done.wait()
+
+    def wait_for_oldest(self) -> bool:
+        """Blocks until the first one in line can be called, and calls it. False: nobody waits.
+        For when memory is short; the copies in question depend on nobody else."""
+        if not self._waiting:
+            return False
+        self._waiting[0][0].wait()
+        self._call_done()
+        return True
+
+    def close(self) -> None:
+        if self._poller is not None:
+            self._poller.cancel()
+        self.stream.close()
+
+    async def _poll(self) -> None:
+        looks = 0
+        try:
+            while self._waiting:
+                looks = 0 if self._call_done() else looks + 1
+                await asyncio.sleep(0 if looks < _LOOKS_IN_A_ROW else _PAUSE_S)
+        except Exception as error:
+            self.on_error(error)
+
+    def _call_done(self) -> bool:
+        """Whether anybody was called."""
+        was_any = False
+        while self._waiting and self._waiting[0][0].is_done():
+            was_any = True
+            self._waiting.popleft()[1]()
+        return was_any
+
+
+def _raise(error: BaseException) -> None:
+    raise error

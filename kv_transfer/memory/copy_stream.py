@@ -1,0 +1,99 @@
+"""Copies between addresses, in order, on a stream of their own.
+
+    1. `copy`, `copy_rows`   issue a copy; it may still run when they return
+    2. `fence`               a point behind all copies issued so far
+    3. `Fence.is_done`       they are complete: what was read may change, what was written is there
+
+The host's stream copies at once, so its fences are done from the beginning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Fence(ABC):
+    """A point in a stream. Fences of one stream are done in the order in which they were made."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Never waits. True for ever once it is. Raises `DeviceError` when a copy failed."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks the thread. Only for copies that wait for nothing themselves."""
+
+
+class CopyStream(ABC):
+    """All addresses are those of this process."""
+
+    @abstractmethod
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Both areas must stay mapped until a later fence is done."""
+
+    @abstractmethod
+    def copy_rows(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        row_bytes: int,
+        num_rows: int,
+    ) -> None:
+        """Rows of `row_bytes`; the next row begins `pitch` bytes after the one before."""
+
+    @abstractmethod
+    def fence(self) -> Fence: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for all copies. Idempotent."""
+
+
+class _DoneFence(Fence):
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+_DONE = _DoneFence()
+
+
+class HostCopyStream(CopyStream):
+    """The processor copies, at once."""
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        ctypes.memmove(target, source, num_bytes)
+
+    def copy_rows(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        row_bytes: int,
+        num_rows: int,
+    ) -> None:
+        np.copyto(
+            _rows(target, target_pitch, row_bytes, num_rows),
+            _rows(source, source_pitch, row_bytes, num_rows),
+        )
+
+    def fence(self) -> Fence:
+        return _DONE
+
+    def close(self) -> None:
+        return
+
+
+def _rows(address: int, pitch: int, row_bytes: int, num_rows: int) -> npt.NDArray[np.uint8]:
+    span = (num_rows - 1) * pitch + row_bytes
+    memory = (ctypes.c_char * span).from_address(address)
+    return np.ndarray((num_rows, row_bytes), np.uint8, memoryview(memory), strides=(pitch, 1))
