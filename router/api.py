@@ -33,7 +33,6 @@ from router.metrics import RouterMetrics
 from router.models_catalog import ModelCard, ModelCatalog
 from router.node_address import NodeRole
 from router.node_registry import NodeRegistry
-from router.policy import usable
 from router.request_info import read_request_info
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ def info_routes(
 
     @routes.get("/ready")
     async def ready() -> JSONResponse:
-        counts = {f"{role}_nodes": len(usable(registry, role)) for role in NodeRole}
+        counts = {f"{role}_nodes": len(registry.usable(role)) for role in NodeRole}
         if is_draining():
             return JSONResponse({"status": "draining", **counts}, status_code=503)
         if not counts["decode_nodes"]:

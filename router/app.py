@@ -35,7 +35,10 @@ from router.models_catalog import ModelCatalog
 from router.node import Patience
 from router.node_address import NodeRole, parse_node_list
 from router.node_registry import NodeRegistry
-from router.policy import StickyPolicy
+from router.placement.base_policy import BasePolicy
+from router.placement.choose_policy import PolicyName, choose_policy
+from router.placement.spill import spill_rule
+from router.placement.tandem_policy import TandemParameters
 from router.retry_budget import RetryBudget
 from router.transport import HttpTransport, Transport
 
@@ -138,15 +141,20 @@ def _make_registry(settings: RouterSettings) -> NodeRegistry:
 
 def _make_policy(
     settings: RouterSettings, registry: NodeRegistry, rng: random.Random
-) -> StickyPolicy:
-    return StickyPolicy(
-        registry=registry,
-        rng=rng,
+) -> BasePolicy:
+    return choose_policy(
+        PolicyName(settings.policy),
+        registry,
+        rng,
+        TandemParameters(
+            spill=spill_rule(settings.num_routers),
+            own_work_weight=settings.own_work_weight,
+            prefill_tokens_per_s=settings.default_prefill_tokens_per_s,
+            short_prompt_tokens=settings.short_prompt_tokens,
+            max_index_entries=settings.max_index_entries,
+        ),
         decode_choices=settings.decode_choices,
         max_prefill_candidates=settings.max_prefill_candidates,
-        spill_ratio=settings.spill_ratio,
-        spill_s=settings.spill_s,
-        default_prefill_tokens_per_s=settings.default_prefill_tokens_per_s,
     )
 
 

@@ -111,23 +111,43 @@ class RouterSettings(BaseSettings):
         "Must be less than the nodes' own limit.",
     )
 
+    policy: Literal["tandem", "sticky", "least-loaded", "round-robin"] = Field(
+        default="tandem",
+        description="How prefill nodes are chosen; see docs/routing.md. All but tandem are there "
+        "to compare with.",
+    )
+    num_routers: int = Field(
+        default=1,
+        ge=1,
+        description="Router replicas in front of these nodes. A session leaves its home less "
+        "readily when others also place requests, and limits are shared between the replicas.",
+    )
     decode_choices: int = Field(
         default=2, ge=1, description="Decode nodes drawn at random; the least loaded is taken."
     )
     max_prefill_candidates: int = Field(
         default=3, ge=1, description="Prefill nodes handed to the decode node, best first."
     )
-    spill_ratio: float = Field(
-        default=1.0,
-        ge=0,
-        description="A session leaves its prefill node when that one's queue is longer than "
-        "(1 + spill_ratio) times the shortest one plus spill_s.",
-    )
-    spill_s: float = Field(
-        default=0.5, ge=0, description="Seconds of queue that a session is always willing to wait."
-    )
     default_prefill_tokens_per_s: float = Field(
-        default=8000.0, gt=0, description="Assumed until a node has measured its own speed."
+        default=8000.0, gt=0, description="Assumed until prompts have been served."
+    )
+    own_work_weight: float = Field(
+        default=2.0,
+        ge=1,
+        description="How much the computing of a prompt counts against the waiting before it, "
+        "when prefill nodes are compared: it also delays those that come after.",
+    )
+    short_prompt_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Prompts of at most this many tokens, as guessed from their text, are computed "
+        "on the decode node unless it is busy. 0: the decode nodes decide.",
+    )
+    max_index_entries: int = Field(
+        default=300_000,
+        ge=0,
+        description="Pairs of prompt block (about 512 tokens) and node that the router remembers, "
+        "about 200 bytes each.",
     )
 
     max_body_bytes: int = Field(

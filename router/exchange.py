@@ -34,9 +34,7 @@ class Exchange:
     """`status` and `first_chunk` are meaningful once `open` has returned. It is in `open_ones`
     until it is closed."""
 
-    def __init__(
-        self, placement: Placement, num_prompt_tokens: int, open_ones: set[Exchange]
-    ) -> None:
+    def __init__(self, placement: Placement, open_ones: set[Exchange]) -> None:
         self.placement = placement
         self.status = 0
         self.first_chunk = b""
@@ -46,13 +44,10 @@ class Exchange:
         open_ones.add(self)
         self._response: UpstreamResponse | None = None
         self._complete = False
-        self._num_prompt_tokens = num_prompt_tokens
         self._work = ExitStack()
-        self._work.enter_context(placement.decode.hold_request())
+        self._work.enter_context(placement.hold_decode())
         self._prefill_work = ExitStack()
-        if placement.prefills:
-            node = placement.prefills[0]
-            self._prefill_work.enter_context(node.hold_tokens(num_prompt_tokens))
+        self._prefill_work.enter_context(placement.hold_prefill())
 
     async def open(
         self, transport: Transport, path: str, headers: Mapping[str, str], body: bytes

@@ -29,7 +29,8 @@ from router.exchange import Exchange
 from router.metrics import RouterMetrics
 from router.node import Node
 from router.node_registry import NodeRegistry
-from router.policy import Placement, Policy
+from router.policy import Placement, Policy, PrefillChoice
+from router.prefill_outcome import PrefillOutcome
 from router.request_info import RequestInfo
 from router.retry_budget import RetryBudget
 from router.transport import Transport
@@ -110,7 +111,7 @@ class Forwarder:
         tried: list[Node] = []
         placement = self._place(request.info, tried)
         while True:
-            exchange = Exchange(placement, request.info.num_prompt_tokens, self._exchanges)
+            exchange = Exchange(placement, self._exchanges)
             failure = await self._attempt(exchange, request)
             if failure is None:
                 return exchange
@@ -136,6 +137,8 @@ class Forwarder:
             raise
         if exchange.status in _REFUSALS:
             return Failure.REFUSED
+        outcome = PrefillOutcome.from_headers(exchange.response_headers())
+        self.policy.observe(request.info, exchange.placement, outcome)
         return None
 
     def _node_failed(
@@ -171,7 +174,7 @@ class Forwarder:
         headers["x-request-id"] = request.info.request_id
         if request.info.session_id:
             headers["x-session-id"] = request.info.session_id
-        if placement.prefills:
+        if placement.prefills or placement.choice is PrefillChoice.LOCAL:
             headers["x-prefiller-host-port"] = ",".join(
                 node.address.target for node in placement.prefills
             )

@@ -1,8 +1,9 @@
 """Passive health: a node that fails several requests in a row is left out for a while.
 
-    in use ──failures in a row──▶ ejected ──time over──▶ in use, one failure from ejection
-       ▲                                                    │
-       └───────────────────── success ──────────────────────┘
+    in use ──failures in a row──▶ ejected ──time over──▶ half-open: one request at a time
+       ▲                             ▲                      │  │
+       │                             └────── failure ───────┘  │
+       └────────────────────── success ────────────────────────┘
 
 An ejection lasts `base_s` times the number of ejections so far, up to `max_s`. At most
 `max_fraction` of a tier is ejected at once: beyond that the fault is probably not the nodes', and
@@ -11,20 +12,39 @@ sending everything to the few others would take them down too.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
 class Health:
-    """What is known about one node's failures. Times are monotonic seconds."""
+    """What is known about one node's failures. Times are monotonic seconds. `half_open` from an
+    ejection to the next success."""
 
     consecutive_failures: int = 0
     num_ejections: int = 0
     ejected_until: float = 0.0
+    half_open: bool = False
+    num_probes: int = 0
 
     def is_ejected(self, now: float) -> bool:
         return now < self.ejected_until
+
+    @property
+    def accepts(self) -> bool:
+        """False while a probe is on its way and its outcome is not known."""
+        return not (self.half_open and self.num_probes)
+
+    @contextmanager
+    def hold_probe(self) -> Iterator[None]:
+        """A request that began while the node was half-open is its probe."""
+        is_probe = self.half_open
+        self.num_probes += is_probe
+        try:
+            yield
+        finally:
+            self.num_probes -= is_probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +56,7 @@ class EjectionPolicy:
 
     def record_success(self, health: Health) -> None:
         health.consecutive_failures = 0
+        health.half_open = False
 
     def record_failure(self, health: Health, tier: Collection[Health], now: float) -> bool:
         """Counts a failure of `health`, a member of `tier`. True if it was ejected for it."""
@@ -53,4 +74,5 @@ class EjectionPolicy:
             health.num_ejections = 0
         health.num_ejections += 1
         health.ejected_until = now + min(self.base_s * health.num_ejections, self.max_s)
+        health.half_open = True
         health.consecutive_failures = self.failures - 1

@@ -13,7 +13,6 @@ from router.errors import NodeLost, NodeUnreachable
 from router.node import Node
 from router.node_address import NodeRole
 from router.node_registry import NodeRegistry
-from router.policy import usable
 from router.transport import Transport, UpstreamResponse
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class ModelCatalog:
     async def list_models(self) -> list[ModelCard]:
         """The union over the models, each asked of one node that serves it."""
         by_model: dict[str, list[Node]] = {}
-        for node in usable(self.registry, NodeRole.DECODE):
+        for node in self.registry.usable(NodeRole.DECODE):
             name = node.report.model_name if node.report else ""
             by_model.setdefault(name, []).append(node)
         lists = await asyncio.gather(*map(self._ask_any, by_model.values()))

@@ -1,12 +1,13 @@
 """One start of one node, as this router sees it: its last report and our own work on it.
 
-    1. joining   discovery named it; no report yet, so it gets no requests
-    2. ready     reports arrive
-    3. suspect   reports are late, the stream broke, or its engine stands still:
-                 used only when no node of the tier is ready
-    4. draining  it said that it stops: finishes what it has, gets nothing new
-    5. ejected   it failed several requests in a row (`router.health`)
-    6. down      silent for long: not used at all
+    1. joining    discovery named it; no report yet, so it gets no requests
+    2. ready      reports arrive
+    3. suspect    reports are late, the stream broke, or its engine stands still:
+                  used only when no node of the tier is ready
+    4. draining   it said that it stops: finishes what it has, gets nothing new
+    5. ejected    it failed several requests in a row (`router.health`)
+    6. half-open  an ejection is over: one request at a time, until one succeeds
+    7. down       silent for long: not used at all
 
 A node that restarts (another epoch) is a new `Node` at the same address; requests in flight keep
 the old one, so their bookkeeping cannot touch the new.
@@ -22,6 +23,7 @@ from enum import StrEnum
 from router.health import Health
 from router.node_address import NodeAddress
 from router.node_report import NodeReport
+from router.pace import Pace
 from router.session import node_hash_seed
 
 
@@ -31,6 +33,7 @@ class NodeState(StrEnum):
     SUSPECT = "suspect"
     DRAINING = "draining"
     EJECTED = "ejected"
+    HALF_OPEN = "half_open"
     DOWN = "down"
 
 
@@ -46,16 +49,19 @@ class Patience:
 @dataclass(slots=True)
 class OwnWork:
     """What this router has put on a node and is not over. `recent_*` is the part since the node's
-    last report, which therefore cannot contain it yet."""
+    last report, which therefore cannot contain it yet. `tokens` are of prompts, on a prefill node;
+    `kv_tokens` are those that requests will hold in the end, on a decode node."""
 
     num_requests: int = 0
     num_tokens: int = 0
     recent_requests: int = 0
     recent_tokens: int = 0
+    recent_kv_tokens: int = 0
 
     def forget_recent(self) -> None:
         self.recent_requests = 0
         self.recent_tokens = 0
+        self.recent_kv_tokens = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +73,7 @@ class Node:
     connected: bool = False
     health: Health = field(default_factory=Health)
     work: OwnWork = field(default_factory=OwnWork)
+    pace: Pace = field(default_factory=Pace)
     hash_seed: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,13 +93,18 @@ class Node:
         stalled = report.seconds_since_progress > patience.stall_after_s
         if not self.connected or silent_s > patience.stale_after_s or stalled:
             return NodeState.SUSPECT
-        return NodeState.READY
+        return NodeState.HALF_OPEN if self.health.half_open else NodeState.READY
 
     def apply(self, report: NodeReport, now: float) -> None:
         self.report = report
         self.reported_at = now
         self.connected = True
         self.work.forget_recent()
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for nodes whose KV fits together; empty before the first report."""
+        return self.report.fingerprint if self.report else ""
 
     @property
     def predicted_requests(self) -> int:
@@ -106,28 +118,40 @@ class Node:
         reported = self.report.num_waiting_tokens if self.report else 0
         return max(reported + self.work.recent_tokens, self.work.num_tokens)
 
+    def kv_usage_with(self, num_tokens: int) -> float:
+        """Part of the KV cache that will be in use with `num_tokens` more, counted likewise;
+        above 1 when it is more than fits. 0 for a node that has not told its size."""
+        report = self.report
+        if report is None or report.num_kv_tokens == 0:
+            return 0.0
+        return report.kv_usage + (self.work.recent_kv_tokens + num_tokens) / report.num_kv_tokens
+
     @contextmanager
-    def hold_request(self) -> Iterator[None]:
+    def hold_request(self, num_kv_tokens: int = 0) -> Iterator[None]:
         """One request of ours is on the node as long as this is open."""
-        self.work.num_requests += 1
-        self.work.recent_requests += 1
-        known_at = self.reported_at
+        work, known_at = self.work, self.reported_at
+        work.num_requests += 1
+        work.recent_requests += 1
+        work.recent_kv_tokens += num_kv_tokens
         try:
-            yield
+            with self.health.hold_probe():
+                yield
         finally:
-            self.work.num_requests -= 1
+            work.num_requests -= 1
             if self.reported_at == known_at:
-                self.work.recent_requests -= 1
+                work.recent_requests -= 1
+                work.recent_kv_tokens -= num_kv_tokens
 
     @contextmanager
     def hold_tokens(self, num_tokens: int) -> Iterator[None]:
         """So many prompt tokens of ours wait on the node as long as this is open."""
-        self.work.num_tokens += num_tokens
-        self.work.recent_tokens += num_tokens
-        known_at = self.reported_at
+        work, known_at = self.work, self.reported_at
+        work.num_tokens += num_tokens
+        work.recent_tokens += num_tokens
         try:
-            yield
+            with self.health.hold_probe():
+                yield
         finally:
-            self.work.num_tokens -= num_tokens
+            work.num_tokens -= num_tokens
             if self.reported_at == known_at:
-                self.work.recent_tokens -= num_tokens
+                work.recent_tokens -= num_tokens

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 Clock = Callable[[], float]
 
 _MAX_RETIRED_EPOCHS = 8
+_IN_USE = (NodeState.READY, NodeState.HALF_OPEN)
+_IN_DOUBT = (NodeState.SUSPECT, NodeState.EJECTED)
 
 
 class ReportOutcome(StrEnum):
@@ -37,16 +39,19 @@ class ReportOutcome(StrEnum):
 
 @dataclass(slots=True)
 class NodeRegistry:
-    """`clock` gives monotonic seconds."""
+    """`clock` gives monotonic seconds. `version` grows whenever something happens that changes
+    which nodes may be used; what only time changes (silence, the end of an ejection) does not."""
 
     patience: Patience = field(default_factory=Patience)
     ejection: EjectionPolicy = field(default_factory=EjectionPolicy)
     clock: Clock = time.monotonic
+    version: int = 0
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
 
     def set_members(self, addresses: Iterable[NodeAddress]) -> None:
         """Makes `addresses` the members. Those that stay keep all that is known of them."""
         self._nodes = {address: self._nodes.get(address) or Node(address) for address in addresses}
+        self.version += 1
 
     def nodes(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.address.role is role]
@@ -56,6 +61,17 @@ class NodeRegistry:
 
     def state(self, node: Node) -> NodeState:
         return node.state(self.clock(), self.patience)
+
+    def usable(self, role: NodeRole) -> list[Node]:
+        """See `usable_of`."""
+        return self.usable_of(self.nodes(role))
+
+    def usable_of(self, nodes: Iterable[Node]) -> list[Node]:
+        """Those that are ready; with none, those whose state is only in doubt."""
+        now = self.clock()
+        by_state = [(node, node.state(now, self.patience)) for node in nodes]
+        ready = [node for node, state in by_state if state in _IN_USE]
+        return ready or [node for node, state in by_state if state in _IN_DOUBT]
 
     def is_down(self, node: Node) -> bool:
         """A member that has been silent for long. Of one that left the list we know nothing."""
@@ -93,14 +109,28 @@ class NodeRegistry:
         known = node.report
         if known is not None and known.epoch != report.epoch:
             self._replace(node, known.epoch).apply(report, self.clock())
+            self.version += 1
             self._check_partners(address, report)
             return ReportOutcome.RESTARTED
         if known is not None and report.sequence <= known.sequence:
             return ReportOutcome.OUTDATED
+        if self._changes_use(node, report):
+            self.version += 1
         node.apply(report, self.clock())
         if known is None:
             self._check_partners(address, report)
         return ReportOutcome.APPLIED
+
+    def _changes_use(self, node: Node, new: NodeReport) -> bool:
+        """Whether `new` may change for what `node` can be used."""
+        old = node.report
+        if old is None or not node.connected:
+            return True
+        stall_s = self.patience.stall_after_s
+        return (
+            (old.draining, old.model_name, old.fingerprint)
+            != (new.draining, new.model_name, new.fingerprint)
+        ) or (old.seconds_since_progress > stall_s) != (new.seconds_since_progress > stall_s)
 
     def _check_partners(self, address: NodeAddress, report: NodeReport) -> None:
         """Says once, when a node appears, that no node of the other tier can work with it:
@@ -131,6 +161,12 @@ class NodeRegistry:
         node = self._nodes.get(address)
         if node is not None:
             node.connected = False
+            self.version += 1
+
+    def find(self, role: NodeRole, target: str) -> Node | None:
+        """The node of `role` at `target` (`host:port`)."""
+        wanted = (role, target)
+        return next((n for a, n in self._nodes.items() if (a.role, a.target) == wanted), None)
 
     def record_success(self, node: Node) -> None:
         self.ejection.record_success(node.health)
@@ -142,5 +178,6 @@ class NodeRegistry:
             return False
         ejected = self.ejection.record_failure(node.health, tier, self.clock())
         if ejected:
+            self.version += 1
             logger.warning("%s node %s keeps failing: left out", node.address.role, node.address)
         return ejected

@@ -26,6 +26,7 @@ class NodeReport:
     num_waiting_tokens: int = 0
     num_free_blocks: int = 0
     num_total_blocks: int = 0
+    block_size: int = 0
     prefill_tokens_per_s: float = 0.0
     seconds_since_progress: float = 0.0
     model_name: str = ""
@@ -44,6 +45,7 @@ class NodeReport:
             num_waiting_tokens=load.num_waiting_tokens,
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
+            block_size=load.block_size,
             prefill_tokens_per_s=_usable(load.prefill_tokens_per_s),
             seconds_since_progress=_usable(load.seconds_since_progress),
             model_name=load.model_name,
@@ -53,6 +55,11 @@ class NodeReport:
     @property
     def num_requests(self) -> int:
         return self.num_waiting_requests + self.num_running_requests
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache has room for."""
+        return self.num_total_blocks * self.block_size
 
     @property
     def kv_usage(self) -> float:

@@ -14,16 +14,21 @@ import msgspec
 import xxhash
 
 from router.errors import BadRequest
+from router.prompt_blocks import BLOCK_BYTES, hash_blocks
+from router.tenants import ANYONE, Priority, Tenant
 
 _MAX_KEY_LENGTH = 256
 _PREFIX_BYTES = 4096
 """About 1024 tokens of raw text: past a short shared opening, still equal in every later turn."""
 _BYTES_PER_TOKEN = 4
+_LIST_START = b" \t\r\n["
+_MAX_COUNT = 1 << 31
 
 _Body = dict[str, msgspec.Raw]
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
+_decode_count = msgspec.json.Decoder(int).decode
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -39,8 +44,19 @@ class SessionSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInfo:
-    """`session_key` is empty when nothing tells the session. `session_id` is what the client
-    called it, if it did. `num_prompt_tokens` is a guess from the length of the text."""
+    """What places a request.
+
+    Attributes:
+        session_key: Empty when nothing tells the session.
+        session_id: What the client called the session, if it did.
+        is_later_turn: The conversation has gone on after its first question.
+        num_prompt_tokens: A guess from the length of the text.
+        prefix_blocks: Hash chain of the prompt's text (`router.prompt_blocks`).
+        tokens_per_block: About so many tokens are in each block.
+        max_tokens: Longest answer that the client wants; 0 when it does not say.
+        priority: Never better than the tenant's.
+        ttft_deadline_s: The client's time to the first token, in seconds; 0 when it does not say.
+    """
 
     path: str
     request_id: str
@@ -48,26 +64,48 @@ class RequestInfo:
     session_key: bytes = b""
     session_source: SessionSource = SessionSource.NONE
     session_id: str = ""
+    is_later_turn: bool = False
     num_prompt_tokens: int = 0
+    prefix_blocks: tuple[int, ...] = ()
+    tokens_per_block: float = 0.0
+    max_tokens: int = 0
+    tenant: Tenant = ANYONE
+    priority: Priority = Priority.STANDARD
+    ttft_deadline_s: float = 0.0
 
 
 def read_request_info(
-    path: str, request_id: str, headers: Mapping[str, str], body: bytes
+    path: str,
+    request_id: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    tenant: Tenant = ANYONE,
 ) -> RequestInfo:
     """Raises `BadRequest` when the body is not a JSON object."""
     fields = _read_body(body)
-    prompt = fields.get("messages") or fields.get("prompt") or msgspec.Raw(b"")
+    prompt = bytes(fields.get("messages") or fields.get("prompt") or b"")
     model = _text(fields.get("model"))
-    source, session = _session(headers, fields)
-    session_id = session.decode() if source is not SessionSource.PROMPT else ""
+    prompt = bytes(fields.get("messages") or fields.get("prompt") or b"").lstrip(_LIST_START)
+    messages = _list(fields.get("messages"))
+    opening = _opening(messages)
+    first = b"\n".join(opening) if "messages" in fields else prompt[:_PREFIX_BYTES]
+    source, session = _session(headers, fields, first)
+    num_tokens = estimate_tokens(prompt)
     return RequestInfo(
         path=path,
         request_id=request_id,
         model=model,
-        session_key=_session_key(model, source, session),
+        session_key=_session_key(tenant, model, source, session),
         session_source=source,
-        session_id=session_id,
-        num_prompt_tokens=estimate_tokens(bytes(prompt)),
+        session_id=session.decode() if source is not SessionSource.PROMPT else "",
+        is_later_turn=len(messages) > len(opening),
+        num_prompt_tokens=num_tokens,
+        prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, model)),
+        tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
+        max_tokens=_count(fields.get("max_completion_tokens") or fields.get("max_tokens")),
+        tenant=tenant,
+        priority=_priority(headers, tenant),
+        ttft_deadline_s=_milliseconds(headers.get("x-slo-ttft-ms", "")) / 1000,
     )
 
 
@@ -84,24 +122,37 @@ def _read_body(body: bytes) -> _Body:
         raise BadRequest("The JSON of the request body is nested too deeply.") from None
 
 
-def _session(headers: Mapping[str, str], fields: _Body) -> tuple[SessionSource, bytes]:
+def _session(
+    headers: Mapping[str, str], fields: _Body, opening: bytes
+) -> tuple[SessionSource, bytes]:
     """The first of: the client's header, its `prompt_cache_key`, the opening of the prompt."""
     if is_plain_key(header := headers.get("x-session-id", "")):
         return SessionSource.HEADER, header.encode()
     if is_plain_key(cache_key := _text(fields.get("prompt_cache_key"))):
         return SessionSource.CACHE_KEY, cache_key.encode()
-    if "messages" in fields:
-        opening = _first_messages(fields["messages"])
-    else:
-        opening = _prompt_opening(fields.get("prompt"))
     return (SessionSource.PROMPT, opening) if opening else (SessionSource.NONE, b"")
 
 
-def _session_key(model: str, source: SessionSource, session: bytes) -> bytes:
-    """16 bytes; equal for requests of one session to one model."""
+def _session_key(tenant: Tenant, model: str, source: SessionSource, session: bytes) -> bytes:
+    """16 bytes; equal for requests of one tenant's session to one model."""
     if source is SessionSource.NONE:
         return b""
-    return xxhash.xxh3_128_digest(b"\0".join((model.encode(), source.value.encode(), session)))
+    named = b"\0".join((model.encode(), source.value.encode(), session))
+    return xxhash.xxh3_128_digest(_salted(tenant, named))
+
+
+def _chain_seed(tenant: Tenant, model: str) -> int:
+    return xxhash.xxh3_64_intdigest(_salted(tenant, model.encode()))
+
+
+def _salted(tenant: Tenant, data: bytes) -> bytes:
+    return b"%d:%b%b" % (len(tenant.salt), tenant.salt, data)
+
+
+def _priority(headers: Mapping[str, str], tenant: Tenant) -> Priority:
+    """What the client asks for, as far as its tenant may have it."""
+    wanted = Priority.__members__.get(headers.get("x-tandem-priority", "").upper())
+    return tenant.priority if wanted is None else max(wanted, tenant.priority)
 
 
 def is_plain_key(text: str) -> bool:
@@ -109,27 +160,20 @@ def is_plain_key(text: str) -> bool:
     return 0 < len(text) <= _MAX_KEY_LENGTH and text.isascii() and text.isprintable()
 
 
-def _first_messages(raw: msgspec.Raw) -> bytes:
+def _opening(messages: list[msgspec.Raw]) -> list[bytes]:
     """The messages up to the first of the user: the same in every turn of a conversation, and
     different between conversations that share a system prompt."""
     opening: list[bytes] = []
-    for message in _list(raw):
+    for message in messages:
         opening.append(bytes(message))
         if _role(message) == "user":
             break
-    return b"\n".join(opening)
-
-
-def _prompt_opening(raw: msgspec.Raw | None) -> bytes:
-    """The first bytes of a raw prompt (text or token ids; of several prompts, the first)."""
-    if raw is None:
-        return b""
-    return bytes(raw).lstrip(b" \t\r\n[")[:_PREFIX_BYTES]
+    return opening
 
 
 def estimate_tokens(prompt: bytes) -> int:
     """From JSON text: token ids are counted by their commas, text by its length."""
-    if prompt.lstrip(b" \t\r\n[")[:1].isdigit():
+    if prompt.lstrip(_LIST_START)[:1].isdigit():
         return prompt.count(b",") + 1
     return len(prompt) // _BYTES_PER_TOKEN
 
@@ -141,9 +185,24 @@ def _text(raw: msgspec.Raw | None) -> str:
         return ""
 
 
-def _list(raw: msgspec.Raw) -> list[msgspec.Raw]:
+def _count(raw: msgspec.Raw | None) -> int:
+    """0 for what is no sensible number."""
     try:
-        return _decode_list(raw)
+        count = _decode_count(raw) if raw is not None else 0
+    except _UNREADABLE:
+        return 0
+    return count if 0 < count < _MAX_COUNT else 0
+
+
+def _milliseconds(text: str) -> int:
+    """0 for what is no sensible number."""
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    return int(text) if is_number else 0
+
+
+def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
+    try:
+        return _decode_list(raw) if raw is not None else []
     except _UNREADABLE:
         return []
 

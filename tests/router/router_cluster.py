@@ -13,7 +13,6 @@ import aiohttp
 from router.app import OuterWorld, Services
 from router.config import RouterSettings
 from router.node_address import NodeRole
-from router.policy import usable
 from router.server import RouterServer, bind
 from tests.router.router_fakes import FakeDecodeNode, FakeNode, FakePrefillNode
 
@@ -50,8 +49,8 @@ class RunningRouter:
         def enough() -> bool:
             registry = self.services.registry
             return (
-                len(usable(registry, NodeRole.DECODE)) == decode
-                and len(usable(registry, NodeRole.PREFILL)) == prefill
+                len(registry.usable(NodeRole.DECODE)) == decode
+                and len(registry.usable(NodeRole.PREFILL)) == prefill
             )
 
         await eventually(enough)

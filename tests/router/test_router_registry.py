@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -155,7 +157,49 @@ def test_failures_in_a_row_eject_and_a_success_forgets_them() -> None:
     assert registry.state(node) is NodeState.EJECTED
     fleet.clock.now += 5.1
     registry.apply_report(node.address, report(sequence=2))
+    assert registry.state(node) is NodeState.HALF_OPEN
+    registry.record_success(node)
     assert registry.state(node) is NodeState.READY
+
+
+def test_a_half_open_node_gets_one_request_at_a_time() -> None:
+    node = Fleet().add("a")
+    with node.hold_request():
+        assert node.health.accepts, "only an ejection makes it doubtful"
+    node.health.half_open = True
+    with node.hold_tokens(5):
+        assert not node.health.accepts
+        with node.hold_request():
+            assert not node.health.accepts
+        assert not node.health.accepts
+    assert node.health.accepts, "a probe without a verdict, as when the client left"
+
+
+def test_the_version_moves_when_a_node_comes_goes_or_changes_its_use() -> None:
+    fleet = Fleet()
+    registry = fleet.registry
+
+    def moved(change: Callable[[], object]) -> bool:
+        before = registry.version
+        change()
+        return registry.version != before
+
+    node = fleet.add("a")
+    other = fleet.add("b")
+    sequence = itertools.count(2)
+
+    def tell(**fields: Any) -> Callable[[], object]:
+        fresh = report(sequence=next(sequence), **fields)
+        return lambda: registry.apply_report(node.address, fresh)
+
+    assert not moved(tell(num_running_requests=7))
+    assert moved(tell(draining=True))
+    assert moved(tell(draining=False))
+    assert moved(tell(fingerprint="new"))
+    assert moved(lambda: registry.mark_disconnected(node.address))
+    assert moved(tell(fingerprint="new"))
+    assert moved(lambda: [registry.record_failure(other) for _ in range(3)])
+    assert moved(lambda: registry.set_members([node.address]))
 
 
 def test_one_failure_after_an_ejection_ejects_again_for_longer() -> None:

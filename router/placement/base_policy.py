@@ -1,0 +1,127 @@
+"""What all policies have in common: a decode node, and why there is none.
+
+A policy differs in how it ranks prefill nodes (`rank`).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from router.errors import ModelNotFound, NoNodeAvailable
+from router.node import Node, NodeState
+from router.node_address import NodeRole
+from router.node_registry import NodeRegistry
+from router.placement.decode_choice import DecodeChoice, OutputLengths, without
+from router.placement.node_pool import NodeGroup, NodePool
+from router.policy import Placement, PrefillChoice
+from router.prefill_outcome import PrefillOutcome
+from router.request_info import RequestInfo
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN_NAME = 100
+_NOT_ITS_FAULT = {"resource_exhausted", "draining", "invalid_argument", "avoided"}
+"""Codes of a prefill node that works and does not want this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPrefills:
+    """`nodes`: best first. The rest is about the first of them."""
+
+    nodes: Sequence[Node]
+    choice: PrefillChoice
+    num_new_tokens: int = 0
+    ttft_s: float = 0.0
+
+
+class BasePolicy(ABC):
+    """`max_prefill_candidates`: so many of the ranked nodes are handed to the decode node."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        rng: random.Random,
+        *,
+        decode_choices: int = 2,
+        max_prefill_candidates: int = 3,
+    ) -> None:
+        self.registry = registry
+        self.rng = rng
+        self.pool = NodePool(registry=registry)
+        self.outputs = OutputLengths()
+        self._decode_choice = DecodeChoice(rng=rng, num_choices=decode_choices)
+        self._max_prefill_candidates = max_prefill_candidates
+
+    @abstractmethod
+    def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
+        """Prefill nodes of `group`, which is not empty."""
+
+    def place(self, request: RequestInfo, tried: Collection[Node] = ()) -> Placement:
+        num_kv_tokens = request.num_prompt_tokens + self.outputs.expected(request)
+        decode = self._pick_decode(request, tried, num_kv_tokens)
+        group = self.pool.partners(decode)
+        if group.nodes:
+            ranked = self.rank(request, group, decode)
+        else:
+            ranked = RankedPrefills((), PrefillChoice.NONE)
+        prefills = tuple(ranked.nodes[: self._max_prefill_candidates])
+        placement = Placement(
+            decode, prefills, ranked.choice, ranked.num_new_tokens, num_kv_tokens, ranked.ttft_s
+        )
+        self.placed(request, placement)
+        return placement
+
+    def placed(self, request: RequestInfo, placement: Placement) -> None:
+        """A decision was made."""
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s: decode %s, prefill %s (%s), about %d new tokens, first one in %.2f s",
+                request.request_id,
+                placement.decode.address,
+                [str(node.address) for node in placement.prefills],
+                placement.choice,
+                placement.num_new_tokens,
+                placement.ttft_s,
+            )
+
+    def observe(self, request: RequestInfo, placement: Placement, outcome: PrefillOutcome) -> None:
+        """Prefill nodes that failed this request, and the one that did not."""
+        for target, code in outcome.failures:
+            node = self._prefill_node(placement, target)
+            if node is not None and code not in _NOT_ITS_FAULT:
+                self.registry.record_failure(node)
+        node = self._prefill_node(placement, outcome.node)
+        if node is not None:
+            self.registry.record_success(node)
+
+    def _prefill_node(self, placement: Placement, target: str) -> Node | None:
+        """The node at `target`, if it still exists."""
+        named = [node for node in placement.prefills if node.address.target == target]
+        return named[0] if named else self.registry.find(NodeRole.PREFILL, target)
+
+    def _pick_decode(
+        self, request: RequestInfo, tried: Collection[Node], num_kv_tokens: int
+    ) -> Node:
+        nodes = without(self.pool.decodes(request.model).nodes, tried)
+        if not nodes:
+            raise self._why_no_decode_node(request.model)
+        return self._decode_choice.pick(nodes, num_kv_tokens)
+
+    def _why_no_decode_node(self, model: str) -> NoNodeAvailable | ModelNotFound:
+        names = self.registry.model_names()
+        if model and names and model not in names:
+            listed = ", ".join(repr(name) for name in sorted(names))
+            shown = repr(model[:_MAX_SHOWN_NAME])
+            return ModelNotFound(f"The model {shown} does not exist here. There is: {listed}.")
+        states = [self.registry.state(node) for node in self.registry.nodes(NodeRole.DECODE)]
+        if not states:
+            return NoNodeAvailable("No decode node is known to the router yet. Try again shortly.")
+        counts = ", ".join(f"{states.count(s)} {s}" for s in NodeState if s in states)
+        return NoNodeAvailable(
+            f"No decode node can take the request now ({len(states)} known: {counts}). "
+            f"Try again shortly."
+        )

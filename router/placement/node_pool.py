@@ -1,0 +1,113 @@
+"""The nodes that may be chosen, kept at hand: a decision does not look at every node.
+
+1. fresh   grouped by what they serve: decode nodes by model, prefill nodes by the KV they make
+2. stale   the registry's version has moved, or `refresh_s` are over (time alone makes a silent
+           node suspect and ends ejections)
+3. fresh   again at the next question; a group whose nodes are the same is the same object, and
+           keeps what it remembers
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from router.node import Node
+from router.node_address import NodeRole
+from router.node_registry import NodeRegistry
+from router.session import Rendezvous
+
+
+@dataclass(slots=True, eq=False)
+class NodeGroup:
+    """Nodes of one tier that can stand in for each other. `members`: the same as a set."""
+
+    nodes: tuple[Node, ...] = ()
+    members: frozenset[Node] = field(init=False)
+    rendezvous: Rendezvous[Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.members = frozenset(self.nodes)
+        self.rendezvous = Rendezvous(self.nodes)
+
+
+_Groups = dict[str, NodeGroup]
+
+
+@dataclass(slots=True, kw_only=True)
+class NodePool:
+    registry: NodeRegistry
+    refresh_s: float = 0.1
+    generation: int = 0
+    """Grows with every refresh that changed a group."""
+    _decodes: _Groups = field(default_factory=dict)
+    _prefills: _Groups = field(default_factory=dict)
+    _version: int = -1
+    _refreshed_at: float = 0.0
+
+    def decodes(self, model: str) -> NodeGroup:
+        """Those that serve `model`, or all for "". Where some have a prefill node to work with,
+        only those."""
+        self._refresh()
+        return self._decodes.get(model, _NOBODY)
+
+    def partners(self, decode: Node) -> NodeGroup:
+        """Prefill nodes whose KV `decode` can use."""
+        self._refresh()
+        return self._prefills.get(decode.fingerprint, _NOBODY)
+
+    def _refresh(self) -> None:
+        registry = self.registry
+        now = registry.clock()
+        if registry.version == self._version and now - self._refreshed_at < self.refresh_s:
+            return
+        self._version, self._refreshed_at = registry.version, now
+        prefills = self._usable(by_fingerprint(registry.nodes(NodeRole.PREFILL)))
+        decodes = {
+            model: with_partner(nodes, prefills)
+            for model, nodes in self._usable(by_model(registry.nodes(NodeRole.DECODE))).items()
+        }
+        before = (self._prefills, self._decodes)
+        self._prefills = _regroup(self._prefills, prefills)
+        self._decodes = _regroup(self._decodes, decodes)
+        self.generation += before != (self._prefills, self._decodes)
+
+    def _usable(self, groups: dict[str, list[Node]]) -> dict[str, list[Node]]:
+        usable = {name: self.registry.usable_of(nodes) for name, nodes in groups.items()}
+        return {name: nodes for name, nodes in usable.items() if nodes}
+
+
+def by_fingerprint(prefills: Iterable[Node]) -> dict[str, list[Node]]:
+    groups: defaultdict[str, list[Node]] = defaultdict(list)
+    for node in prefills:
+        groups[node.fingerprint].append(node)
+    return groups
+
+
+def by_model(decodes: Iterable[Node]) -> dict[str, list[Node]]:
+    """With all of them under ""."""
+    groups: defaultdict[str, list[Node]] = defaultdict(list)
+    for node in decodes:
+        groups[""].append(node)
+        if node.report and node.report.model_name:
+            groups[node.report.model_name].append(node)
+    return groups
+
+
+def with_partner(decodes: list[Node], prefills: Iterable[str]) -> list[Node]:
+    """Decode nodes whose fingerprint is in `prefills`; all, when none has such a partner."""
+    known = set(prefills)
+    return [node for node in decodes if node.fingerprint in known] or decodes
+
+
+def _regroup(before: _Groups, now: dict[str, list[Node]]) -> _Groups:
+    groups = {}
+    for name, nodes in now.items():
+        old = before.get(name)
+        same = old is not None and list(old.nodes) == nodes
+        groups[name] = old if old is not None and same else NodeGroup(tuple(nodes))
+    return groups
+
+
+_NOBODY = NodeGroup()

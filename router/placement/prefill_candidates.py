@@ -1,0 +1,39 @@
+"""The few prefill nodes that a decision looks at.
+
+homes      the session's first two nodes by rendezvous hash: every router finds the same
+matches    up to two with the longest cached prefix, as far as this router knows
+others     four at random: they find the idle nodes. All nodes would find them better, and
+           with loads that are a moment old all routers would find the same one
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from router.node import Node
+from router.placement.node_pool import NodeGroup
+from router.placement.prefix_index import PrefixMatch
+
+NUM_MATCHES = 2
+NUM_RANDOM = 4
+_LOOK_AT_ALL = 6
+
+
+def prefill_candidates(
+    group: NodeGroup, homes: Sequence[Node], match: PrefixMatch, rng: random.Random
+) -> list[Node]:
+    """Homes first, without repetition; none that waits for the outcome of a probe, unless there
+    is nothing else."""
+    chosen: list[Node] = list(homes)
+    if len(group.nodes) <= _LOOK_AT_ALL:
+        chosen += group.nodes
+    else:
+        chosen += (node for node in match.best(NUM_MATCHES) if node in group.members)
+        chosen += rng.sample(group.nodes, NUM_RANDOM)
+    return accepting(dict.fromkeys(chosen))
+
+
+def accepting(nodes: Sequence[Node] | dict[Node, None]) -> list[Node]:
+    """Those that may get a request now; all, when none may."""
+    return [node for node in nodes if node.health.accepts] or list(nodes)

@@ -1,0 +1,127 @@
+"""What each prefill node has probably cached: the blocks of the prompts that we sent there.
+
+    block hash ──▶ nodes that have it, one bit each
+    node       ──▶ its blocks, least recently used first, as many as its cache holds
+
+Soft: a node may have evicted a block, or have others that another router sent. A wrong guess costs
+time, never correctness. A block may be on any number of nodes; were it capped, a popular opening
+would fall out of the index and with it every longer match behind it.
+
+1. learn    a prompt was sent to a node: its blocks become that node's most recent
+2. match    which nodes have how much of a prompt
+3. forget   a node is gone or was restarted: its bit is cleared everywhere
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from router.node import Node
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One node's blocks; `bit` stands for the node in the index."""
+
+    bit: int
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """`levels`: (blocks, nodes whose match ends there), shortest first; nodes as bits."""
+
+    levels: tuple[tuple[int, int], ...]
+    _shelves: dict[Node, _Shelf]
+    _by_bit: dict[int, Node]
+
+    def num_blocks(self, node: Node) -> int:
+        """Leading blocks that `node` has."""
+        shelf = self._shelves.get(node)
+        if shelf is None:
+            return 0
+        return next((count for count, bits in reversed(self.levels) if bits & shelf.bit), 0)
+
+    def best(self, count: int) -> list[Node]:
+        """At most `count` nodes of the longest match; none when there is no match."""
+        found: list[Node] = []
+        bits = self.levels[-1][1] if self.levels else 0
+        while bits and len(found) < count:
+            lowest = bits & -bits
+            found.append(self._by_bit[lowest])
+            bits ^= lowest
+        return found
+
+
+class PrefixIndex:
+    """Holds `max_entries` pairs of block and node at most, about 200 bytes each."""
+
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
+        self._nodes_of: dict[int, int] = {}
+        self._shelves: OrderedDict[Node, _Shelf] = OrderedDict()
+        self._by_bit: dict[int, Node] = {}
+        self._free_bits: list[int] = []
+        self.num_entries = 0
+
+    def match(self, blocks: Sequence[int]) -> PrefixMatch:
+        levels: list[tuple[int, int]] = []
+        alive = self._nodes_of.get(blocks[0], 0) if blocks else 0
+        depth = 0
+        while alive:
+            depth += 1
+            more = alive & self._nodes_of.get(blocks[depth], 0) if depth < len(blocks) else 0
+            if more != alive:
+                levels.append((depth, alive & ~more))
+            alive = more
+        return PrefixMatch(tuple(levels), self._shelves, self._by_bit)
+
+    def learn(self, node: Node, blocks: Sequence[int], capacity: int) -> None:
+        """`node` will have `blocks`, and `capacity` blocks in all. Of a chain the end is evicted
+        first: without the blocks before it, it is of no use."""
+        shelf = self._shelves.get(node) or self._new_shelf(node)
+        for block in reversed(blocks):
+            if block in shelf.blocks:
+                shelf.blocks.move_to_end(block)
+            else:
+                shelf.blocks[block] = None
+                self._nodes_of[block] = self._nodes_of.get(block, 0) | shelf.bit
+                self.num_entries += 1
+        while len(shelf.blocks) > capacity:
+            self._drop_oldest(shelf)
+        while self.num_entries > self._max_entries:
+            self._drop_oldest(self._next_shelf())
+
+    def retain(self, nodes: Collection[Node]) -> None:
+        """Forgets all nodes but these."""
+        for node in [node for node in self._shelves if node not in nodes]:
+            shelf = self._shelves.pop(node)
+            del self._by_bit[shelf.bit]
+            self._free_bits.append(shelf.bit)
+            while shelf.blocks:
+                self._drop_oldest(shelf)
+
+    def _new_shelf(self, node: Node) -> _Shelf:
+        bit = self._free_bits.pop() if self._free_bits else 1 << len(self._by_bit)
+        self._by_bit[bit] = node
+        shelf = self._shelves[node] = _Shelf(bit)
+        return shelf
+
+    def _next_shelf(self) -> _Shelf:
+        """One after the other gives up a block, so that none is starved."""
+        while True:
+            node, shelf = next(iter(self._shelves.items()))
+            self._shelves.move_to_end(node)
+            if shelf.blocks:
+                return shelf
+
+    def _drop_oldest(self, shelf: _Shelf) -> None:
+        block, _ = shelf.blocks.popitem(last=False)
+        left = self._nodes_of[block] & ~shelf.bit
+        if left:
+            self._nodes_of[block] = left
+        else:
+            del self._nodes_of[block]
+        self.num_entries -= 1

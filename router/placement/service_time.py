@@ -1,0 +1,89 @@
+"""How long a prefill node computes a prompt, learned from those that were served.
+
+    seconds = base_s + per_token_s · u + per_pair_s · u · n
+
+`u` tokens are new, the prompt has `n`; the last term is attention. The three constants follow all
+nodes together (they serve the same model); what is special about one node is in its `Pace`.
+
+1. prior    nothing was measured: an assumed speed, no attention
+2. fitted   least squares over relative errors, so that short prompts count as much as long
+            ones; old measurements fade with a memory of about `_MEMORY` prompts. No constant is
+            negative (coordinate descent on the normal equations, from the last solution on).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_MEMORY = 500
+_PRIOR_WEIGHT = 2.0
+_MEAN_OVER = 100
+_PRIOR_PROMPT = 1000
+_SWEEPS = 8
+_SCALES = (1.0, 1e-3, 1e-8)
+"""Bring base, tokens and pairs to about the same size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTime:
+    base_s: float
+    per_token_s: float
+    per_pair_s: float
+
+    def seconds(self, num_new: float, num_prompt: float) -> float:
+        return self.base_s + num_new * (self.per_token_s + self.per_pair_s * num_prompt)
+
+
+@dataclass(slots=True)
+class ServiceTimeFit:
+    """`tokens_per_s` is assumed until prompts were served."""
+
+    tokens_per_s: float
+    time: ServiceTime = field(init=False)
+    mean_s: float = field(init=False)
+    """Of one prompt: what margins are measured in."""
+    s_per_token: float = field(init=False)
+    """Of a queue: seconds of work for each new token, all sizes together."""
+    num_observed: int = 0
+    _mean_new: float = _PRIOR_PROMPT
+    _matrix: list[list[float]] = field(init=False)
+    _right: list[float] = field(init=False)
+    _x: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.s_per_token = 1 / self.tokens_per_s
+        self.mean_s = _PRIOR_PROMPT * self.s_per_token
+        self.time = ServiceTime(0.0, self.s_per_token, 0.0)
+        self._x = [0.0, self.s_per_token / _SCALES[1], 0.0]
+        self._matrix = [[_PRIOR_WEIGHT if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._right = [_PRIOR_WEIGHT * x for x in self._x]
+
+    def observe(self, num_new: int, num_prompt: int, seconds: float) -> None:
+        """One prompt was computed; `seconds` as they would be on an ordinary node."""
+        if num_new <= 0 or seconds <= 0:
+            return
+        row = [_SCALES[0], _SCALES[1] * num_new, _SCALES[2] * num_new * num_prompt]
+        weight = 1 / seconds**2
+        keep = 1 - 1 / _MEMORY
+        for i in range(3):
+            self._right[i] = keep * self._right[i] + weight * row[i] * seconds
+            for j in range(3):
+                self._matrix[i][j] = keep * self._matrix[i][j] + weight * row[i] * row[j]
+        self._solve()
+        self._follow_means(num_new, seconds)
+
+    def _solve(self) -> None:
+        x, a = self._x, self._matrix
+        for _ in range(_SWEEPS):
+            for i in range(3):
+                others = sum(a[i][j] * x[j] for j in range(3) if j != i)
+                x[i] = max(0.0, (self._right[i] - others) / a[i][i])
+        self.time = ServiceTime(*(value * scale for value, scale in zip(x, _SCALES, strict=True)))
+
+    def _follow_means(self, num_new: int, seconds: float) -> None:
+        """Both means over the same prompts, so that their quotient weighs tokens, not prompts."""
+        self.num_observed += 1
+        part = 1 / min(self.num_observed, _MEAN_OVER)
+        self._mean_new += (num_new - self._mean_new) * part
+        self.mean_s += (seconds - self.mean_s) * part
+        self.s_per_token = self.mean_s / self._mean_new

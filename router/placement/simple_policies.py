@@ -1,0 +1,48 @@
+"""Policies to compare with, and for clusters where sessions mean nothing.
+
+round-robin     one prefill node after the other
+least-loaded    the one with the fewest tokens waiting, as far as is known
+sticky          the session's home, whatever its load; least-loaded without a session
+"""
+
+from __future__ import annotations
+
+from router.node import Node
+from router.placement.base_policy import BasePolicy, RankedPrefills
+from router.placement.node_pool import NodeGroup
+from router.placement.prefill_candidates import accepting
+from router.policy import PrefillChoice
+from router.request_info import RequestInfo
+
+
+class RoundRobinPolicy(BasePolicy):
+    _next = 0
+
+    def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
+        nodes = accepting(group.nodes)
+        start = self._next % len(nodes)
+        self._next += 1
+        in_turn = [*nodes[start:], *nodes[:start]]
+        return RankedPrefills(in_turn, PrefillChoice.ROUND_ROBIN, request.num_prompt_tokens)
+
+
+class LeastLoadedPolicy(BasePolicy):
+    def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
+        nodes = self.by_load(group)
+        return RankedPrefills(nodes, PrefillChoice.LEAST_LOADED, request.num_prompt_tokens)
+
+    def by_load(self, group: NodeGroup) -> list[Node]:
+        """Equal loads in random order."""
+        nodes = accepting(group.nodes)
+        self.rng.shuffle(nodes)
+        return sorted(nodes, key=lambda node: node.predicted_tokens)
+
+
+class StickyPolicy(LeastLoadedPolicy):
+    def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
+        if not request.session_key:
+            return super().rank(request, group, decode)
+        homes = accepting(group.rendezvous.homes(request.session_key))
+        others = [node for node in self.by_load(group) if node not in homes]
+        nodes = [*homes, *others]
+        return RankedPrefills(nodes, PrefillChoice.HOME, request.num_prompt_tokens)

@@ -1,0 +1,41 @@
+"""When a session leaves its home: only for a gain that is worth losing its cached prefix.
+
+    stay while    cost(home) ≤ (1 + ratio) · cost(best) + services · mean service time
+
+The bound is in seconds saved, not in a ratio of loads: with few long prompts on each node a ratio
+says little. It is wide where loads are known late and by hearsay, so that the many do not chase
+the same idle node; one router alone knows the loads and may follow them closely. A first turn has
+nothing at home yet and moves more easily.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    ratio: float
+    services: float
+
+    def keeps(self, home_s: float, best_s: float, mean_service_s: float) -> bool:
+        """Whether home may cost `home_s` when the best node costs `best_s`."""
+        return home_s <= (1 + self.ratio) * best_s + self.services * mean_service_s
+
+
+@dataclass(frozen=True, slots=True)
+class SpillRule:
+    first_turn: Margin
+    later_turn: Margin
+
+    def margin(self, *, is_later_turn: bool) -> Margin:
+        return self.later_turn if is_later_turn else self.first_turn
+
+
+ONE_ROUTER = SpillRule(Margin(0.25, 0.15), Margin(0.25, 0.15))
+MANY_ROUTERS = SpillRule(first_turn=Margin(0.5, 0.3), later_turn=Margin(1.0, 0.6))
+
+
+def spill_rule(num_routers: int) -> SpillRule:
+    """The margins that did best in simulation (docs/routing.md)."""
+    return ONE_ROUTER if num_routers == 1 else MANY_ROUTERS

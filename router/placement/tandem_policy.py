@@ -1,0 +1,163 @@
+"""The router's own policy: a session stays at its home unless leaving saves much time.
+
+    candidates    the session's homes, nodes with a cached prefix, a few at random
+    cost          estimated time to the first token of each
+    spill         home, unless the best costs so much less that losing the prefix is worth it
+    learn         what was sent where (prefix index), and how long it took (service time)
+
+Nothing is shared with other routers. They agree on homes because they hash alike, and on spills
+because all bound them by the same loads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.node import Node
+from router.node_address import NodeRole
+from router.node_registry import NodeRegistry
+from router.placement.base_policy import BasePolicy, RankedPrefills
+from router.placement.local_prefill import LocalPrefillRule
+from router.placement.node_pool import NodeGroup
+from router.placement.prefill_candidates import prefill_candidates
+from router.placement.prefix_index import PrefixIndex, PrefixMatch
+from router.placement.service_time import ServiceTimeFit
+from router.placement.spill import MANY_ROUTERS, SpillRule
+from router.placement.ttft_estimate import TtftEstimator
+from router.policy import Placement, PrefillChoice
+from router.prefill_outcome import PrefillOutcome
+from router.request_info import RequestInfo
+
+_KNOWN_PREFIX = 0.25
+"""A request that finds so much of its prompt cached counts as a later turn."""
+_DEFAULT_CACHE_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TandemParameters:
+    """See docs/routing.md for what each of them was measured against."""
+
+    spill: SpillRule = MANY_ROUTERS
+    own_work_weight: float = 2.0
+    prefill_tokens_per_s: float = 8000.0
+    short_prompt_tokens: int = 0
+    max_index_entries: int = 300_000
+
+
+class TandemPolicy(BasePolicy):
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        rng: random.Random,
+        parameters: TandemParameters | None = None,
+        *,
+        decode_choices: int = 2,
+        max_prefill_candidates: int = 3,
+    ) -> None:
+        super().__init__(
+            registry,
+            rng,
+            decode_choices=decode_choices,
+            max_prefill_candidates=max_prefill_candidates,
+        )
+        self._parameters = parameters or TandemParameters()
+        self.fit = ServiceTimeFit(self._parameters.prefill_tokens_per_s)
+        self.index = PrefixIndex(self._parameters.max_index_entries)
+        self._estimator = TtftEstimator(
+            fit=self.fit, own_work_weight=self._parameters.own_work_weight
+        )
+        self._local = LocalPrefillRule(self._parameters.short_prompt_tokens)
+        self._indexed_generation = 0
+
+    # Placing -----------------------------------------------------------------------------------
+
+    def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
+        self._forget_lost_nodes()
+        match = self.index.match(request.prefix_blocks)
+        key = request.session_key
+        homes = group.rendezvous.homes(key) if key else ()
+        candidates = prefill_candidates(group, homes, match, self.rng)
+        new = {node: num_new_tokens(request, match, node) for node in candidates}
+        costs = self._costs(request, new)
+        ranked = sorted(candidates, key=lambda node: costs[node])
+        choice = PrefillChoice.LEAST_LOADED
+        if homes and homes[0] in costs:
+            choice = self._stay_or_spill(request, ranked, costs, new)
+        return self._result(request, ranked, choice, new[ranked[0]], decode)
+
+    def _costs(self, request: RequestInfo, new: dict[Node, int]) -> dict[Node, float]:
+        now, cost_s = self.registry.clock(), self._estimator.cost_s
+        num_prompt = request.num_prompt_tokens
+        return {node: cost_s(node, num_new, num_prompt, now) for node, num_new in new.items()}
+
+    def _stay_or_spill(
+        self,
+        request: RequestInfo,
+        ranked: list[Node],
+        costs: dict[Node, float],
+        new: dict[Node, int],
+    ) -> PrefillChoice:
+        """Home is the first of `costs`; it moves to the front of `ranked` if the session stays."""
+        home = next(iter(costs))
+        known = 1 - min(new.values()) / max(1, request.num_prompt_tokens)
+        is_later = request.is_later_turn or known >= _KNOWN_PREFIX
+        margin = self._parameters.spill.margin(is_later_turn=is_later)
+        if not margin.keeps(costs[home], costs[ranked[0]], self.fit.mean_s):
+            return PrefillChoice.SPILL
+        ranked.remove(home)
+        ranked.insert(0, home)
+        return PrefillChoice.HOME
+
+    def _result(
+        self,
+        request: RequestInfo,
+        ranked: Sequence[Node],
+        choice: PrefillChoice,
+        num_new: int,
+        decode: Node,
+    ) -> RankedPrefills:
+        num_prompt = request.num_prompt_tokens
+        remote_s = self._estimator.ttft_s(ranked[0], num_new, num_prompt, self.registry.clock())
+        alone_s = self.fit.time.seconds(num_prompt, num_prompt)
+        if self._local.applies(decode, num_prompt, alone_s, remote_s):
+            return RankedPrefills((), PrefillChoice.LOCAL, 0, alone_s)
+        return RankedPrefills(ranked, choice, num_new, remote_s)
+
+    # Learning ----------------------------------------------------------------------------------
+
+    def placed(self, request: RequestInfo, placement: Placement) -> None:
+        super().placed(request, placement)
+        if placement.prefills:
+            self._learn_prefix(placement.prefills[0], request)
+
+    def observe(self, request: RequestInfo, placement: Placement, outcome: PrefillOutcome) -> None:
+        super().observe(request, placement, outcome)
+        node = self._prefill_node(placement, outcome.node)
+        if node is None:
+            return
+        if node not in placement.prefills[:1]:
+            self._learn_prefix(node, request)
+        new, prompt = outcome.num_computed_tokens, outcome.num_prompt_tokens
+        expected_s = self.fit.time.seconds(new, prompt)
+        self.fit.observe(new, prompt, outcome.compute_s / node.pace.factor)
+        node.pace.observe(outcome.compute_s, expected_s)
+
+    def _learn_prefix(self, node: Node, request: RequestInfo) -> None:
+        if not request.prefix_blocks:
+            return
+        tokens = node.report.num_kv_tokens if node.report else 0
+        capacity = int((tokens or _DEFAULT_CACHE_TOKENS) / max(1.0, request.tokens_per_block))
+        self.index.learn(node, request.prefix_blocks, capacity)
+
+    def _forget_lost_nodes(self) -> None:
+        if self._indexed_generation != self.pool.generation:
+            self._indexed_generation = self.pool.generation
+            self.index.retain(set(self.registry.nodes(NodeRole.PREFILL)))
+
+
+def num_new_tokens(request: RequestInfo, match: PrefixMatch, node: Node) -> int:
+    """Prompt tokens that `node` would have to compute, at least 1."""
+    cached = int(match.num_blocks(node) * request.tokens_per_block)
+    return max(1, request.num_prompt_tokens - cached)

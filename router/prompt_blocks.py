@@ -1,0 +1,25 @@
+"""A prompt's text as a chain of block hashes: equal chains, equal beginnings.
+
+The router has no tokens, so a block is a piece of the JSON text. Each hash depends on all before
+it. A conversation's later turn repeats the text of the earlier one and adds to it, so its chain
+begins with the earlier chain. The last, incomplete block is left out: it will look different in
+the next turn.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+BLOCK_BYTES = 2048
+"""About 512 tokens of English text."""
+MAX_BLOCKS = 1024
+
+
+def hash_blocks(text: bytes, seed: int) -> tuple[int, ...]:
+    """64 bits for each complete block. `seed`: what else must agree, such as tenant and model."""
+    chain = []
+    end = min(len(text) - len(text) % BLOCK_BYTES, MAX_BLOCKS * BLOCK_BYTES)
+    for start in range(0, end, BLOCK_BYTES):
+        seed = xxhash.xxh3_64_intdigest(text[start : start + BLOCK_BYTES], seed)
+        chain.append(seed)
+    return tuple(chain)
