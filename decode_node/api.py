@@ -11,12 +11,25 @@ from starlette.responses import Response
 
 from decode_node.client_connection import prefill_nodes, read_body, request_headers
 from decode_node.config import DecodeNodeSettings
-from decode_node.errors import Unavailable
+from decode_node.errors import BadRequest, Unavailable
+from decode_node.heartbeats import Heartbeats
+from decode_node.journal import (
+    JOURNAL_HEADER,
+    MAX_RESUME_BYTES,
+    RESUME_HEADER,
+    Resume,
+    read_resume,
+)
 from decode_node.metrics import DecodeMetrics
 from decode_node.protocol import BodyT, ChatCompletionRequest, CompletionRequest, parse_body
 from decode_node.responses import Model, ModelList
 from decode_node.serving import OpenAIServing, RequestContext
 from engine.config import ModelConfig
+
+ROUTER_HEADERS = frozenset(
+    {"x-prefiller-host-port", "x-tandem-cache-salt", JOURNAL_HEADER, RESUME_HEADER}
+)
+"""Only a router may say these."""
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -27,6 +40,7 @@ class NodeState:
 
     draining: bool = False
     unhealthy: str = ""
+    heartbeats: Heartbeats = field(default_factory=Heartbeats)
 
     def check_accepting(self) -> None:
         """Raises `Unavailable`."""
@@ -52,17 +66,22 @@ class Api:
         received_at = time.monotonic()
         self.state.check_accepting()
         headers = request_headers(request.scope)
-        raw = await read_body(
-            headers, request.receive, self.settings.max_body_bytes, self.settings.body_timeout_s
-        )
-        named = headers.get("x-prefiller-host-port")
         if not self.settings.accept_prefill_header:
-            named = None
+            headers = {k: v for k, v in headers.items() if k not in ROUTER_HEADERS}
+        limit = self.settings.max_body_bytes
+        if RESUME_HEADER in headers:
+            limit += MAX_RESUME_BYTES
+        raw = await read_body(headers, request.receive, limit, self.settings.body_timeout_s)
+        raw, resume = _split(raw, headers.get(RESUME_HEADER))
+        named = headers.get("x-prefiller-host-port")
         context = RequestContext(
             request_id=request.state.request_id,
             received_at=received_at,
             prefill_nodes=None if named is None else prefill_nodes(named),
             wants_timeline=headers.get("x-tandem-timeline") == "1",
+            wants_journal=headers.get(JOURNAL_HEADER) == "1",
+            resume=resume,
+            cache_salt=headers.get("x-tandem-cache-salt", ""),
         )
         return parse_body(raw, kind), context
 
@@ -114,6 +133,16 @@ def create_router(api: Api) -> APIRouter:
         return Response(api.metrics.text(), media_type=METRICS_TYPE)
 
     return router
+
+
+def _split(raw: bytes, offset: str | None) -> tuple[bytes, Resume | None]:
+    """The client's body, and what of the answer exists already. Raises `BadRequest`."""
+    if offset is None:
+        return raw, None
+    if not (offset.isascii() and offset.isdigit() and len(offset) < 12):
+        raise BadRequest(f"{RESUME_HEADER} must be a number of bytes", param=RESUME_HEADER)
+    size = int(offset)
+    return raw[:size], read_resume(raw[size:])
 
 
 def _json(content: msgspec.Struct) -> Response:

@@ -30,8 +30,9 @@ class DecodeNodeSettings(EngineSettings):
     )
     accept_prefill_header: bool = Field(
         default=True,
-        description="Follow x-prefiller-host-port. Turn off where clients reach this node "
-        "without a router: the header makes it connect wherever it says.",
+        description="Follow x-prefiller-host-port and what else only a router says. Turn off "
+        "where clients reach this node without one: the header makes it connect wherever it "
+        "says.",
     )
     local_prefill_threshold: int = Field(
         default=0,

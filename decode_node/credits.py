@@ -93,6 +93,13 @@ class KVCredits:
         self._admit(num_blocks)
         return Claim(self, num_blocks)
 
+    def refuse_waiters(self, error: Exception) -> None:
+        """Every `acquire` that waits raises `error`."""
+        for waiter in self._waiters:
+            if not waiter.admitted.done():
+                waiter.admitted.set_exception(error)
+        self._waiters.clear()
+
     def take(self, num_blocks: int) -> None:
         self._num_claimed += num_blocks
 

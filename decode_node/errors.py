@@ -44,6 +44,8 @@ class ApiError(Exception):
     type = "server_error"
     default_code: str | None = None
     retry_after_s: int | None = None
+    is_of_this_node = False
+    """Another node could serve the request."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -126,3 +128,4 @@ class Unavailable(ApiError):
     type = "service_unavailable"
     default_code = "unavailable"
     retry_after_s = 2
+    is_of_this_node = True

@@ -19,12 +19,14 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.outputs import TokenLogprobs
 
-_FAILED = {"abort", "error"}
-
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. `is_first_of_prompt`: counts the prompt in `usage`."""
+    """One answer. `is_first_of_prompt`: counts the prompt in `usage`.
+
+    One that another node began has what that one found in its cache (`num_cached`), and either
+    goes on (`request` knows from where) or is complete: then `replay` is all of it.
+    """
 
     index: int
     request: GenerationRequest
@@ -32,6 +34,13 @@ class Choice:
     is_first_of_prompt: bool
     prompt_text: str = ""
     """For `echo`."""
+    num_cached: int | None = None
+    resumed_logprobs: list[TokenLogprobs] | None = None
+    replay: RequestOutput | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.record.cached_tokens if self.num_cached is None else self.num_cached
 
 
 @dataclass(slots=True)
@@ -89,10 +98,10 @@ class Generation:
         return results
 
     def usage(self) -> Usage:
-        firsts = [choice.record for choice in self.choices if choice.is_first_of_prompt]
-        prompt = sum(record.num_prompt_tokens for record in firsts)
+        firsts = [choice for choice in self.choices if choice.is_first_of_prompt]
+        prompt = sum(choice.record.num_prompt_tokens for choice in firsts)
         completion = sum(choice.record.num_output_tokens for choice in self.choices)
-        cached = sum(record.cached_tokens for record in firsts)
+        cached = sum(choice.cached_tokens for choice in firsts)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
     def timeline(self) -> Timeline:
@@ -105,11 +114,19 @@ class Generation:
         return self.choices[0].record.prefill_node or "local"
 
     async def _run(self, choice: Choice) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+        if choice.replay is not None:
+            choice.record.on_output(choice.replay)
+            yield choice, choice.replay
+            return
         stream = self._proxy.generate(choice.request, choice.record, self._prefill_nodes)
         async with contextlib.aclosing(stream):
             async for output in stream:
-                if output.finish_reason in _FAILED:
+                if output.finish_reason == "abort":
+                    raise Unavailable("this node is stopping; try another", code="draining")
+                if output.finish_reason == "error":
                     raise GenerationFailed("the request was ended by the engine; try it again")
+                if output.is_replay:
+                    output.logprobs = choice.resumed_logprobs
                 yield choice, output
 
     async def _merge(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:

@@ -83,7 +83,8 @@ class DecodeMetrics:
             len(choices) / max(1, sum(choice.is_first_of_prompt for choice in choices))
         )
         for choice in choices:
-            self._observe_record(choice.record)
+            if choice.replay is None:
+                self._observe_record(choice.record)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

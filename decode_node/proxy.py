@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from decode_node.credits import Claim, KVCredits
-from decode_node.errors import Overloaded
+from decode_node.errors import Overloaded, Unavailable
 from decode_node.prefix_index import PrefixIndex
 from decode_node.remote_prefill import (
     PrefillNodes,
@@ -111,7 +111,7 @@ class DisaggProxy:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of `request`; close the generator to abort it. `prefill_nodes` None: ours.
 
-        Raises EngineDeadError.
+        Raises EngineDeadError, and `Unavailable` when the node stops before the request begins.
         """
         addresses = self._choose_addresses(request, prefill_nodes)
         tokens = list(request.prompt_token_ids)
@@ -132,7 +132,8 @@ class DisaggProxy:
                 task.add_done_callback(self._tasks.discard)
             async for output in stream:
                 record.on_output(output)
-                tokens += output.token_ids
+                if not output.is_replay:
+                    tokens += output.token_ids
                 claim.grow_to(len(tokens))
                 yield output
             self._prefix_index.add(tokens[:-1], request.cache_salt)
@@ -147,7 +148,9 @@ class DisaggProxy:
                 claim.release()
 
     def abort_all(self) -> None:
-        """Ends every request that the engine has; their streams end with `abort`."""
+        """Ends every request: streams that the engine has end with `abort`, requests that wait
+        here with `Unavailable`."""
+        self._credits.refuse_waiters(Unavailable("this node is stopping", code="draining"))
         for request_id in list(self._in_engine):
             self._engine.abort(request_id)
 

@@ -50,6 +50,7 @@ class ResponseFormat(ABC):
         self.id = f"{self.id_prefix}-{request_id}"
         self.model = model
         self.created = int(time.time())
+        """Unix seconds. An answer that is resumed keeps its own."""
         self._tokenizer = tokenizer
         self._return_token_ids = return_token_ids
         self._no_usage: UnsetType | None = None if include_usage else UNSET
@@ -59,6 +60,10 @@ class ResponseFormat(ABC):
     def chunk(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
     ) -> bytes | None: ...
+
+    @abstractmethod
+    def resume(self, choice: Choice, output: RequestOutput) -> None:
+        """Another node has sent chunks for all of `output`."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes: ...
@@ -124,6 +129,9 @@ class CompletionFormat(ResponseFormat):
         )
         return self._encode([item], self._no_usage, timeline)
 
+    def resume(self, choice: Choice, output: RequestOutput) -> None:
+        self._lengths[choice.index] = len(choice.prompt_text) + len(output.text)
+
     def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes:
         return self._encode([], usage, timeline)
 
@@ -145,7 +153,7 @@ class CompletionFormat(ResponseFormat):
         return self._encode(items, usage, timeline)
 
     def _prompt_ids(self, choice: Choice) -> list[int] | UnsetType:
-        return self._token_ids(choice.request.prompt_token_ids)
+        return self._token_ids(choice.request.own_prompt_token_ids)
 
     def _logprobs(
         self, logprobs: list[TokenLogprobs] | None, offset: int
@@ -214,6 +222,9 @@ class ChatFormat(ResponseFormat):
         )
         return self._encode([item], self._no_usage, timeline)
 
+    def resume(self, choice: Choice, output: RequestOutput) -> None:
+        self._begun.add(choice.index)
+
     def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes:
         return self._encode([], usage, timeline)
 
@@ -228,7 +239,7 @@ class ChatFormat(ResponseFormat):
                 finish_reason=result.finish_reason,
                 stop_reason=_unset(result.stop_reason),
                 token_ids=self._token_ids(result.token_ids),
-                prompt_token_ids=self._token_ids(result.choice.request.prompt_token_ids),
+                prompt_token_ids=self._token_ids(result.choice.request.own_prompt_token_ids),
             )
             for result in results
         ]

@@ -133,7 +133,8 @@ class DecodeNode:
             stopping.cancel()
 
     async def _drain(self) -> None:
-        """Answers that are still open at the end of the time end with an error."""
+        """Answers that are still open at the end of the time end with an error, which lets a
+        router continue them elsewhere."""
         self._state.draining = True
         self._status.work.draining = True
         self._status.notify()
@@ -148,6 +149,8 @@ class DecodeNode:
         while True:
             self._state.unhealthy = self._status.fault()
             self._status.work.num_queued = self._proxy.num_queued
+            if not self._state.unhealthy:
+                await self._state.heartbeats.beat()
             await self._status.wait_change(_WATCH_S)
 
     def _emit_ready(self) -> None:
@@ -243,6 +246,7 @@ def create_node_app(
         metrics,
         max_choices=settings.max_choices,
         send_timeout_s=settings.send_timeout_s,
+        heartbeats=state.heartbeats,
     )
     api = Api(settings, engine.config.model, serving, metrics, state)
     return create_app(api, read_api_keys(settings))

@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from decode_node.answer import Answer
 from decode_node.errors import BadRequest, NotFound
 from decode_node.generation import Choice, Generation
+from decode_node.heartbeats import Heartbeats
+from decode_node.journal import JOURNAL_HEADER, JournalWriter, Resume, ResumedChoice
 from decode_node.metrics import DecodeMetrics
 from decode_node.protocol import ChatCompletionRequest, CompletionRequest
 from decode_node.proxy import DisaggProxy
 from decode_node.response_format import ChatFormat, CompletionFormat, ResponseFormat
-from decode_node.sse import EventStreamResponse, JsonResponse
-from decode_node.timeline import RequestRecord, Timeline
+from decode_node.sse import EventStreamResponse, JournaledResponse, JsonResponse
+from decode_node.timeline import RequestRecord
 from engine.config import EngineConfig
 from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplateError
-from engine.frontend.input_processor import InputProcessor, InvalidRequest
+from engine.frontend.input_processor import GenerationRequest, InputProcessor, InvalidRequest
+from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 
 _LONG_TEXT = 16_384
@@ -37,12 +38,17 @@ _LONG_TEXT = 16_384
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What comes with a request besides its body. `prefill_nodes` None: none were named."""
+    """What comes with a request besides its body. `prefill_nodes` None: none were named.
+    `resume`: another node has begun the answer."""
 
     request_id: str
     received_at: float
     prefill_nodes: list[str] | None = None
     wants_timeline: bool = False
+    wants_journal: bool = False
+    resume: Resume | None = None
+    cache_salt: str = ""
+    """Of the tenant: what the request's own salt can narrow and never leave."""
 
 
 class OpenAIServing:
@@ -57,6 +63,7 @@ class OpenAIServing:
         *,
         max_choices: int,
         send_timeout_s: float,
+        heartbeats: Heartbeats,
     ) -> None:
         self._model = config.model
         self._tokenizer = tokenizer
@@ -65,6 +72,7 @@ class OpenAIServing:
         self._metrics = metrics
         self._max_choices = max_choices
         self._send_timeout_s = send_timeout_s
+        self._heartbeats = heartbeats
         self._serial = itertools.count()
         """Makes request ids of the engine unique, whatever ids clients send."""
 
@@ -110,49 +118,36 @@ class OpenAIServing:
     ) -> Response:
         self._proxy.check_room(len(choices))
         generation = Generation(self._proxy, choices, context.prefill_nodes)
+        resume = context.resume
+        if resume is not None:
+            form.created = resume.created
+        journal = None
+        if context.wants_journal:
+            journal = _journal(resume, form.created, choices, is_stream=bool(body.stream))
+        answer = Answer(
+            generation,
+            form,
+            self._metrics,
+            journal,
+            include_usage=body.include_usage,
+            is_usage_told=resume is not None and resume.is_usage_told,
+            wants_timeline=context.wants_timeline,
+        )
 
         def headers() -> dict[str, str]:
-            return {"x-tandem-prefill-node": generation.prefill_node}
+            known = {"x-tandem-prefill-node": generation.prefill_node}
+            return known if journal is None else known | {JOURNAL_HEADER: str(journal.first_number)}
 
-        if body.stream:
-            chunks = self._chunks(
-                generation, form, body.include_usage, wants_timeline=context.wants_timeline
+        if journal is not None:
+            events, content_type = answer.events(), EventStreamResponse.content_type
+            if not body.stream:
+                events, content_type = answer.body_events(), "application/json"
+            return JournaledResponse(
+                events, headers, self._send_timeout_s, self._heartbeats, content_type
             )
-            return EventStreamResponse(chunks, headers, self._send_timeout_s)
-        whole = partial(self._body, generation, form, wants_timeline=context.wants_timeline)
-        return JsonResponse(whole, headers)
-
-    async def _chunks(
-        self,
-        generation: Generation,
-        form: ResponseFormat,
-        include_usage: bool,
-        *,
-        wants_timeline: bool,
-    ) -> AsyncGenerator[bytes, None]:
-        """The timeline rides on the last chunk: the usage chunk, where there is one."""
-        running = len(generation.choices)
-        try:
-            async with aclosing(generation.outputs()) as outputs:
-                async for choice, output in outputs:
-                    running -= output.finished
-                    is_last = running == 0 and not include_usage
-                    timeline = _timeline(generation, wants_timeline and is_last)
-                    if chunk := form.chunk(choice, output, timeline):
-                        yield chunk
-            if include_usage:
-                yield form.usage_chunk(generation.usage(), _timeline(generation, wants_timeline))
-        finally:
-            self._metrics.observe(generation.choices)
-
-    async def _body(
-        self, generation: Generation, form: ResponseFormat, *, wants_timeline: bool
-    ) -> bytes:
-        try:
-            results = await generation.collect()
-            return form.body(results, generation.usage(), _timeline(generation, wants_timeline))
-        finally:
-            self._metrics.observe(generation.choices)
+        if body.stream:
+            return EventStreamResponse(answer.events(), headers, self._send_timeout_s)
+        return JsonResponse(answer.body, headers)
 
     def _choices(
         self,
@@ -162,30 +157,63 @@ class OpenAIServing:
         context: RequestContext,
     ) -> list[Choice]:
         """Choice `i` of a prompt draws with seed + i, so that they differ."""
-        sampling = body.sampling()
+        resumed = _resumed_choices(context.resume, len(prompts) * body.num_choices)
         choices: list[Choice] = []
         for prompt, echo in zip(prompts, echoes, strict=True):
             for i in range(body.num_choices):
-                try:
-                    request = self._input_processor.process(
-                        f"{context.request_id}-{next(self._serial)}",
-                        prompt,
-                        sampling,
-                        max_tokens=body.wanted_max_tokens,
-                        seed=None if body.seed is None else body.seed + i,
-                        priority=body.priority or 0,
-                        cache_salt=body.cache_salt or "",
-                    )
-                except InvalidRequest as error:
-                    raise BadRequest.from_invalid(error) from None
-                request.arrival_time = context.received_at
+                seed = None if body.seed is None else body.seed + i
+                begun = resumed[len(choices)] if resumed else None
+                request = self._request(body, prompt, seed, begun, context)
                 record = RequestRecord(
                     num_prompt_tokens=len(prompt),
                     max_tokens=request.sampling.max_tokens,
                     received_at=context.received_at,
                 )
-                choices.append(Choice(len(choices), request, record, i == 0, echo))
+                choice = Choice(len(choices), request, record, i == 0, echo)
+                if begun is not None:
+                    self._take_over(choice, begun)
+                choices.append(choice)
         return choices
+
+    def _request(
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        prompt: list[int],
+        seed: int | None,
+        begun: ResumedChoice | None,
+        context: RequestContext,
+    ) -> GenerationRequest:
+        goes_on = begun is not None and begun.end is None
+        try:
+            request = self._input_processor.process(
+                f"{context.request_id}-{next(self._serial)}",
+                prompt,
+                body.sampling(),
+                max_tokens=body.wanted_max_tokens,
+                seed=begun.seed if begun is not None else seed,
+                priority=body.priority or 0,
+                cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
+                resumed_token_ids=begun.token_ids if begun is not None and goes_on else (),
+            )
+        except InvalidRequest as error:
+            raise BadRequest.from_invalid(error) from None
+        request.arrival_time = context.received_at
+        return request
+
+    def _take_over(self, choice: Choice, begun: ResumedChoice) -> None:
+        choice.num_cached = begun.num_cached
+        choice.resumed_logprobs = begun.logprobs or None
+        if begun.end is None:
+            return
+        # A stop string is found again in the text; other ends have to be told.
+        is_found = isinstance(begun.end.stop_reason, str)
+        choice.replay = OutputProcessor(choice.request, self._tokenizer).process(
+            begun.token_ids,
+            choice.resumed_logprobs,
+            finish_reason="" if is_found else begun.end.finish_reason,
+            stop_reason=begun.end.stop_reason,
+        )
+        choice.replay.is_replay = True
 
     async def _render(self, body: ChatCompletionRequest) -> str:
         variables = body.chat_template_kwargs or {}
@@ -250,5 +278,23 @@ class OpenAIServing:
             )
 
 
-def _timeline(generation: Generation, wanted: bool) -> Timeline | UnsetType:
-    return generation.timeline() if wanted else UNSET
+def _journal(
+    resume: Resume | None, created: int, choices: list[Choice], *, is_stream: bool
+) -> JournalWriter:
+    if resume is not None:
+        return JournalWriter(resume.num_entries, keeps_logprobs=not is_stream)
+    journal = JournalWriter(keeps_logprobs=not is_stream)
+    journal.start(created, [choice.request.sampling.seed for choice in choices])
+    return journal
+
+
+def _resumed_choices(resume: Resume | None, num_choices: int) -> list[ResumedChoice]:
+    if resume is None:
+        return []
+    if len(resume.choices) != num_choices:
+        raise BadRequest("what to resume belongs to another request", param="resume")
+    return resume.choices
+
+
+def _salt(tenant: str, own: str) -> str:
+    return f"{tenant}/{own}" if tenant else own

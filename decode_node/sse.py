@@ -7,6 +7,9 @@
 
     data: {"error": {...}}       instead of [DONE] when the answer breaks off; then the end
 
+A router that keeps a journal also hears how errors are meant, and a heartbeat when an answer has
+nothing new for a while (`decode_node.journal`).
+
 A client that reads slowly holds up only itself: its chunks wait in the socket, and after
 `send_timeout_s` without progress it is disconnected. When a client hangs up, the work is cancelled.
 """
@@ -23,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from decode_node.client_connection import ClientDisconnected, run_while_connected
 from decode_node.errors import ApiError, GenerationFailed
+from decode_node.heartbeats import Heartbeats, Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +78,15 @@ class JsonResponse(Response):
 
 
 class EventStreamResponse(Response):
-    """`chunks` are JSON bodies; ends them with `[DONE]`, or with an error event."""
+    """`events` are framed; ends them with `[DONE]`, or with an error event."""
+
+    content_type = "text/event-stream; charset=utf-8"
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes, None], headers: Headers, send_timeout_s: float
+        self, events: AsyncGenerator[bytes, None], headers: Headers, send_timeout_s: float
     ) -> None:
         super().__init__()
-        self._chunks = chunks
+        self._events = events
         self._late_headers = headers
         self._send_timeout_s = send_timeout_s
 
@@ -89,29 +95,30 @@ class EventStreamResponse(Response):
             await run_while_connected(receive, self._answer(send))
 
     async def _answer(self, send: Send) -> None:
-        async with contextlib.aclosing(self._chunks):
+        async with contextlib.aclosing(self._events):
             try:
-                first = await anext(self._chunks)
+                first = await anext(self._events, b"")
             except ApiError as error:
                 await send_error(send, error)
                 return
             await self._stream(first, send)
 
     async def _stream(self, first: bytes, send: Send) -> None:
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+        headers = {"content-type": self.content_type, "cache-control": "no-store"}
         await send_start(send, 200, {**headers, **self._late_headers()})
-        await self._send(send, event(first))
         try:
-            async for chunk in self._chunks:
-                await self._send(send, event(chunk))
+            if first:
+                await self._send(send, first)
+            async for chunk in self._events:
+                await self._send(send, chunk)
             last = DONE
         except ApiError as error:
-            last = event(error.body())
+            last = self._error_event(error)
         except (asyncio.CancelledError, TimeoutError):
             raise
         except Exception:
             logger.exception("an answer broke off")
-            last = event(GenerationFailed("the server failed; see its log").body())
+            last = self._error_event(GenerationFailed("the server failed; see its log"))
         await self._send(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -119,3 +126,36 @@ class EventStreamResponse(Response):
         """Raises TimeoutError: the client takes nothing."""
         async with asyncio.timeout(self._send_timeout_s):
             await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _error_event(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+
+class JournaledResponse(EventStreamResponse):
+    """For a router that keeps a journal. `content_type`: what the client will get."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Headers,
+        send_timeout_s: float,
+        heartbeats: Heartbeats,
+        content_type: str = EventStreamResponse.content_type,
+    ) -> None:
+        super().__init__(events, headers, send_timeout_s)
+        self.content_type = content_type
+        self._heartbeats = heartbeats
+        self._pulse: Pulse | None = None
+
+    async def _stream(self, first: bytes, send: Send) -> None:
+        with self._heartbeats.watch(send) as self._pulse:
+            await super()._stream(first, send)
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        assert self._pulse is not None
+        with self._pulse.sending():
+            await super()._send(send, data)
+
+    def _error_event(self, error: ApiError) -> bytes:
+        kind = b"!" if error.is_of_this_node else b"x"
+        return b":%b %d\n" % (kind, error.status) + super()._error_event(error)

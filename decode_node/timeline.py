@@ -75,12 +75,16 @@ class RequestRecord:
     finish_reason: str | None = None
 
     def on_output(self, output: RequestOutput) -> None:
+        if output.is_replay:
+            self.num_output_tokens += len(output.token_ids)
+            self.finish_reason = output.finish_reason
+            return
         now = time.monotonic()
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
         self.local_queue_s = max(self.local_queue_s, output.queue_s)
         if output.token_ids:
-            if self.num_output_tokens == 0:
+            if not self.first_token_at:
                 self.first_token_at = now
             else:
                 self.second_token_at = self.second_token_at or now

@@ -77,6 +77,8 @@ class FakeEngine:
         state = RequestState(OutputProcessor(request, self._tokenizer))
         fake = FakeRequest(request, state, params=request.kv_transfer_params)
         self.requests[request.request_id] = fake
+        if request.num_resumed_tokens:
+            state.queue.put_nowait(state.processor.replay(request.resumed_token_ids))
         if fake.params is None:
             fake.has_kv = True
         self.on_generate(fake)
@@ -96,7 +98,7 @@ class FakeEngine:
     ) -> None:
         fake = self.requests[request_id]
         fake.calls.append(("first_token", token_id))
-        if fake.finished or fake.state.processor.num_output_tokens:
+        if fake.finished or fake.state.processor.num_new_tokens:
             return
         output = fake.state.processor.process_first_token(token_id, logprobs)
         fake.has_first_token = True
@@ -154,13 +156,13 @@ class FakeEngine:
         assert fake.has_kv, "no token without KV"
         processor = fake.state.processor
         for i in range(count):
-            position = len(fake.request.prompt_token_ids) + processor.num_output_tokens
+            position = len(fake.request.prompt_token_ids) + processor.num_new_tokens
             token = token_at(position, fake.request.sampling.seed)
             done = processor.num_output_tokens + 1 == fake.request.sampling.max_tokens
             ending = {"finish_reason": "length"} if done else {}
             if i == count - 1:
                 ending |= last
-            if processor.num_output_tokens == 0:
+            if processor.num_new_tokens == 0:
                 ending |= {"num_cached_tokens": 0, "queue_s": 0.001}
             logprobs = None
             if fake.request.sampling.logprobs is not None:

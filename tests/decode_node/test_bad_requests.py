@@ -363,7 +363,7 @@ async def test_one_failed_choice_ends_all() -> None:
         await node.engine.added(3)
         first = next(iter(node.engine.requests.values()))
         node.engine.abort(first.request.request_id)
-        check_error(await running, 500)
+        check_error(await running, 503)
         await until(lambda: all(f.finished for f in node.engine.requests.values()), "all ended")
 
 

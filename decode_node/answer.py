@@ -1,0 +1,117 @@
+"""One answer, from the outputs of its choices to the events or the body that carry it.
+
+    outputs ──▶ ResponseFormat ──▶ chunk ─┐
+       └──────▶ JournalWriter  ──▶ lines ─┴──▶ event
+
+With a journal a plain body travels as the last event: the router unpacks it. An answer that goes
+on where another node left off first replays what that one gave, which sets all state here and
+sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from msgspec import UNSET, UnsetType
+
+from decode_node.generation import Choice, ChoiceResult, Generation
+from decode_node.journal import JournalWriter
+from decode_node.metrics import DecodeMetrics
+from decode_node.response_format import ResponseFormat
+from decode_node.sse import event
+from decode_node.timeline import Timeline
+from engine.frontend.output_processor import RequestOutput
+
+
+class Answer:
+    """`journal` None: nobody keeps one. `is_usage_told`: by the node before."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        form: ResponseFormat,
+        metrics: DecodeMetrics,
+        journal: JournalWriter | None = None,
+        *,
+        include_usage: bool = False,
+        is_usage_told: bool = False,
+        wants_timeline: bool = False,
+    ) -> None:
+        self._generation = generation
+        self._form = form
+        self._metrics = metrics
+        self._journal = journal
+        self._tells_usage = include_usage and not is_usage_told
+        self._wants_timeline = wants_timeline
+        self._begun: set[int] = set()
+        """Choices that the journal knows."""
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """For a client that wants a stream. The timeline rides on the last chunk: the usage
+        chunk, where there is one. Raises `ApiError`."""
+        running = len(self._generation.choices)
+        try:
+            async with aclosing(self._generation.outputs()) as outputs:
+                async for choice, output in outputs:
+                    running -= output.finished
+                    is_last = running == 0 and not self._tells_usage
+                    if output.is_replay:
+                        self._form.resume(choice, output)
+                        continue
+                    chunk = self._form.chunk(choice, output, self._timeline(is_last))
+                    self._note(choice, output)
+                    if chunk:
+                        yield self._lines(choice) + event(chunk)
+            if self._tells_usage:
+                usage = self._form.usage_chunk(self._generation.usage(), self._timeline(True))
+                if self._journal is not None:
+                    self._journal.usage_told()
+                yield self._lines() + event(usage)
+        finally:
+            self._metrics.observe(self._generation.choices)
+
+    async def body(self) -> bytes:
+        """For a client that wants it whole. Raises `ApiError`."""
+        try:
+            results = await self._generation.collect()
+            return self._body(results)
+        finally:
+            self._metrics.observe(self._generation.choices)
+
+    async def body_events(self) -> AsyncGenerator[bytes, None]:
+        """Entries of the journal, each in an event of its own, then the body. Raises
+        `ApiError`."""
+        results = [ChoiceResult(choice) for choice in self._generation.choices]
+        try:
+            async with aclosing(self._generation.outputs()) as outputs:
+                async for choice, output in outputs:
+                    results[choice.index].add(output)
+                    if output.is_replay:
+                        continue
+                    self._note(choice, output)
+                    if lines := self._lines(choice):
+                        yield lines + b"\n"
+            yield event(self._body(results))
+        finally:
+            self._metrics.observe(self._generation.choices)
+
+    def _note(self, choice: Choice, output: RequestOutput) -> None:
+        if self._journal is None:
+            return
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            if choice.num_cached is None:
+                self._journal.cached(choice.index, choice.record.cached_tokens)
+        self._journal.output(choice.index, output)
+
+    def _lines(self, choice: Choice | None = None) -> bytes:
+        if self._journal is None:
+            return b""
+        return self._journal.take(None if choice is None else choice.index)
+
+    def _body(self, results: list[ChoiceResult]) -> bytes:
+        return self._form.body(results, self._generation.usage(), self._timeline(True))
+
+    def _timeline(self, is_last: bool) -> Timeline | UnsetType:
+        return self._generation.timeline() if is_last and self._wants_timeline else UNSET

@@ -1,0 +1,183 @@
+"""What another node needs to continue an answer exactly, told to the router as it happens.
+
+A router that sends `x-tandem-journal: 1` gets the answer as events, whatever the client asked
+for, with comment lines in front of the data:
+
+    : 0 ["start",1763700000,[17,18]]     when it was created, the seed of each choice
+    : 1 ["cached",0,128]                 prompt tokens that choice 0 did not have to compute
+    : 2 ["tokens",0,[345]]               choice 0 has one more token
+    data: {...}                          and this is all that the client gets of it
+
+    : 9 ["end",0,"stop",null]            choice 0 is complete
+    data: {...}
+
+    : 10 ["usage"]                       usage was told
+    data: {...}
+
+    data: [DONE]
+
+    :                                    nothing new, but alone in its event: still working
+
+    :! 503                               this node cannot go on, another one can
+    data: {"error": ...}
+
+    :x 500                               nobody can
+    data: {"error": ...}
+
+The router takes the lines off, and keeps those with a number without reading them. To continue
+elsewhere it posts the original body followed by the entries as one JSON array, with
+`x-tandem-resume: <length of the original body>`. Entries of the answer to that go on with the
+next number. Tokens are told with the text that they became, so what the client has seen is always
+what the entries amount to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from decode_node.errors import BadRequest
+from engine.frontend.output_processor import RequestOutput
+from engine.outputs import TokenLogprobs
+
+JOURNAL_HEADER = "x-tandem-journal"
+"""Of a request: wanted. Of an answer: the number of its first entry."""
+RESUME_HEADER = "x-tandem-resume"
+MAX_RESUME_BYTES = 8 << 20
+
+HEARTBEAT = b":\n\n"
+
+
+class Start(msgspec.Struct, array_like=True, tag="start"):
+    created: int
+    seeds: list[int]
+
+
+class Cached(msgspec.Struct, array_like=True, tag="cached"):
+    choice: int
+    num_tokens: int
+
+
+class Tokens(msgspec.Struct, array_like=True, tag="tokens"):
+    choice: int
+    token_ids: list[int]
+
+
+class Logprobs(msgspec.Struct, array_like=True, tag="logprobs"):
+    """Of the tokens just told; only when they are not yet with the client."""
+
+    choice: int
+    logprobs: list[TokenLogprobs]
+
+
+class End(msgspec.Struct, array_like=True, tag="end"):
+    choice: int
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class UsageTold(msgspec.Struct, array_like=True, tag="usage"):
+    pass
+
+
+Entry = Start | Cached | Tokens | Logprobs | End | UsageTold
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(list[Entry]).decode
+
+
+class JournalWriter:
+    """Entries of one answer. `keeps_logprobs`: the client gets nothing before the end."""
+
+    def __init__(self, first_number: int = 0, *, keeps_logprobs: bool = False) -> None:
+        self._number = first_number
+        self._keeps_logprobs = keeps_logprobs
+        self._of_all: list[Entry] = []
+        self._of_choices: dict[int, list[Entry]] = {}
+        self.first_number = first_number
+
+    def start(self, created: int, seeds: list[int]) -> None:
+        self._of_all.append(Start(created, seeds))
+
+    def cached(self, choice: int, num_tokens: int) -> None:
+        self._of_choice(choice).append(Cached(choice, num_tokens))
+
+    def output(self, choice: int, output: RequestOutput) -> None:
+        entries = self._of_choice(choice)
+        if output.token_ids:
+            entries.append(Tokens(choice, output.token_ids))
+        if self._keeps_logprobs and output.logprobs:
+            entries.append(Logprobs(choice, output.logprobs))
+        if output.finish_reason:
+            entries.append(End(choice, output.finish_reason, output.stop_reason))
+
+    def usage_told(self) -> None:
+        self._of_all.append(UsageTold())
+
+    def take(self, choice: int | None = None) -> bytes:
+        """Lines for what was noted of the whole and of `choice`, and not taken yet. What other
+        choices have in store waits for a chunk of their own."""
+        entries, self._of_all = self._of_all, []
+        if choice is not None:
+            entries += self._of_choices.pop(choice, ())
+        return b"".join(self._line(entry) for entry in entries)
+
+    def _line(self, entry: Entry) -> bytes:
+        self._number += 1
+        return b": %d %b\n" % (self._number - 1, _encode(entry))
+
+    def _of_choice(self, choice: int) -> list[Entry]:
+        return self._of_choices.setdefault(choice, [])
+
+
+@dataclass(slots=True)
+class ResumedChoice:
+    """Where one choice stands."""
+
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached: int | None = None
+    end: End | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where an answer stands."""
+
+    created: int
+    choices: list[ResumedChoice]
+    is_usage_told: bool
+    num_entries: int
+
+
+def read_resume(data: bytes) -> Resume:
+    """From what a router kept. Raises `BadRequest`."""
+    try:
+        start, *entries = _decode(data)
+        if not isinstance(start, Start):
+            raise TypeError("no start")
+        choices = [ResumedChoice(seed) for seed in start.seeds]
+        for entry in entries:
+            _apply(entry, choices)
+    except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError):
+        raise BadRequest("what to resume cannot be read", param="resume") from None
+    is_usage_told = any(isinstance(entry, UsageTold) for entry in entries)
+    return Resume(start.created, choices, is_usage_told, 1 + len(entries))
+
+
+def _apply(entry: Entry, choices: list[ResumedChoice]) -> None:
+    match entry:
+        case Tokens(choice, token_ids):
+            choices[choice].token_ids += token_ids
+        case Logprobs(choice, logprobs):
+            choices[choice].logprobs += logprobs
+        case Cached(choice, num_tokens):
+            choices[choice].num_cached = num_tokens
+        case End(choice):
+            choices[choice].end = entry
+        case UsageTold():
+            pass
+        case Start():
+            raise TypeError("a second start")

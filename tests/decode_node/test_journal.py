@@ -1,0 +1,211 @@
+"""An answer that another node continues is, byte for byte, the answer of one node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_node.errors import BadRequest
+from decode_node.journal import read_resume
+from tests.decode_node.http_node import HttpNode, http_node
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ASK = {"x-tandem-journal": "1", "x-request-id": "r1"}
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def entries_of(event: str) -> list[str]:
+    return re.findall(r"^: (\d+ .+)$", event, re.M)
+
+
+def data_of(event: str) -> str:
+    return "\n".join(line for line in event.split("\n") if not line.startswith(":"))
+
+
+def resume_of(events: list[str]) -> bytes:
+    entries = [entry.partition(" ")[2] for event in events for entry in entries_of(event)]
+    return f"[{','.join(entries)}]".encode()
+
+
+async def ask(
+    node: HttpNode, path: str, body: dict[str, Any], known: list[str] | None = None
+) -> list[str]:
+    """Events of an answer; `known`: those of it that another node gave."""
+    raw, headers = json.dumps(body).encode(), dict(ASK)
+    if known:
+        headers["x-tandem-resume"] = str(len(raw))
+        raw += resume_of(known)
+    response = await node.client.post(path, content=raw, headers=headers)
+    assert response.status_code == 200, response.text
+    number = int(response.headers["x-tandem-journal"])
+    assert number == sum(len(entries_of(event)) for event in known or [])
+    assert response.text.endswith("\n\n")
+    events = response.text.removesuffix("\n\n").split("\n\n")
+    found = [int(entry.split(" ")[0]) for event in events for entry in entries_of(event)]
+    assert found == list(range(number, number + len(found)))
+    return events
+
+
+def without_cache_note(events: list[str]) -> list[str]:
+    return [data for event in events if (data := re.sub(r'"created":\d+', "", data_of(event)))]
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 7, "seed": 5}),
+    (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 7, "logprobs": 2, "seed": 1}),
+    (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "max_tokens": 4, "seed": 9}),
+    (COMPLETIONS, {"prompt": "abc", "echo": True, "max_tokens": 5, "return_token_ids": True}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 5, "n": 3}),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "fields"), BODIES)
+async def test_wherever_it_is_cut_it_goes_on(
+    path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    body: dict[str, Any] = {**fields, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    async with http_node() as first, http_node() as second:
+        whole = await ask(first, path, body)
+        assert whole[-1] == "data: [DONE]"
+        for cut in range(1, len(whole) if stream else len(whole) - 1):
+            rest = await ask(second, path, body, whole[:cut])
+            assert without_cache_note(whole[:cut]) + without_cache_note(rest) == without_cache_note(
+                whole
+            )
+            created = re.search(r'"created":(\d+)', whole[-2])
+            assert created is None or all(
+                created[1] in found for found in re.findall(r'"created":(\d+)', "".join(rest))
+            )
+
+
+async def test_a_stop_string_that_spans_the_cut_is_found() -> None:
+    async with http_node() as first, http_node() as second:
+        plain = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": 3}
+        text = (await first.client.post(COMPLETIONS, json=plain)).json()["choices"][0]["text"]
+        stop = text[4:8]
+        for stream in (True, False):
+            body = {**plain, "stop": [stop], "stream": stream}
+            whole = await ask(first, COMPLETIONS, body)
+            assert '"stop_reason":' in whole[-2]
+            for cut in range(1, len(whole) if stream else len(whole) - 1):
+                rest = await ask(second, COMPLETIONS, body, whole[:cut])
+                found = without_cache_note([*whole[:cut], *rest])
+                assert found == without_cache_note(whole)
+
+
+async def test_without_a_seed_the_first_node_s_draw_goes_on() -> None:
+    body = {"prompt": [1, 2], "max_tokens": 6, "n": 2, "stream": True}
+    async with http_node() as first, http_node() as second:
+        whole = await ask(first, COMPLETIONS, body)
+        rest = await ask(second, COMPLETIONS, body, whole[:4])
+        assert without_cache_note(rest) == without_cache_note(whole[4:])
+
+
+async def test_a_client_without_a_router_sees_nothing_of_it() -> None:
+    body = {"prompt": [1], "max_tokens": 3, "stream": True}
+    async with http_node() as node:
+        response = await node.client.post(COMPLETIONS, json=body)
+        assert "x-tandem-journal" not in response.headers
+        assert "\n:" not in response.text
+        assert not response.text.startswith(":")
+
+
+async def test_a_node_that_faces_clients_ignores_what_only_a_router_says() -> None:
+    body = json.dumps({"prompt": [1], "max_tokens": 3, "stream": True}).encode()
+    headers = {**ASK, "x-tandem-resume": str(len(body)), "x-tandem-cache-salt": "other"}
+    async with http_node(accept_prefill_header=False) as node:
+        response = await node.client.post(COMPLETIONS, content=body, headers=headers)
+        assert "x-tandem-journal" not in response.headers
+        assert not response.text.startswith(":")
+        assert node.engine.only.request.cache_salt == ""
+
+
+async def test_the_tenant_s_salt_cannot_be_left() -> None:
+    async with http_node() as node:
+        body = {"prompt": [1], "max_tokens": 1, "cache_salt": "mine"}
+        await node.client.post(COMPLETIONS, json=body, headers={"x-tandem-cache-salt": "T"})
+        assert node.engine.only.request.cache_salt == "T/mine"
+
+
+async def test_a_node_that_stops_says_that_others_may_go_on() -> None:
+    body = {"prompt": [1], "max_tokens": 5, "stream": True, "logprobs": 0}
+    for stop in ("drain", "engine dies"):
+        async with http_node(auto=False) as node:
+            running = asyncio.create_task(node.client.post(COMPLETIONS, json=body, headers=ASK))
+            fake = await node.engine.added()
+            node.engine.produce(fake, 2)
+            while not node.state.heartbeats._pulses:
+                await asyncio.sleep(0.001)
+            node.proxy.abort_all() if stop == "drain" else node.engine.die()
+            events = (await running).text.removesuffix("\n\n").split("\n\n")
+            assert events[-1].startswith(':! 503\ndata: {"error"')
+            assert "[DONE]" not in events[-1]
+
+
+async def test_an_error_of_the_request_is_final() -> None:
+    body = {"prompt": [1], "max_tokens": 5, "stream": True, "logprobs": 0}
+    async with http_node(auto=False) as node:
+        running = asyncio.create_task(node.client.post(COMPLETIONS, json=body, headers=ASK))
+        fake = await node.engine.added()
+        node.engine.produce(fake, 1)
+        while not node.state.heartbeats._pulses:
+            await asyncio.sleep(0.001)
+        node.engine.produce(fake, 1, finish_reason="error")
+        events = (await running).text.removesuffix("\n\n").split("\n\n")
+        assert events[-1].startswith(':x 500\ndata: {"error"')
+
+
+async def test_a_silent_answer_gets_heartbeats_and_a_lively_one_none() -> None:
+    body = {"prompt": [1], "max_tokens": 4, "stream": True, "logprobs": 0}
+    async with http_node(auto=False) as node:
+        running = asyncio.create_task(node.client.post(COMPLETIONS, json=body, headers=ASK))
+        fake = await node.engine.added()
+        node.engine.produce(fake, 1)
+        beats = node.state.heartbeats
+        while not beats._pulses:
+            await asyncio.sleep(0.001)
+        await beats.beat()
+        (pulse,) = beats._pulses
+        pulse.sent_at -= 5
+        await beats.beat()
+        await beats.beat()
+        node.engine.produce(fake, 3)
+        events = (await running).text.split("\n\n")
+        assert events.count(":") == 1
+        assert not beats._pulses
+
+
+@pytest.mark.parametrize(
+    "resume",
+    [
+        b"", b"{}", b"[]", b"[1]", b'[["tokens",0,[1]]]', b'[["start",1,[1,2]]]',
+        b'[["start",1,[1]],["tokens",1,[1]]]', b'[["start",1,[1]],["tokens",0,[100000]]]',
+        b'[["start",1,[1]],["tokens",0,[1,2,3,4,5]]]', b"[" * 100_000,
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_resumed_is_refused(resume: bytes) -> None:
+    body = json.dumps({"prompt": [1], "max_tokens": 5}).encode()
+    async with http_node() as node:
+        headers = {**ASK, "x-tandem-resume": str(len(body))}
+        response = await node.client.post(COMPLETIONS, content=body + resume, headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "resume"
+
+
+@given(st.binary(max_size=80) | st.text('[]{}",:0129startokenscachedlogp- ').map(str.encode))
+def test_nothing_that_is_read_breaks_the_reader(data: bytes) -> None:
+    try:
+        resume = read_resume(data)
+    except BadRequest:
+        return
+    assert resume.num_entries >= 1
