@@ -104,7 +104,7 @@ async def test_a_stop_string_that_spans_the_cut_is_found() -> None:
 
 
 async def test_without_a_seed_the_first_node_s_draw_goes_on() -> None:
-    body = {"prompt": [1, 2], "max_tokens": 6, "n": 2, "stream": True}
+    body = {"prompt": [1, 2], "max_tokens": 6, "n": 2, "stream": True, "logprobs": 0}
     async with http_node() as first, http_node() as second:
         whole = await ask(first, COMPLETIONS, body)
         rest = await ask(second, COMPLETIONS, body, whole[:4])
