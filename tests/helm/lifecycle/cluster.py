@@ -1,7 +1,9 @@
 """A Kubernetes cluster on this machine without a container engine, and Helm pointed at it.
 
     async with Cluster.hollow(gpus=4) as cluster:         nothing runs; pods are ready at once
-        await cluster.helm("install", "tandem", values)
+        ...
+    async with Cluster.real(folder) as cluster:           pods are processes
+        ...
 
 Life: store → controllers → API server; closed in the opposite order. Every test has its own.
 """
@@ -10,14 +12,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from tests.helm.lifecycle.api_server import ApiServer
 from tests.helm.lifecycle.controllers import CONTROLLERS, ControllerManager
 from tests.helm.lifecycle.hollow_kubelet import run_hollow_pods
+from tests.helm.lifecycle.kubelet import Kubelet
 from tests.helm.lifecycle.object_store import ObjectStore
 from tests.helm.lifecycle.pod_state import is_ready, is_terminating
 from tests.helm.lifecycle.resources import Object, resource_of
+from tests.helm.lifecycle.service_proxy import ServiceProxy
 
 NAMESPACE = "serving"
 NODE = "this-machine"
@@ -26,9 +31,10 @@ NODE = "this-machine"
 class Cluster:
     """Everything is in `store`; Helm comes through `api`."""
 
-    def __init__(self, store: ObjectStore, api: ApiServer) -> None:
+    def __init__(self, store: ObjectStore, api: ApiServer, kubelet: Kubelet | None = None) -> None:
         self.store = store
         self.api = api
+        self._kubelet = kubelet
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -43,6 +49,31 @@ class Cluster:
         finally:
             await api.close()
             await manager.close()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def real(cls, folder: Path, gpus: int = 8) -> AsyncIterator[Cluster]:
+        """Pods are processes of this machine, with their files below `folder`."""
+        store = new_store(gpus)
+        api = ApiServer(store)
+        manager = ControllerManager(store)
+        await api.start()
+        kubelet = Kubelet(store, folder)
+        proxy = ServiceProxy(store)
+        for part in (manager, kubelet, proxy):
+            part.start()
+        try:
+            yield cls(store, api, kubelet)
+        finally:
+            await kubelet.close()
+            await proxy.close()
+            await api.close()
+            await manager.close()
+
+    @property
+    def kubelet(self) -> Kubelet:
+        assert self._kubelet is not None, "this cluster is hollow"
+        return self._kubelet
 
     @property
     def kubeconfig(self) -> str:

@@ -1,0 +1,101 @@
+"""Runs the pods of the stand-in's one node as processes of this machine.
+
+    start ──▶ for each pod with a node: an address of its own (127.98.x.y) and a `PodWorker`
+      │         pod gets a deletionTimestamp ──▶ its worker stops it within its grace period
+      │         pod vanishes                 ──▶ killed
+    close ──▶ everything is killed and waited for
+
+Addresses are not used again soon, as in a real cluster with a large range.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from pathlib import Path
+
+from tests.helm.lifecycle.object_store import Event, ObjectStore
+from tests.helm.lifecycle.pod_files import PodFiles
+from tests.helm.lifecycle.pod_state import is_terminating
+from tests.helm.lifecycle.pod_worker import PodWorker
+from tests.helm.lifecycle.resources import Object
+
+_NETWORK = "127.98"
+
+
+class Kubelet:
+    """`ca`: PEM of the authority that signed the API's certificate, for pods with a token."""
+
+    def __init__(
+        self, store: ObjectStore, folder: Path, api_env: dict[str, str] | None = None, ca: str = ""
+    ) -> None:
+        self._store = store
+        self._folder = folder
+        self._api_env = api_env or {}
+        self._ca = ca
+        self._addresses = (f"{_NETWORK}.{i}.{j}" for i in range(256) for j in range(1, 255))
+        self._workers: dict[str, PodWorker] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
+
+    def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch(), name="kubelet")
+
+    async def close(self) -> None:
+        """Raises what went wrong in the kubelet itself, if anything."""
+        assert self._watching is not None
+        self._watching.cancel()
+        for worker in self._workers.values():
+            worker.kill()
+        for task in self._tasks.values():
+            task.cancel()
+        ended = await asyncio.gather(self._watching, *self._tasks.values(), return_exceptions=True)
+        for result in ended:
+            if isinstance(result, Exception):
+                raise result
+
+    def pids(self) -> list[int]:
+        """Of all containers' main processes."""
+        return [
+            container.pid
+            for worker in self._workers.values()
+            for container in worker.containers
+            if container.pid is not None
+        ]
+
+    def logs(self) -> str:
+        """Of every container that ever ran, for a failing test to show."""
+        texts = [
+            f"--- {path.parent.name}/{path.name}\n{path.read_text(errors='replace')}"
+            for path in sorted(self._folder.glob("pods/*/*.log"))
+        ]
+        return "\n".join(texts)
+
+    def log(self, pod: Object) -> str:
+        return "\n".join(c.log() for c in self._workers[pod["metadata"]["uid"]].containers)
+
+    async def _watch(self) -> None:
+        async for event in self._store.events(["Pod"]):
+            self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        pod = event.object
+        uid = pod["metadata"]["uid"]
+        if event.type == "DELETED":
+            if uid in self._workers:
+                self._workers[uid].kill()
+        elif uid in self._workers:
+            if is_terminating(pod):
+                self._workers[uid].terminate()
+        elif pod["spec"].get("nodeName") and not is_terminating(pod):
+            self._start(copy.deepcopy(pod))
+
+    def _start(self, pod: Object) -> None:
+        uid = pod["metadata"]["uid"]
+        folder = self._folder / "pods" / f"{next(self._numbers):03d}-{pod['metadata']['name']}"
+        files = PodFiles(self._store, pod, folder, self._folder / "claims", self._ca)
+        worker = PodWorker(self._store, pod, next(self._addresses), files, folder, self._api_env)
+        self._workers[uid] = worker
+        self._tasks[uid] = asyncio.create_task(worker.run(), name=f"pod {pod['metadata']['name']}")
