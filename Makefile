@@ -71,6 +71,7 @@ proto-check: proto
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_values_schema.py
 
 docs-check: docs
-	git diff --exit-code -- docs
+	git diff --exit-code -- docs helm

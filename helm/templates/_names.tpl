@@ -40,11 +40,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
-{{/* metadata of an object: root, component, name (default: the component's), annotations */}}
+{{/* metadata of an object: root, component, name (default: the component's), labels, annotations */}}
 {{- define "tandem.metadata" -}}
 name: {{ default (include "tandem.name" .) .name }}
 namespace: {{ .root.Release.Namespace }}
-labels: {{- include "tandem.labels" . | nindent 2 }}
+labels:
+  {{- include "tandem.labels" . | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- $annotations := merge (default (dict) .annotations) .root.Values.commonAnnotations }}
 {{- with $annotations }}
 annotations: {{- toYaml . | nindent 2 }}

@@ -60,6 +60,11 @@ topologySpreadConstraints:
 
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selectorLabels" . }}
+{{- if ne .component "router" }}
+# What endpoint pickers of gateways look for.
+llm-d.ai/inference-serving: "true"
+llm-d.ai/role: {{ .component }}
+{{- end }}
 {{- with .of.podLabels }}
 {{ toYaml . }}
 {{- end }}

@@ -1,0 +1,114 @@
+"""Writes helm/values.schema.json: the chart's own values, and every setting of the services.
+
+A setting that is added to a service becomes a value of the chart by this alone: `settings` of the
+router and of each tier are turned into flags by the templates.
+"""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic.alias_generators import to_camel
+from pydantic_settings import BaseSettings
+
+from decode_node.config import DecodeNodeSettings
+from engine.frontend.settings import EngineSettings
+from prefill_node.config import PrefillNodeSettings
+from router.config import RouterSettings
+
+CHART = Path(__file__).parent.parent / "helm"
+SOURCE = CHART / "values.schema.yaml"
+SCHEMA = CHART / "values.schema.json"
+
+ROUTER_SETS = {
+    "host", "port", "prefill", "decode", "api_keys", "node_api_key", "drain_delay_s",
+    "drain_timeout_s",
+}  # fmt: skip
+TIER_SETS = {
+    "model", "served_model_name", "dtype", "max_model_len", "host", "port", "metrics_port",
+    "grpc_port", "kv_host", "tensor_parallel_size", "device", "drain_timeout_s", "api_key_file",
+}  # fmt: skip
+"""Settings that have a value of their own in the chart, which turns it into the flag."""
+
+NOT_OFFERED = {
+    "check",  # a node that only checks never becomes ready
+    "first_gpu",  # a container sees its own GPUs, counted from 0
+    "api_keys",  # a secret on a command line
+}
+"""Besides, in a decode node: `prefill`, since routers name prefill nodes with each request."""
+
+SERVICES: dict[str, tuple[type[BaseSettings], set[str]]] = {
+    "router": (RouterSettings, ROUTER_SETS | NOT_OFFERED),
+    "common": (EngineSettings, TIER_SETS | NOT_OFFERED),
+    "prefill": (PrefillNodeSettings, TIER_SETS | NOT_OFFERED),
+    "decode": (DecodeNodeSettings, TIER_SETS | NOT_OFFERED | {"prefill"}),
+}
+
+
+def offered(service: str) -> dict[str, str]:
+    """Value below `settings` to the name of the setting."""
+    settings, excluded = SERVICES[service]
+    return {to_camel(name): name for name in settings.model_fields if name not in excluded}
+
+
+def property_of(settings: type[BaseSettings], name: str) -> dict[str, Any]:
+    """A setting's type, bounds and meaning. null stands for "not given"."""
+    found = deepcopy(settings.model_json_schema()["properties"][name])
+    for word in ("title", "default"):
+        found.pop(word, None)
+    variants = found.pop("anyOf", None)
+    if variants:
+        found.update(next(variant for variant in variants if variant["type"] != "null"))
+    if "enum" in found:
+        found.pop("type", None)
+        found["enum"] = [*found["enum"], None]
+    else:
+        found["type"] = [found["type"], "null"]
+    return found
+
+
+def settings_object(service: str) -> dict[str, Any]:
+    settings, _ = SERVICES[service]
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            value: property_of(settings, name) for value, name in offered(service).items()
+        },
+    }
+
+
+def resolve(node: Any, tier: dict[str, Any]) -> Any:
+    """Replaces `$setting` and `$tier` wherever they stand."""
+    if isinstance(node, list):
+        return [resolve(item, tier) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$setting" in node:
+        return property_of(EngineSettings, node["$setting"])
+    if "$tier" in node:
+        kind = resolve(tier, tier)
+        kind["properties"]["settings"] = {"$ref": f"#/definitions/{node['$tier']}Settings"}
+        return kind
+    return {key: resolve(value, tier) for key, value in node.items()}
+
+
+def schema() -> dict[str, Any]:
+    source = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
+    tier = source["definitions"].pop("tier")
+    found: dict[str, Any] = resolve(source, tier)
+    for service in SERVICES:
+        found["definitions"][f"{service}Settings"] = settings_object(service)
+    return found
+
+
+def main() -> None:
+    SCHEMA.write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

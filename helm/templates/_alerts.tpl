@@ -1,0 +1,106 @@
+{{/* Alerts, each with a runbook in docs/operations.md: tiers, rule, and the series' labels of
+  router, prefill, decode and all. */}}
+{{- define "tandem.alerts" -}}
+- alert: TandemRouterMissing
+  expr: absent(tandem_router_open_requests{ {{- .router -}} })
+  for: 5m
+  severity: critical
+  summary: no router is scraped
+- alert: TandemNoReadyNodes
+  expr: max by (tier) (tandem_router_nodes{ {{- .router -}} ,state="ready"{{ if not .tiers.prefill }},tier="decode"{{ end }}}) == 0
+  for: 2m
+  severity: critical
+  summary: {{ `'routers see no ready {{ $labels.tier }} node'` }}
+- alert: TandemErrors
+  expr: sum(rate(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[5m])) / sum(rate(tandem_router_requests_total{ {{- .router -}} }[5m])) > 0.05
+  for: 5m
+  severity: warning
+  summary: {{ `'{{ $value | humanizePercentage }} of requests fail'` }}
+- alert: TandemManyErrors
+  expr: sum(rate(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[5m])) / sum(rate(tandem_router_requests_total{ {{- .router -}} }[5m])) > 0.2
+  for: 2m
+  severity: critical
+  summary: {{ `'{{ $value | humanizePercentage }} of requests fail'` }}
+- alert: TandemSlowFirstToken
+  expr: histogram_quantile({{ .rule.objective }}, sum by (le) (rate(tandem_router_time_to_first_byte_seconds_bucket{ {{- .router -}} }[10m]))) > {{ .rule.ttftSeconds }}
+  for: 10m
+  severity: warning
+  summary: {{ `'first tokens take {{ $value | humanizeDuration }}'` }}
+- alert: TandemSlowTokens
+  expr: histogram_quantile({{ .rule.objective }}, sum by (le) (rate(vllm:inter_token_latency_seconds_bucket{ {{- .decode -}} }[10m]))) > {{ .rule.itlSeconds }}
+  for: 10m
+  severity: warning
+  summary: {{ `'tokens follow each other after {{ $value | humanizeDuration }}'` }}
+- alert: TandemBrokenStreams
+  expr: sum(increase(tandem_router_broken_streams_total{ {{- .router -}} }[15m])) > 0
+  for: 1m
+  severity: warning
+  summary: {{ `'{{ $value }} answers broke off after their first byte'` }}
+- alert: TandemEngineDown
+  expr: tandem_engine_up{ {{- .all -}} } == 0
+  for: 1m
+  severity: critical
+  summary: {{ `'the engine of {{ $labels.pod }} is dead'` }}
+- alert: TandemStaleNode
+  expr: max by (tier, node) (tandem_router_node_report_age_seconds{ {{- .router -}} }) > 30
+  for: 2m
+  severity: warning
+  summary: {{ `'{{ $labels.tier }} node {{ $labels.node }} no longer reports'` }}
+- alert: TandemEjections
+  expr: sum by (tier) (increase(tandem_router_ejections_total{ {{- .router -}} }[15m])) > 3
+  for: 1m
+  severity: warning
+  summary: {{ `'{{ $labels.tier }} nodes fail requests and are left out'` }}
+- alert: TandemDiscoveryFailing
+  expr: sum(increase(tandem_router_discovery_failures_total{ {{- .router -}} }[10m])) > 10
+  for: 10m
+  severity: warning
+  summary: routers cannot find out which nodes there are
+- alert: TandemKvCacheFull
+  expr: avg(vllm:kv_cache_usage_perc{ {{- .decode -}} }) > 0.9
+  for: 15m
+  severity: warning
+  summary: {{ `'decode KV caches are {{ $value | humanizePercentage }} full'` }}
+- alert: TandemPreemptions
+  expr: sum(rate(vllm:num_preemptions_total{ {{- .decode -}} }[10m])) > 0.1
+  for: 10m
+  severity: warning
+  summary: decode nodes put running requests back to make room
+{{- if .tiers.prefill }}
+- alert: TandemPrefillBacklog
+  expr: {{ .backlog }} > {{ .rule.backlogSeconds }}
+  for: 5m
+  severity: warning
+  summary: {{ `'prompts wait {{ $value | humanizeDuration }} for prefill'` }}
+- alert: TandemPrefillAttemptsFail
+  expr: sum(increase(tandem_prefill_attempt_failures_total{ {{- .decode -}} }[10m])) / sum(increase(tandem_prefill_attempts_total{ {{- .decode -}} }[10m])) > 0.05
+  for: 10m
+  severity: warning
+  summary: {{ `'{{ $value | humanizePercentage }} of remote prefills fail'` }}
+- alert: TandemLocalPrefill
+  expr: sum(increase(tandem_local_prefill_fallbacks_total{ {{- .decode -}} }[10m])) / sum(increase(tandem_disagg_decision_total{ {{- .decode -}} }[10m])) > 0.05
+  for: 10m
+  severity: warning
+  summary: {{ `'decode nodes compute {{ $value | humanizePercentage }} of prompts after prefill failed'` }}
+- alert: TandemKvLeasesExpire
+  expr: sum(increase(tandem_kv_transfer_leases_expired{ {{- .prefill -}} }[15m])) > 3
+  for: 5m
+  severity: warning
+  summary: KV is dropped on prefill nodes because nobody fetches it
+- alert: TandemKvCorrupt
+  expr: sum by (pod) (increase(tandem_kv_transfer_corrupt_chunks{ {{- .all -}} }[1h])) > 0
+  for: 1m
+  severity: warning
+  summary: {{ `'KV arrives damaged at {{ $labels.pod }}'` }}
+- alert: TandemTooFewPrefill
+  expr: ({{ .backlog }} > {{ .rule.backlogSeconds }}) and on () (avg(vllm:kv_cache_usage_perc{ {{- .decode -}} }) < 0.3)
+  for: 30m
+  severity: info
+  summary: prompts wait while decode has room
+- alert: TandemTooFewDecode
+  expr: (avg(vllm:kv_cache_usage_perc{ {{- .decode -}} }) > 0.9) and on () ({{ .backlog }} < 0.1)
+  for: 30m
+  severity: info
+  summary: decode is full while prefill is idle
+{{- end }}
+{{- end -}}

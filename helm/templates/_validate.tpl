@@ -1,0 +1,174 @@
+{{/* Mistakes that the schema cannot see, because they are between values. Each message says what
+  is wrong and what to set; all are told at once. */}}
+{{- define "tandem.mistakes" -}}
+{{- $found := dict "list" list -}}
+{{- $tiers := dict -}}
+{{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
+{{- $scope := dict "root" . "tiers" $tiers "found" $found -}}
+{{- include "tandem.mistakes.model" $scope -}}
+{{- include "tandem.mistakes.router" $scope -}}
+{{- include "tandem.mistakes.pool" $scope -}}
+{{- range $name, $tier := $tiers -}}
+{{- include "tandem.mistakes.tier" (dict "root" $ "name" $name "tier" $tier "found" $found) -}}
+{{- end -}}
+{{- join "\n" $found.list -}}
+{{- end -}}
+
+{{- define "tandem.mistake" -}}
+{{- $_ := set .found "list" (append .found.list (printf "- %s" .text)) -}}
+{{- end -}}
+
+{{/* Pods that may exist at once: what an autoscaler allows, else what is asked for. */}}
+{{- define "tandem.maxPods" -}}
+{{- if eq .autoscaling.kind "none" }}{{ int .replicas }}{{ else }}{{ int .autoscaling.maxReplicas }}{{ end -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.model" -}}
+{{- $found := .found -}}
+{{- $model := .root.Values.model -}}
+{{- $storage := $model.storage -}}
+{{- if not (or $model.name (include "tandem.modelIsLocal" .root)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "model.name is empty: set it to a name on the hub (--set model.name=org/model), or model.storage.path to the checkpoint's folder in the volume") -}}
+{{- end -}}
+{{- if $storage.path -}}
+{{- if eq $storage.type "emptyDir" -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "model.storage.path is set, but an emptyDir starts empty: set model.storage.type to pvc, hostPath or image, or leave the path empty to download model.name") -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $storage.type "hostPath" -}}
+{{- if not $storage.hostPath.path -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "model.storage.type is hostPath: set model.storage.hostPath.path to a folder of the nodes") -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $storage.type "image" -}}
+{{- if not $storage.image.reference -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "model.storage.type is image: set model.storage.image.reference to an OCI artifact with the checkpoint") -}}
+{{- end -}}
+{{- if semverCompare "<1.31-0" .root.Capabilities.KubeVersion.Version -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "model.storage.type is image, which Kubernetes has since 1.31, and this is %s: use pvc or hostPath" .root.Capabilities.KubeVersion.Version)) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $storage.type "pvc" -}}
+{{- $pods := 0 -}}
+{{- range $tier := .tiers -}}{{- $pods = add $pods (include "tandem.maxPods" $tier | int) -}}{{- end -}}
+{{- $modes := $storage.pvc.accessModes -}}
+{{- $shared := or (has "ReadWriteMany" $modes) (has "ReadOnlyMany" $modes) -}}
+{{- if not $shared -}}{{- if gt (int $pods) 1 -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%d pods share one claim, but model.storage.pvc.accessModes is %s: use ReadWriteMany, or model.storage.type emptyDir, hostPath or image" (int $pods) (join "," $modes))) -}}
+{{- end -}}{{- end -}}
+{{- if not $storage.path -}}{{- if not (or (has "ReadWriteMany" $modes) (has "ReadWriteOnce" $modes) (has "ReadWriteOncePod" $modes)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "nothing can be downloaded into a claim that is ReadOnlyMany: set model.storage.path to the checkpoint's folder in it, or use ReadWriteMany") -}}
+{{- end -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.tier" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $tier := .tier -}}
+{{- if eq (int $tier.ports.grpc) (int $tier.ports.http) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.ports.grpc and %s.ports.http are both %d: choose two" $name $name (int $tier.ports.grpc))) -}}
+{{- end -}}
+{{- if hasKey (default (dict) $tier.resources.limits) $tier.gpu.resourceName -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resources.limits counts %s, which follows from %s.parallelism.tensor (%d): remove it" $name $tier.gpu.resourceName $name (int $tier.parallelism.tensor))) -}}
+{{- end -}}
+{{- if $tier.topology.colocateRequired -}}{{- if not $tier.topology.colocateKey -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.topology.colocateRequired needs %s.topology.colocateKey, the label of a domain" $name $name)) -}}
+{{- end -}}{{- end -}}
+{{- if $tier.topology.colocateKey -}}{{- if $tier.affinity -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.affinity replaces what %s.topology.colocateKey would make: set one of them" $name $name)) -}}
+{{- end -}}{{- end -}}
+{{- include "tandem.mistakes.autoscaling" . -}}
+{{- include "tandem.mistakes.pod" (dict "found" $found "name" $name "of" $tier) -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.autoscaling" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $scaling := .tier.autoscaling -}}
+{{- if ne $scaling.kind "none" -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling: minReplicas (%d) is more than maxReplicas (%d)" $name (int $scaling.minReplicas) (int $scaling.maxReplicas))) -}}
+{{- end -}}
+{{- if eq $scaling.metric "kvUtilization" -}}{{- if gt (toString $scaling.target | float64) 1.0 -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.target is %v, but kvUtilization is a part of 1: set for example 0.8" $name $scaling.target)) -}}
+{{- end -}}{{- end -}}
+{{- end -}}
+{{- if eq $scaling.kind "keda" -}}{{- if not .root.Values.monitoring.prometheusUrl -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.kind is keda: set monitoring.prometheusUrl, for example http://prometheus-operated.monitoring:9090" $name)) -}}
+{{- end -}}{{- end -}}
+{{- end -}}
+
+{{/* What holds for the pods of each component: name, of */}}
+{{- define "tandem.mistakes.pod" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $surge := toString .of.strategy.maxSurge | trimSuffix "%" | int -}}
+{{- $unavailable := toString .of.strategy.maxUnavailable | trimSuffix "%" | int -}}
+{{- if and (eq $surge 0) (eq $unavailable 0) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.strategy: maxSurge and maxUnavailable are both 0, so no rollout can begin: set one of them to 1" $name)) -}}
+{{- end -}}
+{{- range .of.env -}}
+{{- if hasPrefix "TANDEM_" .name -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.env sets %s: write it as a value below %s.settings, where it is checked" $name .name $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" -}}
+{{- if hasKey $.of.podLabels $label -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.podLabels sets %s, which selectors rely on: choose another label" $name $label)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.router" -}}
+{{- $found := .found -}}
+{{- $router := .root.Values.router -}}
+{{- $discovery := $router.discovery -}}
+{{- if not (hasKey .tiers "decode") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "decode.enabled is false, but only decode nodes answer clients: leave it on, and turn prefill.enabled off for one tier that does both") -}}
+{{- end -}}
+{{- if eq $discovery.type "static" -}}
+{{- if not $discovery.decode -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.discovery.type is static: list the decode nodes in router.discovery.decode, as host:http_port/grpc_port") -}}
+{{- end -}}
+{{- else if or $discovery.prefill $discovery.decode -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "router.discovery lists nodes, which type %s does not read: set router.discovery.type to static" $discovery.type)) -}}
+{{- end -}}
+{{- if ne $router.autoscaling.kind "none" -}}{{- if gt (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.autoscaling: minReplicas is more than maxReplicas") -}}
+{{- end -}}{{- end -}}
+{{- if $router.service.nodePort -}}{{- if eq $router.service.type "ClusterIP" -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.service.nodePort needs router.service.type NodePort or LoadBalancer") -}}
+{{- end -}}{{- end -}}
+{{- if or $router.service.loadBalancerClass $router.service.loadBalancerSourceRanges -}}{{- if ne $router.service.type "LoadBalancer" -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.service.loadBalancerClass and loadBalancerSourceRanges need router.service.type LoadBalancer") -}}
+{{- end -}}{{- end -}}
+{{- if $router.httpRoute.enabled -}}{{- if not $router.httpRoute.parentRefs -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.httpRoute.enabled needs router.httpRoute.parentRefs, the gateway to attach to") -}}
+{{- end -}}{{- end -}}
+{{- range $name, $tier := .tiers -}}
+{{- $grace := include "tandem.graceSeconds" $tier.drain | int -}}
+{{- if lt (include "tandem.graceSeconds" $router.drain | int) $grace -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "a router may drain for %s s, but %s pods for %d s, whose answers it would cut: raise router.drain.drainSeconds" (include "tandem.graceSeconds" $router.drain) $name $grace)) -}}
+{{- end -}}
+{{- end -}}
+{{- include "tandem.mistakes.pod" (dict "found" $found "name" "router" "of" $router) -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.pool" -}}
+{{- $found := .found -}}
+{{- $pool := .root.Values.inferencePool -}}
+{{- if $pool.enabled -}}
+{{- if not $pool.endpointPicker.name -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "inferencePool.enabled needs inferencePool.endpointPicker.name, the Service of the endpoint picker") -}}
+{{- end -}}
+{{- if .root.Values.auth.nodeKey.enabled -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "auth.nodeKey.enabled lets only the router reach decode nodes, and inferencePool.enabled makes gateways reach them: turn one off") -}}
+{{- end -}}
+{{- if and (hasKey .tiers "prefill") (hasKey .tiers "decode") -}}
+{{- if ne (int .tiers.prefill.ports.grpc) (int .tiers.decode.ports.http) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "an InferencePool has one port for all its pods: set prefill.ports.grpc to decode.ports.http (%d), and prefill.ports.http to another" (int .tiers.decode.ports.http))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

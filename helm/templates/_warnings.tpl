@@ -1,0 +1,56 @@
+{{/* What works, but an operator should know. */}}
+{{- define "tandem.warnings" -}}
+{{- $found := dict "list" list -}}
+{{- $tiers := dict -}}
+{{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
+{{- if not (include "tandem.apiKeySecret" .) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "nobody needs an API key: set auth.apiKeys.existingSecret") -}}
+{{- end -}}
+{{- if not .Values.networkPolicy.enabled -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "networkPolicy.enabled is false: every pod of the cluster can reach the tiers, which trust who reaches them") -}}
+{{- end -}}
+{{- range $name, $tier := $tiers -}}
+{{- if and (eq $tier.autoscaling.kind "none") (eq (int $tier.replicas) 1) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s has one pod: %s" $name (ternary "while it is upgraded, decode nodes compute prompts themselves" "an upgrade is an outage" (eq $name "prefill")))) -}}
+{{- end -}}
+{{- if and (ne $tier.autoscaling.kind "none") (not $.Values.monitoring.podMonitor.enabled) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s scales by metrics, but monitoring.podMonitor.enabled is false: make sure that they are scraped with the labels namespace, release and component" $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.model.storage.type "emptyDir") (not .Values.model.storage.path) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "every pod downloads the model for itself (model.storage.type emptyDir): a pvc makes restarts faster") -}}
+{{- end -}}
+{{- range $value, $api := include "tandem.neededApis" . | fromYaml -}}
+{{- if not ($.Capabilities.APIVersions.Has $api) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s needs %s, which this cluster does not serve: install its operator" $value $api)) -}}
+{{- end -}}
+{{- end -}}
+{{- with $found.list }}
+
+Please note:
+{{ join "\n" . }}
+{{- end -}}
+{{- end -}}
+
+{{/* Value that was turned on to the API that it needs beyond Kubernetes. */}}
+{{- define "tandem.neededApis" -}}
+{{- $tiers := dict -}}
+{{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
+{{- range $name, $tier := $tiers -}}
+{{- if eq $tier.autoscaling.kind "keda" }}
+{{ $name }}.autoscaling.kind: keda.sh/v1alpha1
+{{- end -}}
+{{- end -}}
+{{- if .Values.monitoring.podMonitor.enabled }}
+monitoring.podMonitor: monitoring.coreos.com/v1
+{{- end -}}
+{{- if .Values.monitoring.prometheusRule.enabled }}
+monitoring.prometheusRule: monitoring.coreos.com/v1
+{{- end -}}
+{{- if .Values.router.httpRoute.enabled }}
+router.httpRoute: gateway.networking.k8s.io/v1
+{{- end -}}
+{{- if .Values.inferencePool.enabled }}
+inferencePool: inference.networking.k8s.io/v1
+{{- end -}}
+{{- end -}}
