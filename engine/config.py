@@ -17,6 +17,7 @@ Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "triton"]
+Experiment = Literal["chained-launches", "narrow-products", "projected-attention", "prefill-graphs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,7 @@ class DeviceConfig:
         cudagraph_capture_sizes: Batches that get a graph; empty: chosen for `max_num_seqs`.
         attention_backend: On a GPU. `triton`: always our own kernels; `auto`: another's where it
             is faster.
+        experiments: Fast ways on a GPU that have not been measured yet.
     """
 
     device: Device = "cpu"
@@ -131,6 +133,7 @@ class DeviceConfig:
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = ()
     attention_backend: AttentionBackend = "auto"
+    experiments: tuple[Experiment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

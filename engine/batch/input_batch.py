@@ -213,12 +213,16 @@ class InputBuffers:
         seq_lens = states.num_computed_np[order.rows] + order.query_lens
         return self._batch(order, seq_lens, num_reqs, num_tokens)
 
-    def load_padding(self, num_reqs: int) -> InputBatch:
-        """`num_reqs` decodes that are nobody's: what a graph is recorded with."""
+    def load_padding(self, num_reqs: int, num_tokens: int) -> InputBatch:
+        """Requests that are nobody's: what a graph is recorded with. As many tokens as requests:
+        decodes; else prompts, any of which may have nearly all tokens."""
         self._upload(np.zeros(0, np.int32), np.zeros(num_reqs + 1, np.int32))
         nobody = np.full(num_reqs, _NO_ROW, np.int32)
-        order = BatchOrder(nobody, np.ones(num_reqs, np.int32), num_reqs, num_reqs)
-        return self._batch(order, np.ones(num_reqs, np.int32), num_reqs, num_reqs)
+        query_lens = np.ones(num_reqs, np.int32)
+        query_lens[-1] += num_tokens - num_reqs
+        num_decodes = num_reqs if num_reqs == num_tokens else 0
+        order = BatchOrder(nobody, query_lens, num_decodes, num_reqs)
+        return self._batch(order, query_lens, num_reqs, num_tokens)
 
     def gather(self, num_reqs: int, tables: RowTables) -> None:
         """Fills the inputs of what was loaded."""

@@ -23,6 +23,7 @@ from engine.config import (
     Device,
     DeviceConfig,
     EngineConfig,
+    Experiment,
     LoadFormat,
     ModelConfig,
     ParallelConfig,
@@ -107,6 +108,10 @@ class EngineSettings(BaseSettings):
         default="auto",
         description="On a GPU. triton: our own kernels for everything. auto: cuDNN for long "
         "prompts, where it is faster.",
+    )
+    experiments: tuple[Experiment, ...] = Field(
+        default=(),
+        description="On a GPU: fast ways that have not been measured yet.",
     )
     async_scheduling: bool | None = Field(
         default=None,
@@ -266,6 +271,7 @@ class EngineSettings(BaseSettings):
             enforce_eager=self.enforce_eager,
             cudagraph_capture_sizes=self.cudagraph_capture_sizes,
             attention_backend=self.attention_backend,
+            experiments=self.experiments,
         )
 
     def _kv_transfer_config(self, kv_role: KVRole) -> KVTransferConfig:

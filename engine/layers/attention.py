@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.layers.dense_attention import dense_attention
+from engine.layers.dense_attention import dense_attention, projected_attention
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -21,12 +21,14 @@ class AttentionInputs:
         cos_sin_cache: [max_model_len, head_dim] float32.
         slot_mapping: [T] int64, where each token's key and value go; -1: nowhere.
         metadata: The ragged batch.
+        projected: Whole prompts are attended from the projection, not from the cache.
     """
 
     positions: Tensor
     cos_sin_cache: Tensor
     slot_mapping: Tensor
     metadata: AttentionMetadata
+    projected: bool = False
 
 
 class Attention(nn.Module):
@@ -67,24 +69,31 @@ class Attention(nn.Module):
             q_weight,
             k_weight,
             eps,
+            inputs.projected,
         )
         metadata = inputs.metadata
         if metadata.whole_prompt_lens:
-            return self._attend_apart(q, kv_cache, metadata).flatten(1)
+            return self._attend_apart(heads, kv_cache, inputs).flatten(1)
         return ops.paged_attention(q, kv_cache, metadata, self.scale).flatten(1)
 
-    def _attend_apart(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Whole prompts one by one, all before them together."""
+    def _attend_apart(self, heads: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Whole prompts one by one, all before them together. `heads`: [T, Hq + 2 Hkv, D]."""
+        metadata = inputs.metadata
         lengths = metadata.whole_prompt_lens
         num_paged = len(metadata.seq_lens) - len(lengths)
-        start = len(q) - sum(lengths)
+        start = len(heads) - sum(lengths)
         parts = []
         if num_paged > 0:
             paged = metadata.without_whole_prompts()
-            parts.append(ops.paged_attention(q[:start], kv_cache, paged, self.scale))
+            q = heads[:start, : self.num_heads]
+            parts.append(ops.paged_attention(q, kv_cache, paged, self.scale))
         for request, length in enumerate(lengths, num_paged):
-            prompt = q[start : start + length]
-            blocks = metadata.block_tables[request]
-            parts.append(dense_attention(prompt, kv_cache, blocks, self.scale))
+            prompt = heads[start : start + length]
+            if inputs.projected:
+                parts.append(projected_attention(prompt, self.num_heads, self.scale))
+            else:
+                blocks = metadata.block_tables[request]
+                q = prompt[:, : self.num_heads]
+                parts.append(dense_attention(q, kv_cache, blocks, self.scale))
             start += length
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -53,27 +53,51 @@ def dense_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, scale: flo
     heads = pages.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
     keys, values = heads[:, None, :, :padded].unbind()
     queries = q if padded == num_tokens else F.pad(q, (0, 0, 0, 0, 0, padded - num_tokens))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    return _causal(queries.transpose(0, 1)[None], keys, values, scale)[:num_tokens]
+
+
+def projected_attention(heads: Tensor, num_heads: int, scale: float) -> Tensor:
+    """The same from the projection itself: nothing is gathered.
+
+    Args:
+        heads: [L, Hq + 2 Hkv, D], queries, keys and values of a whole prompt, rotated.
+        num_heads: Hq.
+
+    Returns:
+        [L, Hq, D].
+    """
+    num_tokens, padded = len(heads), padded_length(len(heads))
+    if padded != num_tokens:
+        heads = F.pad(heads, (0, 0, 0, 0, 0, padded - num_tokens))
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    sizes = [num_heads, num_kv_heads, num_kv_heads]
+    q, k, v = (part.transpose(0, 1)[None] for part in torch.split(heads, sizes, dim=1))
+    return _causal(q, k, v, scale)[:num_tokens]
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """[1, H, L, D] each -> [L, Hq, D]."""
+    backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH
+    with sdpa_kernel(backend):
         attended = F.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
-            keys,
-            values,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=True,
+            q, k, v, is_causal=True, scale=scale, enable_gqa=True
         )
-    return attended[0].transpose(0, 1)[:num_tokens]
+    return attended[0].transpose(0, 1)
 
 
-def prepare_plans(num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
+def prepare_plans(num_heads: int, kv_cache: Tensor, max_tokens: int, projected: bool) -> None:
     """For all lengths up to `max_tokens`, with queries as the QKV projection leaves them (where
-    nothing is padded) and as padding does."""
+    nothing is padded) and as padding does; the two are alike for `projected_attention`."""
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     blocks = torch.zeros(
         -(-padded_length(max_tokens) // block_size), dtype=torch.int32, device=kv_cache.device
     )
     for length in range(MIN_TOKENS, max_tokens + 1, BUCKET):
         heads = (length, num_heads + 2 * num_kv_heads, head_dim)
-        q = torch.zeros(heads, dtype=kv_cache.dtype, device=kv_cache.device)[:, :num_heads]
+        projection = torch.zeros(heads, dtype=kv_cache.dtype, device=kv_cache.device)
+        if projected:
+            projected_attention(projection, num_heads, head_dim**-0.5)
+            continue
+        q = projection[:, :num_heads]
         dense_attention(q, kv_cache, blocks, head_dim**-0.5)
         dense_attention(q[1:], kv_cache, blocks, head_dim**-0.5)

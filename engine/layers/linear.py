@@ -5,6 +5,10 @@
 
 so a column layer followed by a row layer needs one all-reduce. `MergedColumnParallelLinear` and
 `QKVParallelLinear` are several column layers of the same input, computed as one product.
+
+Products of few rows may be computed by kernels of our own (`Shard.narrow_rows`). They fuse what
+follows: the gated activation, and the sum over the pieces of a row layer, which is left to the
+norm behind it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from torch import Tensor, nn
 
 from engine.layers.shard import CheckpointWeight, Shard
 from kv_transfer.layout import HeadRange
+from tandem_kernels import ops
+from tandem_kernels.narrow_shapes import takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +53,11 @@ class MergedColumnParallelLinear(nn.Module):
         self.sizes = [part.count for part in parts]
         self.weight = shard.parameter(sum(self.sizes), input_size)
         self.bias = shard.parameter(sum(self.sizes)) if bias else None
+        self.narrow_rows = shard.narrow_rows
 
     def forward(self, x: Tensor) -> Tensor:
+        if len(x) <= self.narrow_rows and takes(x, self.weight):
+            return ops.narrow_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def checkpoint_weights(self, *prefixes: str) -> Iterator[CheckpointWeight]:
@@ -74,11 +83,16 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """[T, hidden] -> [T, 2 I / ranks], gate first: what `silu_and_mul` takes."""
+    """[T, hidden] -> [T, I / ranks]: silu(gate) * up."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) <= self.narrow_rows and takes(x, self.weight):
+            return ops.gate_up_silu(x, self.weight)
+        return ops.silu_and_mul(F.linear(x, self.weight))
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -108,7 +122,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """[T, in / ranks] -> [T, out], the sum over ranks."""
+    """[T, in / ranks] -> [T, out], the sum over ranks; or, of one rank, float32 [S, T, out], to be
+    summed up by `RMSNorm.add`."""
 
     def __init__(self, input_size: int, output_size: int, shard: Shard) -> None:
         super().__init__()
@@ -116,8 +131,11 @@ class RowParallelLinear(nn.Module):
         self.start, count = shard.part(input_size)
         self.shape = (output_size, input_size)
         self.weight = shard.parameter(output_size, count)
+        self.narrow_rows = shard.narrow_rows if shard.group.size == 1 else 0
 
     def forward(self, x: Tensor) -> Tensor:
+        if len(x) <= self.narrow_rows and takes(x, self.weight):
+            return ops.partial_linear(x, self.weight)
         return self.group.all_reduce(F.linear(x, self.weight))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -22,7 +22,10 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum). The inputs' memory may be reused."""
+        """(norm of the sum, the sum). The inputs' memory may be reused. `x`: [T, size], or parts
+        [S, T, size] of it."""
+        if x.dim() > residual.dim():
+            return ops.add_parts_rms_norm(x, residual, self.weight, self.eps)
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

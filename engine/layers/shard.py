@@ -34,11 +34,16 @@ class CheckpointWeight:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share, and where it lives."""
+    """One rank's share, and where it lives.
+
+    Attributes:
+        narrow_rows: Products of at most so many rows are computed by kernels of our own.
+    """
 
     group: TensorParallelGroup
     dtype: torch.dtype
     device: torch.device
+    narrow_rows: int = 0
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """Uninitialised; the loader fills it."""

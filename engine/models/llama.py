@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from engine.config import EngineConfig, ModelConfig
-from engine.layers.activation import SiluAndMul
 from engine.layers.attention import Attention, AttentionInputs
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -28,7 +27,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 class LlamaAttention(nn.Module):
-    """[T, H] -> [T, H]."""
+    """[T, H] -> what `RowParallelLinear` gives."""
 
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
@@ -76,18 +75,17 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """[T, H] -> [T, H]."""
+    """[T, H] -> what `RowParallelLinear` gives."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         self.gate_up_proj = GateUpParallelLinear(
             config.hidden_size, config.intermediate_size, shard
         )
-        self.activation = SiluAndMul()
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.gate_up_proj(x))
         return out
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
@@ -96,7 +94,8 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """(x, residual) -> (x, residual), both [T, H]; the layer's output is their sum."""
+    """(x, residual) -> (x, residual); the layer's output is their sum. `residual` is [T, H], `x`
+    too, or it comes in parts."""
 
     def __init__(self, config: ModelConfig, kv_heads: HeadRange, shard: Shard) -> None:
         super().__init__()
@@ -155,6 +154,7 @@ class LlamaForCausalLM(nn.Module):
         slot_mapping: Tensor,
         metadata: AttentionMetadata,
         on_layer: Callable[[int], None],
+        projected: bool = False,
     ) -> Tensor:
         """[T] token ids -> hidden states [T, H], after the last norm.
 
@@ -163,8 +163,9 @@ class LlamaForCausalLM(nn.Module):
             kv_caches: Of each layer, [N, 2, Hkv, B, D].
             slot_mapping: [T] int64, block * B + offset; -1: nowhere.
             on_layer: Told the index of each layer when its keys and values are in the cache.
+            projected: Whole prompts are attended from the projection, not from the cache.
         """
-        inputs = AttentionInputs(positions, self.cos_sin_cache, slot_mapping, metadata)
+        inputs = AttentionInputs(positions, self.cos_sin_cache, slot_mapping, metadata, projected)
         x: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):

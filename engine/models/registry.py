@@ -10,6 +10,7 @@ from engine.layers.shard import Shard
 from engine.models.checkpoint import check_tensor_parallel
 from engine.models.errors import CheckpointError
 from engine.models.llama import LlamaForCausalLM
+from tandem_kernels.narrow_shapes import MAX_ROWS
 
 MODELS: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -34,5 +35,6 @@ def create_model(
             f"use one of {', '.join(MODELS)}",
         )
     check_tensor_parallel(model, tp.size)
-    shard = Shard(tp, getattr(torch, model.dtype), torch.device(device))
+    narrow = "narrow-products" in config.device.experiments
+    shard = Shard(tp, getattr(torch, model.dtype), torch.device(device), MAX_ROWS if narrow else 0)
     return MODELS[model.architecture](config, shard).eval()

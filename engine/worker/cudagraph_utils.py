@@ -1,9 +1,10 @@
-"""CUDA graphs of decode steps: one launch instead of hundreds.
+"""CUDA graphs of decode steps and of short prompts: one launch instead of hundreds.
 
     1. `capture`    once, when all memory that steps touch has its address: for each key, largest
                     batch first, the work runs once (kernels are compiled, libraries choose their
                     algorithms) and then once more to be recorded
-    2. `dispatch`   for each decode step: the smallest recorded size that holds the batch, or None
+    2. `dispatch`   for each decode step: the smallest recorded size that holds the batch, or None;
+       `dispatch_prompts` for a step with prompts
     3. `replay`
 
 A graph reads and writes fixed addresses only; what it allocates while it runs comes from one pool
@@ -23,17 +24,38 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
+"""Sizes of steps with short prompts."""
+PROMPT_REQUESTS = (8, 64)
+"""Requests of such a step: few or many."""
 _SMALL_SIZES = (1, 2, 4)
 _STEPS = ((64, 8), (256, 16), (512, 32), (1 << 30, 64))
 """(sizes up to, distance between them)"""
 
 
 class GraphKey(NamedTuple):
-    """What one graph computes: a decode step of `num_reqs` requests. `samples`: also their next
-    tokens and the advance of their rows; without, it ends with their logits."""
+    """What one graph computes: a step of `num_reqs` requests with `num_tokens` tokens in all, each
+    of which gets one more. As many tokens as requests: decodes. `samples`: also their next tokens
+    and the advance of their rows; without, it ends with their logits."""
 
     num_reqs: int
+    num_tokens: int
     samples: bool
+
+    @property
+    def decodes(self) -> bool:
+        return self.num_reqs == self.num_tokens
+
+
+def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
+    """Graphs of steps with prompts, smallest first."""
+    sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
+    return [
+        GraphKey(num_reqs, num_tokens, True)
+        for num_tokens in PROMPT_TOKENS
+        for num_reqs in sizes
+        if num_reqs < num_tokens <= max_num_tokens
+    ]
 
 
 def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
@@ -49,17 +71,24 @@ def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
 
 
 class CudaGraphManager:
-    """Records and launches. `capture_sizes`: batch sizes, in any order."""
+    """Records and launches. `capture_sizes`: of decode batches, in any order; `prompts`: of steps
+    with prompts, smallest first."""
 
-    def __init__(self, capture_sizes: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        capture_sizes: tuple[int, ...],
+        device: torch.device,
+        prompts: list[GraphKey] | None = None,
+    ) -> None:
         self.capture_sizes = sorted(set(capture_sizes))
+        self._prompts = prompts or []
         self._device = device
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, decode: Callable[[GraphKey], None], report: Callable[[float], None]) -> None:
-        """Records `decode(key)` for all keys. `report` hears fractions in 0..1."""
-        keys = [
-            GraphKey(size, samples)
+    def capture(self, run: Callable[[GraphKey], None], report: Callable[[float], None]) -> None:
+        """Records `run(key)` for all keys. `report` hears fractions in 0..1."""
+        keys = self._prompts[::-1] + [
+            GraphKey(size, size, samples)
             for size in reversed(self.capture_sizes)
             for samples in (True, False)
         ]
@@ -69,11 +98,11 @@ class CudaGraphManager:
         torch.cuda.synchronize(self._device)
         for index, key in enumerate(keys):
             report(index / len(keys))
-            self._graphs[key] = _record(decode, key, stream, pool)
+            self._graphs[key] = _record(run, key, stream, pool)
         torch.cuda.synchronize(self._device)
         report(1.0)
         logger.info(
-            "recorded %d CUDA graphs for batches of %s in %.1f s; they take %.0f MiB",
+            "recorded %d CUDA graphs, of decode batches of %s, in %.1f s; they take %.0f MiB",
             len(keys),
             ", ".join(map(str, self.capture_sizes)),
             time.monotonic() - started,
@@ -87,24 +116,33 @@ class CudaGraphManager:
         index = bisect.bisect_left(self.capture_sizes, num_reqs)
         return self.capture_sizes[index] if index < len(self.capture_sizes) else None
 
+    def dispatch_prompts(self, num_reqs: int, num_tokens: int) -> GraphKey | None:
+        """The smallest graph that holds a step with prompts; None: no graph does."""
+        fitting = (
+            key
+            for key in self._prompts
+            if key.num_reqs >= num_reqs and key.num_tokens >= num_tokens
+        )
+        return next(fitting, None)
+
     def replay(self, key: GraphKey) -> None:
         self._graphs[key].replay()
 
 
 def _record(
-    decode: Callable[[GraphKey], None],
+    run: Callable[[GraphKey], None],
     key: GraphKey,
     stream: torch.cuda.Stream,
     pool: Any,
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        decode(key)
+        run(key)
         stream.synchronize()
         # Other threads, like those that watch over collectives, may go on calling CUDA.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            decode(key)
+            run(key)
         finally:
             graph.capture_end()
     return graph

@@ -10,7 +10,8 @@ One step, in this order (see also `engine.sched.output`):
     6. the copy of the result to the host starts, rows advance on the device
 
 On a GPU, 3 to 6 of a step with decodes only are one CUDA graph, but for the copy, and but for the
-sampling when a request wants more than a draw from its logits.
+sampling when a request wants more than a draw from its logits. So they may be of a step with few
+tokens of prompts, when all its requests want no more than a draw.
 
 Nothing here waits for the device. The result is awaited in `AsyncOutput.get_output`.
 """
@@ -33,7 +34,12 @@ from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.worker.async_output import AsyncOutput, OutputStream
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, default_capture_sizes
+from engine.worker.cudagraph_utils import (
+    CudaGraphManager,
+    GraphKey,
+    default_capture_sizes,
+    prompt_keys,
+)
 from engine.worker.dummy_steps import dummy_lengths, warm_up_steps
 from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
@@ -41,6 +47,8 @@ from tandem_kernels import ops
 logger = logging.getLogger(__name__)
 
 _NO_TOKEN = -1
+_LONGEST_DECODE_WITH_PROMPTS = 4096
+"""Graphs with prompts attend decodes without cutting their contexts: one program walks each."""
 
 
 class ModelRunner:
@@ -74,6 +82,10 @@ class ModelRunner:
         )
         self._output_stream = OutputStream(device)
         self._whole_prompts_from = _whole_prompts_from(config, device)
+        experiments = config.device.experiments
+        self._projected = (
+            "projected-attention" in experiments and self._whole_prompts_from is not None
+        )
         self._graphs: CudaGraphManager | None = None
         self.kv_caches: list[torch.Tensor] = []
         """One a layer, `[num_blocks, 2, local_kv_heads, block_size, head_dim]`."""
@@ -96,28 +108,33 @@ class ModelRunner:
             return AsyncOutput(step.step_id, rows, epochs, None, self._output_stream)
 
         on_layer = self._connector.pre_forward(step)
-        size = self._graph_size(order)
-        if size is None:
+        key = self._graph_key(order)
+        if key is None:
             sampled = self._run_eagerly(order, on_layer)
         else:
-            sampled = self._run_graph(order, size, on_layer)
+            sampled = self._run_graph(order, key, on_layer)
         self.states.advance(order.rows, order.query_lens)
         return AsyncOutput(step.step_id, rows, epochs, sampled, self._output_stream)
 
     @torch.inference_mode()
     def capture_model(self, report: Callable[[float], None]) -> None:
-        """Records CUDA graphs of decode steps. `kv_caches` must be in their final place."""
+        """Records CUDA graphs. `kv_caches` must be in their final place."""
         sizes = self._config.device.cudagraph_capture_sizes
         max_num_reqs = self.states.max_num_reqs
         sizes = tuple(size for size in sizes if size <= max_num_reqs)
-        graphs = CudaGraphManager(sizes or default_capture_sizes(max_num_reqs), self._device)
-        largest = graphs.capture_sizes[-1]
+        prompts = []
+        if "prefill-graphs" in self._config.device.experiments:
+            prompts = prompt_keys(max_num_reqs, self._input_buffers.max_num_tokens)
+        graphs = CudaGraphManager(
+            sizes or default_capture_sizes(max_num_reqs), self._device, prompts
+        )
+        largest = max([graphs.capture_sizes[-1], *(key.num_reqs for key in prompts)])
         vocab_size = self._config.model.vocab_size
         self._graph_token_ids = torch.empty(largest, dtype=torch.int64, device=self._device)
         self._graph_logits = torch.empty(
             (largest, vocab_size), dtype=torch.float32, device=self._device
         )
-        graphs.capture(self._record_decode, report)
+        graphs.capture(self._record_step, report)
         self._graphs = graphs
 
     def drop_graphs(self) -> None:
@@ -131,7 +148,7 @@ class ModelRunner:
         steps = warm_up_steps(limits.max_num_seqs, longest)
         if self._whole_prompts_from is not None:
             num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
-            dense_attention.prepare_plans(num_heads, self.kv_caches[0], longest)
+            dense_attention.prepare_plans(num_heads, self.kv_caches[0], longest, self._projected)
         for index, (lengths, sampling) in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(lengths, sampling)
@@ -200,10 +217,22 @@ class ModelRunner:
             raise RowError(f"row {row} cannot decode: {uncomputed} tokens are not computed yet")
         self._decode_set.add_request(row)
 
-    def _graph_size(self, order: BatchOrder) -> int | None:
-        if self._graphs is None or order.num_decodes < len(order.rows):
+    def _graph_key(self, order: BatchOrder) -> GraphKey | None:
+        if self._graphs is None:
             return None
-        return self._graphs.dispatch(len(order.rows))
+        num_reqs = len(order.rows)
+        samples = self.sampler.only_draws(order.rows)
+        if order.num_decodes == num_reqs:
+            size = self._graphs.dispatch(num_reqs)
+            return None if size is None else GraphKey(size, size, samples)
+        if not samples or order.num_sampled < num_reqs or order.whole_prompt_lens:
+            return None
+        if order.num_decodes > 0 and self._longest_context(order) > _LONGEST_DECODE_WITH_PROMPTS:
+            return None
+        return self._graphs.dispatch_prompts(num_reqs, int(order.query_lens.sum()))
+
+    def _longest_context(self, order: BatchOrder) -> int:
+        return int((self.states.num_computed_np[order.rows] + order.query_lens).max())
 
     def _run_eagerly(self, order: BatchOrder, on_layer: OnLayer) -> SamplerOutput | None:
         batch = self._input_buffers.prepare(order, self.states, self._row_tables)
@@ -211,26 +240,28 @@ class ModelRunner:
         self._advance_rows(batch, sampled)
         return sampled
 
-    def _run_graph(self, order: BatchOrder, size: int, on_layer: OnLayer) -> SamplerOutput:
+    def _run_graph(self, order: BatchOrder, key: GraphKey, on_layer: OnLayer) -> SamplerOutput:
         assert self._graphs is not None
         num_reqs = len(order.rows)
-        batch = self._input_buffers.load(order, self.states, size)
-        samples = self.sampler.only_draws(order.rows)
-        self._graphs.replay(GraphKey(size, samples))
+        batch = self._input_buffers.load(order, self.states, key.num_reqs)
+        self._graphs.replay(key)
         for layer in range(len(self.kv_caches)):
             on_layer(layer)
-        if samples:
+        if key.samples:
             # The next replay overwrites its own output, maybe before this one is copied.
             return SamplerOutput(self._graph_token_ids[:num_reqs].clone(), None)
         sampled = self.sampler(self._graph_logits[:num_reqs], batch)
         self._advance_rows(batch, sampled)
         return sampled
 
-    def _record_decode(self, key: GraphKey) -> None:
+    def _record_step(self, key: GraphKey) -> None:
         """What a graph holds. Runs for nobody: rows are -1, lengths 0."""
-        batch = self._input_buffers.load_padding(key.num_reqs)
+        batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
-        logits = self._model.compute_logits(self._forward(batch, _no_layer))
+        hidden = self._forward(batch, _no_layer)
+        if not key.decodes:
+            hidden = hidden.index_select(0, batch.logits_indices.clamp(min=0))
+        logits = self._model.compute_logits(hidden)
         if not key.samples:
             self._graph_logits[: key.num_reqs].copy_(logits)
             return
@@ -247,6 +278,7 @@ class ModelRunner:
             batch.slot_mapping,
             batch.attention_metadata(),
             on_layer,
+            self._projected,
         )
         return hidden
 

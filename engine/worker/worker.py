@@ -37,6 +37,7 @@ from engine.worker.kv_connector import create_kv_connector
 from engine.worker.memory import MemoryProfiler
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.base import KVCacheHandle
+from tandem_kernels.device import chain_launches
 
 _CPU_SHARE_OF_FREE_MEMORY = 0.1
 _CUDA_RESERVE_BYTES = 2 << 30
@@ -73,6 +74,7 @@ class Worker:
         """
         torch.set_num_threads(self.config.device.num_threads)
         self._device = _rank_device(self.config, self.rank)
+        chain_launches("chained-launches" in self.config.device.experiments)
         self._tp = TensorParallelGroup(
             self.rank, self.config.parallel.tensor_parallel_size, self._device, self._rendezvous
         )
@@ -102,8 +104,8 @@ class Worker:
         kv_cache = KVCache(kv_cache_spec(self.config), num_blocks, self._device, name)
         self._closers.callback(kv_cache.close)
         self.runner.kv_caches = kv_cache.layers
-        self._connector.register_kv_caches(kv_cache.layers)
-        return kv_cache.handle(self.rank)
+        handle = self._connector.register_kv_caches(kv_cache.layers)
+        return handle if handle is not None else kv_cache.handle(self.rank)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
         """`report` hears what is done and fractions in 0..1. Nothing to do on the CPU."""

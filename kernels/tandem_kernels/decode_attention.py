@@ -248,6 +248,9 @@ def merge_kernel(
                     to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
                     tl.store(out + to, tl.zeros([BLOCK_DIM], kind), mask=dim < HEAD_DIM)
 
+    if OVERLAP:
+        # Even where nothing is to be merged: the next kernel may wait for this one only.
+        gdc_wait()
     run = tl.cdiv(line, tl.num_programs(0))
     end = (program + 1) * run
     if end >= line:
@@ -258,8 +261,6 @@ def merge_kernel(
     begin += head * tiles
     if (begin + tiles == end) | (begin < end - run):
         return
-    if OVERLAP:
-        gdc_wait()
     last = (begin + tiles - 1) // run
     peak = -3.0e38
     total = 0.0

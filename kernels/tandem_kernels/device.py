@@ -20,3 +20,17 @@ def overlaps_launches(device: torch.device) -> bool:
 def has_copy_engine(device: torch.device) -> bool:
     """Whether tensor descriptors load through the bulk copy engine (Hopper and later)."""
     return overlaps_launches(device)
+
+
+_chained = False
+
+
+def chain_launches(enabled: bool) -> None:
+    """For this process: whether the small kernels of a layer overlap their predecessors, too."""
+    global _chained
+    _chained = enabled
+
+
+def chains_launches(device: torch.device) -> bool:
+    """Whether a small kernel is launched before its predecessor has drained."""
+    return _chained and overlaps_launches(device)

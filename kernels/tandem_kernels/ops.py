@@ -13,7 +13,7 @@ from typing import Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from tandem_kernels.reference import attention, batch, elementwise, kv_blocks, sampling
+from tandem_kernels.reference import attention, batch, elementwise, kv_blocks, linear, sampling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +43,10 @@ class Op(Generic[P, R]):
 
 rms_norm = Op(elementwise.rms_norm, "rms_norm")
 fused_add_rms_norm = Op(elementwise.fused_add_rms_norm, "rms_norm")
+add_parts_rms_norm = Op(elementwise.add_parts_rms_norm, "rms_norm")
+narrow_linear = Op(linear.narrow_linear, "narrow_linear")
+partial_linear = Op(linear.partial_linear, "narrow_linear")
+gate_up_silu = Op(linear.gate_up_silu, "narrow_linear")
 silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")
 rope_and_cache = Op(elementwise.rope_and_cache, "rope_and_cache")
 paged_attention = Op(attention.paged_attention, "paged_attention")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import overlaps_launches
+from tandem_kernels.device import chains_launches, overlaps_launches
 
 HEADS_PER_PROGRAM = 8
 
@@ -61,11 +61,15 @@ def rope_and_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    KEEP_K: tl.constexpr,
     OVERLAP: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """Program (t, j): heads j * HEADS and on of token t, the query's first, then the keys'."""
     if OVERLAP:
         gdc_launch_dependents()
+    if CHAINED:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (NUM_Q_HEADS + HEADS - 1) // HEADS
@@ -92,6 +96,9 @@ def rope_and_cache_kernel(
             first, second = _rotated_halves(
                 place, k_weight, cos, sin, inside, half, eps, HALF, HAS_NORM
             )
+            if KEEP_K:
+                tl.store(place, first.to(k.dtype.element_ty), mask=inside)
+                tl.store(place + HALF, second.to(k.dtype.element_ty), mask=inside)
             page = kv_cache + (slot // BLOCK_SIZE) * block_stride
             row = head[:, None] * BLOCK_SIZE + slot % BLOCK_SIZE
             to = page + row * (2 * HALF) + half[None, :]
@@ -116,6 +123,7 @@ def rope_and_cache(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    keep_k: bool = False,
 ) -> Tensor:
     """See `reference.elementwise.rope_and_cache`. The heads of one token must be adjacent."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -124,6 +132,7 @@ def rope_and_cache(
         return q
     heads = HEADS_PER_PROGRAM
     tiles = triton.cdiv(num_q_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    chained = chains_launches(q.device)
     rope_and_cache_kernel[(num_tokens, tiles)](
         q,
         k,
@@ -147,7 +156,10 @@ def rope_and_cache(
         BLOCK_SIZE=kv_cache.shape[3],
         HEADS=heads,
         HAS_NORM=q_weight is not None,
+        KEEP_K=keep_k,
         OVERLAP=overlaps_launches(q.device),
+        CHAINED=chained,
         num_warps=2,
+        **({"launch_pdl": True} if chained else {}),
     )
     return q

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.device import chains_launches
 
 
 @triton.jit
@@ -15,8 +18,12 @@ def silu_and_mul_kernel(
     x_stride: tl.tensor,
     width: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Program (t, j) writes columns j * BLOCK and on of row t."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -35,5 +42,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if num_tokens > 0:
         block = min(1024, triton.next_power_of_2(width))
         grid = (num_tokens, triton.cdiv(width, block))
-        silu_and_mul_kernel[grid](x, out, x.stride(0), width, BLOCK=block, num_warps=4)
+        overlap = chains_launches(x.device)
+        silu_and_mul_kernel[grid](
+            x,
+            out,
+            x.stride(0),
+            width,
+            BLOCK=block,
+            OVERLAP=overlap,
+            num_warps=4,
+            **({"launch_pdl": True} if overlap else {}),
+        )
     return out

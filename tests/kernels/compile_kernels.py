@@ -27,6 +27,7 @@ from tandem_kernels import (
     filter_floor,
     kv_blocks,
     logprobs,
+    narrow_linear,
     penalties,
     prefill_attention,
     rms_norm,
@@ -63,7 +64,8 @@ class Case:
         aligned = {
             (i,): [["tt.divisibility", 16]]
             for i, (name, kind) in enumerate(signature.items())
-            if kind.startswith("*") or (kind == "i32" and name.endswith(("_stride", "vocab_size")))
+            if kind.startswith("*")
+            or (kind == "i32" and name.endswith(("_stride", "vocab_size", "num_outputs", "inner")))
         }
         return ASTSource(self.kernel, signature, self.constants, aligned)
 
@@ -72,7 +74,7 @@ def named(kind: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, kind)
 
 
-def elementwise_cases(_: int) -> Iterator[Case]:
+def elementwise_cases(capability: int) -> Iterator[Case]:
     for dtype in DTYPES:
         pointers = named(f"*{dtype}", "x", "residual", "weight", "out")
         for fused in (False, True) if dtype == "bf16" else (True,):
@@ -80,10 +82,20 @@ def elementwise_cases(_: int) -> Iterator[Case]:
                 rms_norm.rms_norm_kernel,
                 f"{dtype} fused={fused}",
                 {**pointers, "eps": "fp32"},
-                {"HAS_RESIDUAL": fused, "BLOCK": 4096},
+                {
+                    "HAS_RESIDUAL": fused,
+                    "PARTS": 1,
+                    "BLOCK": 4096,
+                    "OVERLAP": fused and capability >= 90,
+                },
                 {"num_warps": 8},
             )
-        yield Case(silu_and_mul.silu_and_mul_kernel, dtype, pointers, {"BLOCK": 1024})
+        yield Case(
+            silu_and_mul.silu_and_mul_kernel,
+            dtype,
+            pointers,
+            {"BLOCK": 1024, "OVERLAP": capability >= 90},
+        )
         for to_cache in (False, True) if dtype == "bf16" else ():
             yield Case(
                 kv_blocks.copy_blocks_kernel,
@@ -92,6 +104,41 @@ def elementwise_cases(_: int) -> Iterator[Case]:
                 {"TO_CACHE": to_cache, "CHUNK": kv_blocks.ELEMENTS_PER_PROGRAM},
                 {"num_warps": 8},
             )
+
+
+def narrow_cases(capability: int) -> Iterator[Case]:
+    overlap = capability >= 90
+    types = named("*bf16", "x", "weight", "bias", "out")
+    yield Case(
+        rms_norm.rms_norm_kernel,
+        "of parts",
+        {**named("*bf16", "residual", "weight", "out"), "x": "*fp32", "eps": "fp32"},
+        {"HAS_RESIDUAL": True, "PARTS": 4, "BLOCK": 4096, "OVERLAP": overlap},
+        {"num_warps": 8},
+    )
+    for label, tuning, rows in (
+        ("plain", narrow_linear.PLAIN, 16),
+        ("partial", narrow_linear.PARTIAL, 64),
+        ("gated", narrow_linear.GATED, 16),
+    ):
+        has_bias = label == "plain"
+        yield Case(
+            narrow_linear.narrow_linear_kernel,
+            label,
+            {**types, "out": "*fp32" if label == "partial" else "*bf16"},
+            {
+                "ROWS": rows,
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "GATED": label == "gated",
+                "HAS_BIAS": has_bias,
+                "AHEAD": tuning.ahead,
+                "LINE": 64,
+                "OVERLAP": overlap,
+                **({} if has_bias else {"bias": None}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
 
 
 def rope_cases(capability: int) -> Iterator[Case]:
@@ -116,6 +163,8 @@ def rope_cases(capability: int) -> Iterator[Case]:
                 "HEADS": rope_and_cache.HEADS_PER_PROGRAM,
                 "HAS_NORM": head_norm,
                 "OVERLAP": capability >= 90,
+                "CHAINED": capability >= 90,
+                "KEEP_K": head_norm,
                 **({} if head_norm else dict.fromkeys(weights)),
             },
             {"num_warps": 2},
@@ -239,7 +288,14 @@ def sampling_cases(_: int) -> Iterator[Case]:
 
 
 def compile_all(capability: int) -> None:
-    cases = [elementwise_cases, rope_cases, attention_cases, batch_cases, sampling_cases]
+    cases = [
+        elementwise_cases,
+        narrow_cases,
+        rope_cases,
+        attention_cases,
+        batch_cases,
+        sampling_cases,
+    ]
     for case in itertools.chain.from_iterable(make(capability) for make in cases):
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(case.source(), target=target, options=case.options)

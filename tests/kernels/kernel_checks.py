@@ -43,6 +43,43 @@ def fused_add_rms_norm(
     assert oracle.relative_error(normed, oracle.rms_norm(total, weight, 1e-6)) < ELEMENTWISE[dtype]
 
 
+def add_parts_rms_norm(
+    op: Op, parts: int, rows: int, width: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Like the fused sum and norm of what the parts add up to."""
+    x = torch.randn(parts, rows, width, device=device)
+    residual = torch.randn(rows, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    total = (x.sum(0).to(dtype).double() + residual.double()).to(dtype)
+    normed, carried = op(x, residual.clone(), weight, 1e-6)
+    assert oracle.relative_error(carried, total) < ELEMENTWISE[dtype]
+    assert oracle.relative_error(normed, oracle.rms_norm(total, weight, 1e-6)) < ELEMENTWISE[dtype]
+
+
+def narrow_linear(
+    linear: Op,
+    partial: Op,
+    gated: Op,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """`shape`: (rows, outputs, inner). Rows of x lie apart, as a slice's do."""
+    rows, outputs, inner = shape
+    x = torch.randn(rows, 2 * inner, device=device).to(dtype)[:, :inner]
+    weight = (torch.randn(outputs, inner, device=device) * inner**-0.5).to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype)
+    exact = x.double() @ weight.double().t()
+    assert oracle.relative_error(linear(x, weight), exact) < ELEMENTWISE[dtype]
+    assert oracle.relative_error(linear(x, weight, bias), exact + bias) < ELEMENTWISE[dtype]
+    parts = partial(x, weight)
+    assert parts.dtype == torch.float32
+    assert oracle.relative_error(parts.sum(0), exact) < 1e-5
+    gate, up = exact.to(dtype).double().chunk(2, -1)
+    expected = gate / (1 + (-gate).exp()) * up
+    assert oracle.relative_error(gated(x, weight), expected) < 2 * ELEMENTWISE[dtype]
+
+
 def silu_and_mul(op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
     x = (torch.randn(rows, 2 * width, device=device) * 4).to(dtype)
     gate, up = x.double().chunk(2, -1)
@@ -61,6 +98,7 @@ def rope_and_cache(
     num_tokens: int = 6,
     block_size: int = 16,
     head_norm: bool = False,
+    keep_k: bool = False,
     device: str = "cpu",
 ) -> None:
     """q, k and v are views of one projection; slots are scattered, one token writes nothing."""
@@ -82,7 +120,8 @@ def rope_and_cache(
         wide = heads if weight is None else oracle.rms_norm(heads, weight, 1e-6)
         expected.append(oracle.rotate(wide, turned))
     cache = oracle.cos_sin_cache(angles).to(device)
-    out = op(q, k, v, positions, cache, kv_cache, slots, *weights, 1e-6)
+    before = k.clone()
+    out = op(q, k, v, positions, cache, kv_cache, slots, *weights, 1e-6, keep_k)
 
     assert out.data_ptr() == q.data_ptr()
     assert oracle.relative_error(out, expected[0]) < ELEMENTWISE[dtype]
@@ -91,6 +130,7 @@ def rope_and_cache(
     cached = by_slot[written]
     assert oracle.relative_error(cached[:, 0], expected[1][slots >= 0]) < ELEMENTWISE[dtype]
     assert torch.equal(cached[:, 1], v[slots >= 0])
+    assert torch.equal(k[slots >= 0], cached[:, 0] if keep_k else before[slots >= 0])
     others = torch.ones(by_slot.shape[0], dtype=torch.bool, device=device)
     others[written] = False
     assert by_slot[others].isnan().all()

@@ -31,6 +31,18 @@ def test_fused_add_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
 
 @dtypes
 @shapes
+def test_add_parts_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.add_parts_rms_norm(ops.add_parts_rms_norm, 3, rows, width, dtype)
+
+
+@dtypes
+def test_products_of_few_rows(dtype: torch.dtype) -> None:
+    columns = ops.narrow_linear, ops.partial_linear, ops.gate_up_silu
+    check.narrow_linear(*columns, (3, 128, 256), dtype)
+
+
+@dtypes
+@shapes
 def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype)
 
@@ -39,4 +51,6 @@ def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("head_norm", [False, True])
 def test_rope_and_cache(dtype: torch.dtype, head_dim: int, head_norm: bool) -> None:
-    check.rope_and_cache(ops.rope_and_cache, dtype, head_dim=head_dim, head_norm=head_norm)
+    check.rope_and_cache(
+        ops.rope_and_cache, dtype, head_dim=head_dim, head_norm=head_norm, keep_k=head_norm
+    )

@@ -35,6 +35,14 @@ def fused_add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+def add_parts_rms_norm(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`fused_add_rms_norm` of the sum of `parts` [S, T, H] float32, as `partial_linear` leaves
+    them, rounded to the dtype of `residual`."""
+    return fused_add_rms_norm(parts.sum(0).to(residual.dtype), residual, weight, eps)
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """Gated activation: [T, 2I] -> [T, I], `silu(x[:, :I]) * x[:, I:]`."""
     gate, up = x.chunk(2, dim=-1)
@@ -54,6 +62,7 @@ def rope_and_cache(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    keep_k: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, and write keys and values into the paged cache.
 
@@ -68,6 +77,7 @@ def rope_and_cache(
         q_weight: [D] or None, RMSNorm of each query head before the rotation.
         k_weight: [D] or None, the same for keys.
         eps: Of those norms.
+        keep_k: Keys that are written to the cache are also changed in place.
 
     Returns:
         `q`, rotated.
@@ -75,6 +85,8 @@ def rope_and_cache(
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     q.copy_(_rotate(q, cos, sin, q_weight, eps))
     rotated_k = _rotate(k, cos, sin, k_weight, eps).to(kv_cache.dtype)
+    if keep_k:
+        k.copy_(torch.where(slot_mapping[:, None, None] >= 0, rotated_k, k))
     _write_slots(kv_cache, slot_mapping, rotated_k, v)
     return q
 

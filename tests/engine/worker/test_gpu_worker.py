@@ -21,6 +21,7 @@ from engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    Experiment,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -54,6 +55,12 @@ PENALISED = SamplingParams(
 )
 KINDS = [GREEDY, SEEDED, FILTERED, PENALISED]
 ROWS = 6
+EXPERIMENTS: list[tuple[Experiment, ...]] = [
+    ("chained-launches",),
+    ("prefill-graphs",),
+    ("narrow-products",),
+    ("chained-launches", "narrow-products", "prefill-graphs"),
+]
 
 MODEL = ModelConfig(
     path="",
@@ -168,6 +175,35 @@ def test_replay_equals_single_launches_bit_for_bit(
         assert torch.equal(replayed[1:], launched[1:])
 
 
+@pytest.mark.parametrize("experiments", EXPERIMENTS)
+def test_experiments_give_the_same_tokens(
+    weights: Path, make_driver, make_prompt, experiments: tuple[Experiment, ...]
+) -> None:
+    """Products of few rows are ours in half precision only, and must repeat themselves."""
+    dtype = "bfloat16" if "narrow-products" in experiments else "float32"
+    found = []
+    for chosen in (experiments if dtype == "bfloat16" else (), experiments):
+        with started(_config(weights, dtype=dtype, experiments=chosen)) as worker:
+            found.append(conversation(make_driver(worker.execute_model), make_prompt))
+    assert found[0] == found[1]
+
+
+def test_a_graph_with_prompts_equals_single_launches_bit_for_bit(
+    weights: Path, make_driver, make_prompt
+) -> None:
+    """Of a prompt that fills its graph: cuBLAS and the attention choose by size."""
+    found = []
+    for experiments in ((), ("prefill-graphs",)):
+        with started(_config(weights, dtype="bfloat16", experiments=experiments)) as worker:
+            driver = make_driver(worker.execute_model)
+            driver.add("a", 2, make_prompt(64, 1), GREEDY)
+            driver.step({"a": 64})
+            found.append((driver.tokens["a"], [layer.clone() for layer in worker.runner.kv_caches]))
+    assert found[0][0] == found[1][0]
+    for replayed, launched in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(replayed[1:], launched[1:])
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_two_ranks_give_the_tokens_of_one(
@@ -215,11 +251,14 @@ def test_padding_changes_nothing(weights: Path, make_driver, make_prompt) -> Non
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"enforce_eager": True}, {"experiments": ("prefill-graphs", "chained-launches")}],
+)
 def test_no_step_waits_for_the_device(
-    weights: Path, make_driver, make_prompt, enforce_eager: bool
+    weights: Path, make_driver, make_prompt, changes: dict[str, object]
 ) -> None:
-    with started(_config(weights, enforce_eager=enforce_eager)) as worker:
+    with started(_config(weights, **changes)) as worker:
 
         def execute(step: SchedulerOutput) -> ModelRunnerOutput:
             torch.cuda.set_sync_debug_mode("error")

@@ -1,0 +1,21 @@
+"""Which products the kernels of `narrow_linear` can compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_ROWS = 64
+_INNER_MULTIPLE = 256
+_OUTPUTS_MULTIPLE = 128
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """`x` [T, K], `weight` [N, K]: whole tiles, half precision, few rows."""
+    num_outputs, inner = weight.shape
+    return (
+        0 < len(x) <= MAX_ROWS
+        and weight.dtype in (torch.float16, torch.bfloat16)
+        and inner % _INNER_MULTIPLE == 0
+        and num_outputs % _OUTPUTS_MULTIPLE == 0
+    )

@@ -1,0 +1,99 @@
+"""Graphs of steps with prompts, on the CPU: what a graph holds is run by hand instead of replayed,
+over inputs that were loaded before, as a replay would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.batch.input_batch import InputBuffers
+from engine.sampling_params import SamplingParams
+from engine.worker import model_runner
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, prompt_keys
+
+GREEDY = SamplingParams(temperature=0.0)
+SEEDED = SamplingParams(seed=5, temperature=0.9, top_p=0.95)
+PENALISED = SamplingParams(seed=6, repetition_penalty=1.3)
+
+
+class GraphsByHand(CudaGraphManager):
+    """`replayed` lists the keys."""
+
+    def capture(self, run, report) -> None:
+        self._run = run
+        self.replayed: list[GraphKey] = []
+        for key in self._prompts:
+            run(key)
+
+    def dispatch(self, num_reqs: int) -> int | None:
+        return None
+
+    def replay(self, key: GraphKey) -> None:
+        self.replayed.append(key)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InputBuffers, "_upload", lambda *arrays: None)
+            self._run(key)
+
+
+@pytest.fixture
+def graphs(runner, monkeypatch) -> GraphsByHand:
+    monkeypatch.setattr(model_runner, "CudaGraphManager", GraphsByHand)
+    config = runner._config
+    device = replace(config.device, experiments=("prefill-graphs",))
+    monkeypatch.setattr(runner, "_config", replace(config, device=device))
+    runner.capture_model(lambda fraction: None)
+    return runner._graphs
+
+
+def converse(driver, make_prompt) -> dict[str, list[int]]:
+    """Prompts together, behind each other, in chunks, beside decodes."""
+    lengths = {"a": 5, "b": 40, "c": 8, "d": 2}
+    for row, (name, length) in enumerate(lengths.items()):
+        driver.add(name, 5 - row, make_prompt(length, length), (GREEDY, SEEDED)[row % 2])
+    driver.step({"a": 5, "c": 8})
+    driver.step({"b": 17})
+    driver.step({"b": 23})
+    driver.step({"d": 2})
+    driver.add("e", 0, make_prompt(23, 9), SEEDED)
+    driver.step({"e": 23})
+    driver.run(3)
+    driver.remove("e")
+    driver.add("f", 0, make_prompt(30, 8), PENALISED)
+    driver.step({"f": 30})
+    driver.run(3)
+    return dict(driver.tokens)
+
+
+def test_give_the_tokens_of_single_launches(
+    make_runner, make_driver, make_prompt, graphs, runner
+) -> None:
+    eager = make_runner()
+    found = [
+        converse(make_driver(lambda step, r=r: r.execute_model(step).get_output()), make_prompt)
+        for r in (eager, runner)
+    ]
+    assert found[0] == found[1]
+    # Not the chunk that samples nothing, nor the decodes alone, nor what wants a penalty.
+    sizes = [(key.num_reqs, key.num_tokens) for key in graphs.replayed]
+    assert sizes == [(6, 16), (6, 32), (6, 16), (6, 32)]
+
+
+def test_keys_are_smallest_first_and_fit() -> None:
+    assert prompt_keys(256, 8192)[:3] == [
+        GraphKey(8, 16, True),
+        GraphKey(8, 32, True),
+        GraphKey(8, 64, True),
+    ]
+    assert {key.num_reqs for key in prompt_keys(256, 8192)} == {8, 64}
+    assert [(key.num_reqs, key.num_tokens) for key in prompt_keys(4, 40)] == [(4, 16), (4, 32)]
+
+
+def test_the_smallest_that_holds_a_step_is_taken() -> None:
+    manager = CudaGraphManager((1,), torch.device("cpu"), prompt_keys(256, 8192))
+    assert manager.dispatch_prompts(1, 100) == GraphKey(8, 128, True)
+    assert manager.dispatch_prompts(9, 100) == GraphKey(64, 128, True)
+    assert manager.dispatch_prompts(9, 20) == GraphKey(64, 128, True)
+    assert manager.dispatch_prompts(65, 100) is None
+    assert manager.dispatch_prompts(1, 513) is None
