@@ -21,7 +21,12 @@ from tests.helm.lifecycle.object_store import ObjectStore
 from tests.helm.lifecycle.pod_files import MountError, MountPaths, object_data
 from tests.helm.lifecycle.resources import Object
 
-_IMAGE_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+_SOURCE = Path(__file__).resolve().parents[3]
+_IMAGE_ENV = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "PYTHONPATH": f"{_SOURCE}:{_SOURCE / 'proto'}:{_SOURCE / 'kernels'}",
+    "OMP_NUM_THREADS": "1",
+}
 _ENTRYPOINT = ["tandem"]
 _EVERY_ADDRESS = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
 
