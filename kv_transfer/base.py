@@ -23,6 +23,7 @@ half directly (`kv_transfer.metadata` says why), so the worker half has no `get_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -160,9 +161,16 @@ class KVConnectorWorker(ABC):
     """The half inside a worker. Nothing here waits."""
 
     @abstractmethod
-    def register_kv_caches(self, kv_caches: list[Any]) -> KVCacheHandle:
+    def register_kv_caches(
+        self, kv_caches: list[Any], current_stream: Callable[[], int] | None = None
+    ) -> KVCacheHandle:
         """`kv_caches`: one tensor a layer, `[num_blocks, 2, local_kv_heads, block_size,
-        head_dim]`, all views of one shared allocation."""
+        head_dim]`, all views of one shared allocation. `current_stream`: on a GPU, the driver's
+        handle of the stream on which the calling thread launches kernels.
+
+        Raises:
+            ValueError, DeviceError: Other processes cannot map them.
+        """
 
     @abstractmethod
     def start_load_kv(self, step_id: int, metadata: KVConnectorMetadata) -> None:
@@ -170,7 +178,8 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def save_kv_layer(self, layer: int) -> None:
-        """The KV of `layer` is computed for all tokens of the step."""
+        """The KV of `layer` is computed for all tokens of the step; on a GPU: everything that
+        computes it is launched."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -217,7 +217,9 @@ class FakeConnectorWorker(KVConnectorWorker):
     _step_id: int = -1
     _saving: bool = False
 
-    def register_kv_caches(self, kv_caches: list[Any]) -> KVCacheHandle:
+    def register_kv_caches(
+        self, kv_caches: list[Any], current_stream: Callable[[], int] | None = None
+    ) -> KVCacheHandle:
         return KVCacheHandle(
             rank=self.rank, pid=os.getpid(), fd=-1, num_blocks=len(kv_caches[0]) if kv_caches else 0
         )

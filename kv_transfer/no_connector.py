@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
@@ -15,7 +16,9 @@ class NoConnectorWorker(KVConnectorWorker):
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def register_kv_caches(self, kv_caches: list[Any]) -> KVCacheHandle:
+    def register_kv_caches(
+        self, kv_caches: list[Any], current_stream: Callable[[], int] | None = None
+    ) -> KVCacheHandle:
         return handle_of_tensors(self._rank, kv_caches)
 
     def start_load_kv(self, step_id: int, metadata: KVConnectorMetadata) -> None:

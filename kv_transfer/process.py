@@ -27,6 +27,7 @@ from kv_transfer.channels import SERVER_OPTIONS
 from kv_transfer.host.child_process import read_config
 from kv_transfer.host.local_socket import bind_socket, connect_socket
 from kv_transfer.host.termination import termination_fd
+from kv_transfer.layer_marks import LayerMarks
 from kv_transfer.metadata import (
     AbortMeta,
     KVPeer,
@@ -43,6 +44,7 @@ from kv_transfer.process_config import TransferProcessConfig
 from kv_transfer.pull_service import PullService
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from kv_transfer.step_watch import StepWatch
 from kv_transfer.worker import steps_address
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -72,7 +74,12 @@ class TransferProcess:
         self._events = connect_socket(self._context, zmq.SocketType.PUSH, config.events_address)
         self._changed = asyncio.Event()
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._cache = KVCacheView(config.handle, config.layout)
+        self._cache = KVCacheView(
+            config.handle,
+            config.layout,
+            inbox_bytes=0 if self._is_producer else config.transfer.staging_bytes,
+        )
+        self._cache.copies.on_error = self._stop
         self._me = KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.layout)
         self._address = ""
         self._sender: KVSender | None = None
@@ -97,6 +104,10 @@ class TransferProcess:
             if self._receiver is not None:
                 await self._receiver.close()
 
+    @property
+    def _is_producer(self) -> bool:
+        return self._config.transfer.kv_role == "kv_producer"
+
     def _stop(self, error: BaseException | None) -> None:
         if self._end.done():
             return
@@ -112,7 +123,7 @@ class TransferProcess:
     async def _start(self) -> grpc.aio.Server | None:
         config = self._config
         server = None
-        if config.transfer.kv_role == "kv_producer":
+        if self._is_producer:
             self._sender = KVSender(
                 config.transfer,
                 config.layout,
@@ -123,10 +134,11 @@ class TransferProcess:
                 self._changed.set,
             )
             server = await self._listen(self._sender)
+            watch = self._watch_steps(self._sender)
             self._read(
                 steps_address(config.engine_id, config.rank, config.index),
                 StepProgress,
-                self._sender.progress,
+                watch.hear,
             )
         else:
             self._receiver = KVReceiver(
@@ -141,6 +153,11 @@ class TransferProcess:
         self._read(config.commands_address, TransferCommand, self._obey)
         self._changed.set()
         return server
+
+    def _watch_steps(self, sender: KVSender) -> StepWatch:
+        handle, num_layers = self._config.handle, self._config.layout.num_layers
+        marks = LayerMarks.attach(handle.pid, handle.marks_fd, num_layers)
+        return StepWatch(marks, num_layers, handle.cuda is not None, sender.progress)
 
     async def _listen(self, sender: KVSender) -> grpc.aio.Server:
         """On the port that we had before a restart, if it can be had."""

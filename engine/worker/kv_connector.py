@@ -16,7 +16,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.sched.output import SchedulerOutput
-from kv_transfer.base import KVConnectorWorker
+from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.factory import create_worker_connector
 
 OnLayer = Callable[[int], None]
@@ -29,8 +29,9 @@ def _ignore_layer(layer: int) -> None:
 class KVConnector:
     """Without P/D: does nothing."""
 
-    def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> None:
-        return
+    def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> KVCacheHandle | None:
+        """How others map the caches; None: nobody does."""
+        return None
 
     def pre_forward(self, step: SchedulerOutput) -> OnLayer:
         return _ignore_layer
@@ -48,8 +49,9 @@ class ActiveKVConnector(KVConnector):
     def __init__(self, worker: KVConnectorWorker) -> None:
         self._worker = worker
 
-    def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> None:
-        self._worker.register_kv_caches(kv_caches)
+    def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> KVCacheHandle:
+        on_gpu = kv_caches[0].is_cuda
+        return self._worker.register_kv_caches(kv_caches, _current_stream if on_gpu else None)
 
     def pre_forward(self, step: SchedulerOutput) -> OnLayer:
         if step.kv is None:
@@ -63,6 +65,11 @@ class ActiveKVConnector(KVConnector):
 
     def shutdown(self) -> None:
         self._worker.shutdown()
+
+
+def _current_stream() -> int:
+    """Of this thread, as the driver knows it."""
+    return torch.cuda.current_stream().cuda_stream
 
 
 def create_kv_connector(config: EngineConfig, rank: int) -> KVConnector:

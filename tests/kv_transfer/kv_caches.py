@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.host.memory_file import MemoryFile
@@ -73,6 +74,11 @@ class RankCache:
         return KVCacheHandle(
             rank=self.rank, pid=os.getpid(), fd=self.memory.fd, num_blocks=self.num_blocks
         )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """As a worker has them, one for each layer."""
+        return list(torch.from_numpy(self.words.view(np.int16)).unbind())
 
     def write(self, seed: int, layer: int, tokens: range, block_ids: list[int]) -> None:
         """What a worker does in one layer of one step."""

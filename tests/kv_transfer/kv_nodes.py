@@ -74,9 +74,11 @@ class KVNode:
         self.workers: list[KVConnectorWorker] = [
             create_worker_connector(config, engine_id, rank) for rank in range(shape.tp_size)
         ]
-        self.connector = GrpcConnectorScheduler(
-            config, engine_id, epoch, shape, [cache.handle for cache in self.caches]
-        )
+        handles = [
+            worker.register_kv_caches(cache.tensors)
+            for worker, cache in zip(self.workers, self.caches, strict=True)
+        ]
+        self.connector = GrpcConnectorScheduler(config, engine_id, epoch, shape, handles)
         self.done = Outcomes()
         self._steps = itertools.count()
 

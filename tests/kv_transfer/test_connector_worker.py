@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 import zmq
-from kv_caches import layout
+from kv_caches import RankCache, layout
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.factory import create_worker_connector
@@ -31,16 +31,24 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
+@pytest.fixture
+def cache() -> Iterator[RankCache]:
+    cache = RankCache(layout(num_layers=200), 0, 1)
+    yield cache
+    cache.close()
+
+
 def receive(socket: zmq.Socket[bytes]) -> StepProgress:
     assert socket.poll(60_000)
     return msgspec.msgpack.decode(socket.recv(), type=StepProgress)
 
 
 def test_every_transfer_process_hears_of_every_layer(
-    context: zmq.Context[zmq.Socket[bytes]],
+    context: zmq.Context[zmq.Socket[bytes]], cache: RankCache
 ) -> None:
     engine_id = uuid.uuid4().hex
     worker = create_worker_connector(PRODUCER, engine_id, 1)
+    worker.register_kv_caches(cache.tensors)
     worker.start_load_kv(3, DO_NOT_SAVE)
     worker.save_kv_layer(0)
     worker.start_load_kv(4, SAVE)
@@ -64,10 +72,11 @@ def bind_when_free(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq
 
 
 def test_a_process_that_comes_back_hears_the_next_message(
-    context: zmq.Context[zmq.Socket[bytes]],
+    context: zmq.Context[zmq.Socket[bytes]], cache: RankCache
 ) -> None:
     engine_id = uuid.uuid4().hex
     worker = create_worker_connector(PRODUCER, engine_id, 0)
+    worker.register_kv_caches(cache.tensors)
     address = steps_address(engine_id, 0, 0)
     first = bind_socket(context, zmq.SocketType.PULL, address)
     worker.start_load_kv(1, SAVE)
@@ -83,11 +92,13 @@ def test_a_process_that_comes_back_hears_the_next_message(
     worker.shutdown()
 
 
-def test_nobody_listens_and_nothing_waits() -> None:
+def test_nobody_listens_and_nothing_waits(cache: RankCache) -> None:
     worker = create_worker_connector(PRODUCER, uuid.uuid4().hex, 0)
-    worker.start_load_kv(1, SAVE)
-    for layer in range(10_000):
-        worker.save_kv_layer(layer)
+    worker.register_kv_caches(cache.tensors)
+    for step in range(50):
+        worker.start_load_kv(step, SAVE)
+        for layer in range(200):
+            worker.save_kv_layer(layer)
     worker.shutdown()
 
 
