@@ -1,0 +1,198 @@
+"""Strict schemas of Kubernetes objects: unknown fields are errors, and all errors are told.
+
+Kubernetes' own kinds come from the package kubernetes-validate, which has those of each version;
+`CUSTOM` holds what the chart uses of other projects' kinds. A kind without a schema is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+
+from tests.helm.helm_engine import Manifest
+
+KUBE_VERSIONS = ("1.28", "1.30", "1.34", "1.37")
+
+
+def errors(manifest: Manifest, kube_version: str) -> Iterator[str]:
+    """What is wrong with an object, each with the place."""
+    name = f"{manifest['kind']}/{manifest['metadata']['name']}"
+    found = sorted(
+        _validator(manifest["apiVersion"], manifest["kind"], kube_version).iter_errors(manifest),
+        key=lambda error: list(map(str, error.path)),
+    )
+    for error in found:
+        yield f"{name} {'.'.join(map(str, error.path))}: {error.message}"
+    yield from (f"{name} {place}: is null" for place in _nulls(manifest))
+
+
+def _nulls(node: Any, place: str = "") -> Iterator[str]:
+    """Kubernetes drops nulls silently; in a chart each is a value that got lost."""
+    if node is None:
+        yield place
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _nulls(value, f"{place}.{key}")
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _nulls(value, f"{place}[{index}]")
+
+
+@cache
+def _validator(api_version: str, kind: str, kube_version: str) -> Draft202012Validator:
+    if (api_version, kind) in CUSTOM:
+        return Draft202012Validator(_custom(api_version, kind))
+    folder = files("kubernetes_validate").joinpath(
+        "kubernetes-json-schema", f"v{kube_version}.0-local-strict"
+    )
+    short = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
+    schema = json.loads(folder.joinpath(f"{kind.lower()}-{short}.json").read_text("utf-8"))
+    return Draft202012Validator(schema, registry=_definitions(kube_version))
+
+
+@cache
+def _definitions(kube_version: str) -> Registry[Any]:
+    path = files("kubernetes_validate").joinpath(
+        "kubernetes-json-schema", f"v{kube_version}.0-local-strict", "_definitions.json"
+    )
+    return Resource.from_contents(json.loads(path.read_text("utf-8"))) @ Registry()
+
+
+def _object(required: str = "", **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": required.split(),
+        "properties": properties,
+    }
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "items": items}
+
+
+TEXT = {"type": "string", "minLength": 1}
+NUMBER = {"type": "integer", "minimum": 0}
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+SELECTOR = _object("matchLabels", matchLabels=TEXTS)
+DURATION = {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"}
+PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+
+_BEHAVIOR = _object(
+    stabilizationWindowSeconds=NUMBER,
+    policies=_list(
+        _object(
+            "type value periodSeconds",
+            type={"enum": ["Pods", "Percent"]},
+            value=NUMBER,
+            periodSeconds=NUMBER,
+        )
+    ),
+)
+_SCALED_OBJECT = _object(
+    "scaleTargetRef triggers",
+    scaleTargetRef=_object("name", apiVersion=TEXT, kind=TEXT, name=TEXT),
+    minReplicaCount=NUMBER,
+    maxReplicaCount=NUMBER,
+    fallback=_object(
+        "failureThreshold replicas",
+        failureThreshold=NUMBER,
+        replicas=NUMBER,
+        behavior={"enum": ["static", "currentReplicas", "currentReplicasIfHigher"]},
+    ),
+    advanced=_object(
+        horizontalPodAutoscalerConfig=_object(
+            behavior=_object(scaleUp=_BEHAVIOR, scaleDown=_BEHAVIOR)
+        )
+    ),
+    triggers=_list(
+        _object(
+            "type metadata",
+            type={"const": "prometheus"},
+            metricType={"enum": ["AverageValue", "Value", "Utilization"]},
+            metadata=_object(
+                "serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT
+            ),
+        )
+    ),
+)
+_POD_MONITOR = _object(
+    "selector podMetricsEndpoints",
+    selector=SELECTOR,
+    podMetricsEndpoints=_list(
+        _object(
+            "port",
+            port=TEXT,
+            path=TEXT,
+            interval=DURATION,
+            relabelings=_list(_object("targetLabel", sourceLabels=_list(TEXT), targetLabel=TEXT)),
+        )
+    ),
+)
+_PROMETHEUS_RULE = _object(
+    "groups",
+    groups=_list(
+        _object(
+            "name rules",
+            name=TEXT,
+            rules=_list(
+                {
+                    **_object("alert expr", alert=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS),
+                    "patternProperties": {"^for$": DURATION},
+                }
+            ),
+        )
+    ),
+)
+_HTTP_ROUTE = _object(
+    "parentRefs rules",
+    parentRefs=_list(
+        _object("name", name=TEXT, namespace=TEXT, sectionName=TEXT, group=TEXT, kind=TEXT)
+    ),
+    hostnames=_list(TEXT),
+    rules=_list(
+        _object(
+            backendRefs=_list(_object("name port", name=TEXT, port=PORT)),
+            timeouts=_object(request=DURATION),
+        )
+    ),
+)
+_INFERENCE_POOL = _object(
+    "selector targetPorts endpointPickerRef",
+    selector=SELECTOR,
+    targetPorts={**_list(_object("number", number=PORT)), "maxItems": 8},
+    endpointPickerRef=_object(
+        "name",
+        name=TEXT,
+        port=_object("number", number=PORT),
+        failureMode={"enum": ["FailOpen", "FailClose"]},
+    ),
+)
+
+CUSTOM = {
+    ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
+    ("monitoring.coreos.com/v1", "PodMonitor"): _POD_MONITOR,
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _PROMETHEUS_RULE,
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): _HTTP_ROUTE,
+    ("inference.networking.k8s.io/v1", "InferencePool"): _INFERENCE_POOL,
+}
+"""The specs. Written down from the projects' references; only fields that the chart uses."""
+
+
+def _custom(api_version: str, kind: str) -> dict[str, Any]:
+    return _object(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": api_version},
+        kind={"const": kind},
+        metadata=_object(
+            "name namespace labels", name=TEXT, namespace=TEXT, labels=TEXTS, annotations=TEXTS
+        ),
+        spec=CUSTOM[api_version, kind],
+    )

@@ -1,0 +1,51 @@
+"""Every scenario, on every Kubernetes version, is what Kubernetes and the operators expect; and
+both Helm engines make the same of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helm.helm_engine import HelmCli, HelmSdk
+from tests.helm.kube_schemas import KUBE_VERSIONS, errors
+from tests.helm.scenarios import SCENARIOS, rendered, supports, values_of
+
+
+def test_engines_are_the_pinned_ones() -> None:
+    assert (HelmSdk.shared().version(), HelmCli().version()) == ("v4.2.3", "v3.6.2")
+
+
+CASES = [
+    (name, version) for name in SCENARIOS for version in KUBE_VERSIONS if supports(name, version)
+]
+
+
+@pytest.mark.parametrize(("name", "version"), CASES)
+def test_objects_fit_their_strict_schemas(name: str, version: str) -> None:
+    manifests = rendered(name, version).objects
+    assert manifests
+    assert not [error for manifest in manifests for error in errors(manifest, version)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_both_engines_render_the_same_objects(name: str) -> None:
+    for version in (KUBE_VERSIONS[0], KUBE_VERSIONS[-1]):
+        if supports(name, version):
+            old = HelmCli().render(values_of(name), kube_version=f"{version}.0")
+            assert old.objects == rendered(name, version).objects
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_both_engines_find_nothing_to_lint(name: str) -> None:
+    assert HelmSdk.shared().lint(values_of(name)) == []
+    # The old engine lints against the Kubernetes it was built for, which has no image volumes.
+    if supports(name, "1.28"):
+        assert HelmCli().lint(values_of(name)) == []
+
+
+def test_a_wrong_field_and_a_null_would_be_found() -> None:
+    """The check itself: all errors are told, not only the first."""
+    manifest = rendered("default").one("Deployment", "router")
+    broken = {**manifest, "spec": {**manifest["spec"], "replica": 1, "paused": None}}
+    del broken["spec"]["selector"]
+    found = "\n".join(errors(broken, "1.34"))
+    assert "replica" in found and "selector" in found and ".spec.paused: is null" in found
