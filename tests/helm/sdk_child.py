@@ -22,9 +22,7 @@ def _chart(path: str) -> Chart:
 
 @cache
 def _config(kubeconfig: str, namespace: str) -> Config:
-    """Releases live in this process's memory: the SDK stores them through a protobuf client, which
-    API stand-ins do not speak."""
-    return Config(kubeconfig_content=kubeconfig, namespace=namespace, storage_driver="memory")
+    return Config(kubeconfig_content=kubeconfig, namespace=namespace)
 
 
 def render(chart: str, values: dict[str, Any], options: dict[str, Any]) -> dict[str, str]:

@@ -62,6 +62,7 @@ class ApiServer:
         self.store = store
         self.requests: list[tuple[str, str, str, str]] = []
         self._writer = Writer(store)
+        self._watches: set[asyncio.Task[object]] = set()
         self._runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=1)
         self.url = ""
         self.tls_port = 0
@@ -73,6 +74,8 @@ class ApiServer:
             self.tls_port = await self._listen(tls)
 
     async def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
         await self._runner.cleanup()
 
     async def _listen(self, tls: ssl.SSLContext | None) -> int:
@@ -126,6 +129,9 @@ class ApiServer:
         sends_initial = request.query.get("sendInitialEvents") == "true" or since in ("", "0")
         queue = self.store.subscribe(None if sends_initial else int(since))
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        task = asyncio.current_task()
+        assert task is not None
+        self._watches.add(task)
         try:
             await response.prepare(request)
             if sends_initial:
@@ -137,6 +143,7 @@ class ApiServer:
         except (TimeoutError, ConnectionError):
             pass
         finally:
+            self._watches.discard(task)
             self.store.unsubscribe(queue)
         return response
 

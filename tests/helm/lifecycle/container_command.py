@@ -118,9 +118,8 @@ class CommandBuilder:
         text = mounts.translate(text)
         text = _EVERY_ADDRESS.sub(self._pod["status"]["podIP"], text)
         for name, address in self._addresses.items():
-            host = rf"(?<![\w.-]){re.escape(name)}(\.svc(\.[a-z.]+)?)?(?=[:/]|$)"
-            if text.startswith("http") or ":" in text:
-                text = re.sub(host, address, text)
+            host = rf"(?<![\w.-]){re.escape(name)}(\.svc(\.[a-z.]+)?)?(?=[:/])"
+            text = re.sub(host, address, text)
         return text
 
 

@@ -2,6 +2,7 @@
 
 - status is written only through its subresource, the rest only without it
 - some fields never change (`_IMMUTABLE`)
+- fields that readers count on have their defaults (`_set_defaults`)
 - `managedFields` is kept up to date (`field_ownership`)
 """
 
@@ -119,12 +120,14 @@ class Writer:
         return scale.read(saved) if target.subresource == "scale" else saved
 
     def _store_new(self, obj: Object, *, dry_run: bool) -> Object:
+        _set_defaults(obj)
         _check(obj)
         return obj if dry_run else self._store.create(obj)
 
     def _store_changed(
         self, target: Target, before: Object, obj: Object, *, dry_run: bool
     ) -> Object:
+        _set_defaults(obj)
         _check(obj)
         if target.subresource != "status":
             _check_immutable(before, obj)
@@ -144,6 +147,11 @@ def _owned(obj: Object) -> list[Any]:
 def _encode_string_data(secret: Object) -> None:
     for name, text in (secret.pop("stringData", None) or {}).items():
         secret.setdefault("data", {})[name] = base64.b64encode(text.encode()).decode()
+
+
+def _set_defaults(obj: Object) -> None:
+    if obj["kind"] in ("Deployment", "StatefulSet", "ReplicaSet"):
+        obj["spec"].setdefault("replicas", 1)
 
 
 def _check(obj: Object) -> None:

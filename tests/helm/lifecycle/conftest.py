@@ -1,0 +1,23 @@
+"""`cluster`: a stand-in without processes. `release`: the chart on it, through each Helm."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.helm.lifecycle.cluster import Cluster
+from tests.helm.lifecycle.helm_release import RELEASES, Release
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    async with Cluster.hollow() as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=RELEASES)
+async def release(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Release:
+    """Not installed yet."""
+    return RELEASES[request.param](cluster, tmp_path)

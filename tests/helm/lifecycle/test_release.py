@@ -1,0 +1,141 @@
+"""What Helm does with the chart on a cluster: both engines, no processes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.helm.helm_engine import CI_VALUES, HelmError, load_values
+from tests.helm.lifecycle.cluster import Cluster
+from tests.helm.lifecycle.helm_release import Release
+from tests.helm.lifecycle.object_store import ObjectStore
+
+VALUES: dict[str, Any] = {"model": {"name": "example/model"}, "router": {"replicas": 2}}
+COMPONENTS = ("router", "prefill", "decode")
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    """`VALUES` with some more of each section."""
+    result = copy.deepcopy(VALUES)
+    for section, content in values.items():
+        result[section] = {**result.get(section, {}), **content}
+    return result
+
+
+def names(store: ObjectStore) -> set[tuple[str, str]]:
+    return {(obj["kind"], obj["metadata"]["name"]) for obj in store.all()}
+
+
+async def test_install_makes_every_component_ready(cluster: Cluster, release: Release) -> None:
+    await release.install(VALUES)
+    await cluster.wait_ready(router=2, prefill=1, decode=1)
+    for tier in ("prefill", "decode"):
+        (slice_,) = (
+            s
+            for s in cluster.list("EndpointSlice")
+            if s["metadata"]["name"].endswith(f"{tier}-endpoints")
+        )
+        assert [e["conditions"]["ready"] for e in slice_["endpoints"]] == [True]
+        assert {p["name"] for p in slice_["ports"]} == {"grpc", "http"}
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+async def test_scaling_one_tier_restarts_nothing(
+    cluster: Cluster, release: Release, tier: str
+) -> None:
+    await release.install(VALUES)
+    before = {name: cluster.uids(name) for name in COMPONENTS}
+    await release.upgrade(changed(**{tier: {"replicas": 3}}))
+    await cluster.wait_ready(**{"router": 2, "prefill": 1, "decode": 1, tier: 3})
+    for name in COMPONENTS:
+        kept = before[name] & cluster.uids(name)
+        assert kept == before[name], f"{name} pods were restarted"
+    await release.upgrade(changed(**{tier: {"replicas": 1}}))
+    await cluster.wait_ready(router=2, prefill=1, decode=1)
+    for name in COMPONENTS:
+        if name != tier:
+            assert cluster.uids(name) == before[name]
+
+
+async def test_an_upgrade_that_changes_no_pod_restarts_none(
+    cluster: Cluster, release: Release
+) -> None:
+    await release.install(VALUES)
+    before = {name: cluster.uids(name) for name in COMPONENTS}
+    await release.upgrade(VALUES)
+    await release.upgrade(changed(commonLabels={"team": "serving"}))
+    assert {name: cluster.uids(name) for name in COMPONENTS} == before
+    assert cluster.get("Deployment", "tandem-prefill")["metadata"]["labels"]["team"] == "serving"
+
+
+async def test_a_change_of_one_tier_rolls_it_alone_and_rolls_back(
+    cluster: Cluster, release: Release
+) -> None:
+    await release.install(changed(prefill={"replicas": 2}))
+    before = {name: cluster.uids(name) for name in COMPONENTS}
+    template = cluster.get("Deployment", "tandem-prefill")["spec"]["template"]
+    await release.upgrade(changed(prefill={"replicas": 2, "settings": {"maxNumSeqs": 7}}))
+    await cluster.wait_ready(router=2, prefill=2, decode=1)
+    rolled = cluster.get("Deployment", "tandem-prefill")["spec"]["template"]
+    assert "--max-num-seqs=7" in rolled["spec"]["containers"][0]["args"]
+    assert not cluster.uids("prefill") & before["prefill"]
+    await release.rollback(1)
+    await cluster.wait_ready(router=2, prefill=2, decode=1)
+    assert cluster.get("Deployment", "tandem-prefill")["spec"]["template"] == template
+    assert cluster.uids("decode") == before["decode"]
+    assert cluster.uids("router") == before["router"]
+    assert await release.revisions() == ["superseded", "superseded", "deployed"]
+
+
+async def test_rollout_on_a_cluster_without_a_free_gpu(release: Release, cluster: Cluster) -> None:
+    """Old pods make room for new ones; nothing waits for a GPU that never comes."""
+    full = {"replicas": 2, "parallelism": {"tensor": 2}}
+    await release.install(changed(prefill=full, decode=full))
+    await cluster.wait_ready(router=2, prefill=2, decode=2)
+    before = cluster.uids("prefill") | cluster.uids("decode")
+    new = {**full, "settings": {"maxNumSeqs": 7}}
+    await release.upgrade(changed(prefill=new, decode=new))
+    await cluster.wait_ready(router=2, prefill=2, decode=2)
+    assert not before & (cluster.uids("prefill") | cluster.uids("decode"))
+
+
+async def test_an_upgrade_leaves_the_replicas_to_the_autoscaler(
+    cluster: Cluster, release: Release
+) -> None:
+    hpa = {"autoscaling": {"kind": "hpa", "minReplicas": 1, "maxReplicas": 4}}
+    await release.install(changed(decode=hpa))
+    cluster.scale("Deployment", "tandem-decode", 3)
+    await cluster.wait_ready(router=2, prefill=1, decode=3)
+    await release.upgrade(changed(decode=hpa, prefill={"settings": {"maxNumSeqs": 7}}))
+    await cluster.wait_ready(router=2, prefill=1, decode=3)
+
+
+async def test_helm_test_and_uninstall_leave_nothing(cluster: Cluster, release: Release) -> None:
+    before = names(cluster.store)
+    await release.install(VALUES)
+    await release.test()
+    await release.uninstall()
+    await cluster.wait(lambda: names(cluster.store) == before, timeout_s=10)
+
+
+@pytest.mark.parametrize("path", CI_VALUES, ids=lambda path: path.name)
+async def test_every_scenario_installs_and_uninstalls(
+    cluster: Cluster, release: Release, path: Any
+) -> None:
+    """What is left is only what a user asked to keep."""
+    before = names(cluster.store)
+    await release.install(load_values(path), wait=False)
+    await release.uninstall()
+    kept = {
+        (obj["kind"], obj["metadata"]["name"])
+        for obj in cluster.store.all()
+        if obj["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
+    }
+    await cluster.wait(lambda: names(cluster.store) == before | kept, timeout_s=10)
+
+
+async def test_a_refused_release_says_why(release: Release) -> None:
+    with pytest.raises(HelmError, match="model"):
+        await release.install({"model": {"name": ""}})
