@@ -2,7 +2,7 @@
 
 Life of a group:
     1. Every rank is given the same rendezvous address. Rank 0 listens there, on that address only.
-    2. Ranks meet in a store and connect to each other on the same interface.
+    2. Ranks meet in a store and connect to each other, each listening on its own host's address.
     3. The model calls `all_reduce` and `all_gather`, every rank in the same order.
     4. `close` at shutdown. A rank that dies makes the others' next collective fail.
 
@@ -44,6 +44,7 @@ class TensorParallelGroup:
     Args:
         device: Where the tensors live; decides the transport.
         rendezvous: "host:port", free on the host of rank 0. Unused for a group of one.
+        address: Of this rank's host, as the others reach it. The host of `rendezvous` by default.
         timeout_s: A rank that others wait for longer than this counts as dead.
 
     Raises:
@@ -57,13 +58,15 @@ class TensorParallelGroup:
         device: torch.device | str = "cpu",
         rendezvous: str = "",
         timeout_s: float = _TIMEOUT_S,
+        address: str = "",
     ) -> None:
         self.rank = rank
         self.size = size
         self._collectives: Collectives = _Alone()
         if size > 1:
             kind = torch.device(device).type
-            self._collectives = _connect(kind, rank, size, rendezvous, timedelta(seconds=timeout_s))
+            timeout = timedelta(seconds=timeout_s)
+            self._collectives = _connect(kind, rank, size, rendezvous, timeout, address)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks. `x` may be overwritten."""
@@ -141,7 +144,9 @@ class _GlooPair(_Backend):
         return x.add_(received)
 
 
-def _connect(kind: str, rank: int, size: int, rendezvous: str, timeout: timedelta) -> Collectives:
+def _connect(
+    kind: str, rank: int, size: int, rendezvous: str, timeout: timedelta, address: str
+) -> Collectives:
     host, _, port = rendezvous.rpartition(":")
     try:
         store = _meet(rank, size, host, int(port), timeout)
@@ -152,7 +157,7 @@ def _connect(kind: str, rank: int, size: int, rendezvous: str, timeout: timedelt
         ) from error
     if kind == "cuda":
         return _Backend(_nccl(store, rank, size, timeout), store, size)
-    gloo = _gloo(store, rank, size, host, timeout)
+    gloo = _gloo(store, rank, size, address or host, timeout)
     return _GlooPair(gloo, store, rank) if size == 2 else _Backend(gloo, store, size)
 
 

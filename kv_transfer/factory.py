@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.host.process_host import ProcessHost
 from kv_transfer.layout import KVLayout
 
 
@@ -13,17 +16,19 @@ def create_scheduler_connector(
     epoch: int,
     layout: KVLayout,
     handles: list[KVCacheHandle],
+    hosts: Sequence[ProcessHost] = (),
 ) -> KVConnectorScheduler:
-    """Starts the transfer processes of the node and waits until they are ready.
+    """Starts the transfer processes of the engine and waits until they are ready.
 
-    `handles`: one for each rank, in rank order. The calling thread must outlive the connector.
+    `handles`: one for each rank, in rank order. `hosts`: where each rank runs, and so its transfer
+    processes; empty: all on this host. The calling thread must outlive the connector.
 
     Raises:
         KVTransferError: A transfer process did not start; says which and why.
     """
     from kv_transfer.scheduler import GrpcConnectorScheduler
 
-    return GrpcConnectorScheduler(config, engine_id, epoch, layout, handles)
+    return GrpcConnectorScheduler(config, engine_id, epoch, layout, handles, hosts)
 
 
 def create_worker_connector(

@@ -151,7 +151,8 @@ class TransferStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
-    """`process` counts over ranks and processes: rank * num_processes + index."""
+    """`process` counts over ranks and processes: rank * num_processes + index. `sent_at`: on the
+    sender's clock, when it is on another host than the engine core."""
 
     kind: TransferEventKind
     transfer_id: str
@@ -160,6 +161,7 @@ class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
     stats: TransferStats = TransferStats()
     reason: str = ""
     retryable: bool = True
+    sent_at: float | None = None
 
 
 class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
@@ -176,6 +178,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
         bytes_moved: Payload sent (producer) or received (consumer) since it started.
         corrupt_chunks: Chunks refused since it started.
         leases_expired: Since it started.
+        commands_address: Where it listens for commands when the engine core is on another host.
     """
 
     process: int
@@ -188,6 +191,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
     bytes_moved: int = 0
     corrupt_chunks: int = 0
     leases_expired: int = 0
+    commands_address: str = ""
 
 
 ProcessMessage = TransferEvent | ProcessReport

@@ -24,8 +24,9 @@ import zmq
 
 from kv_transfer.cache_view import KVCacheView
 from kv_transfer.channels import SERVER_OPTIONS
+from kv_transfer.control_channel import connect_events, listen_for_commands
 from kv_transfer.host.child_process import read_config
-from kv_transfer.host.local_socket import bind_socket, connect_socket
+from kv_transfer.host.local_socket import bind_socket
 from kv_transfer.host.termination import termination_fd
 from kv_transfer.layer_marks import LayerMarks
 from kv_transfer.metadata import (
@@ -71,7 +72,7 @@ class TransferProcess:
         self._config = config
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
-        self._events = connect_socket(self._context, zmq.SocketType.PUSH, config.events_address)
+        self._events = connect_events(self._context, config)
         self._changed = asyncio.Event()
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._cache = KVCacheView(
@@ -82,6 +83,7 @@ class TransferProcess:
         self._cache.copies.on_error = self._stop
         self._me = KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.layout)
         self._address = ""
+        self._commands_address = ""
         self._sender: KVSender | None = None
         self._receiver: KVReceiver | None = None
 
@@ -135,10 +137,9 @@ class TransferProcess:
             )
             server = await self._listen(self._sender)
             watch = self._watch_steps(self._sender)
+            steps = steps_address(config.engine_id, config.rank, config.index)
             self._read(
-                steps_address(config.engine_id, config.rank, config.index),
-                StepProgress,
-                watch.hear,
+                bind_socket(self._context, zmq.SocketType.PULL, steps), StepProgress, watch.hear
             )
         else:
             self._receiver = KVReceiver(
@@ -150,7 +151,8 @@ class TransferProcess:
                 self._emit,
                 self._changed.set,
             )
-        self._read(config.commands_address, TransferCommand, self._obey)
+        commands, self._commands_address = listen_for_commands(self._context, config)
+        self._read(commands, TransferCommand, self._obey)
         self._changed.set()
         return server
 
@@ -200,12 +202,13 @@ class TransferProcess:
                 receiver.abort(command)
 
     def _emit(self, event: TransferEvent) -> None:
+        if self._config.link is not None:
+            event = msgspec.structs.replace(event, sent_at=time.monotonic())
         self._events.send(self._encoder.encode(event))
 
-    def _read(self, address: str, kind: object, handle: Callable[[T], None]) -> None:
-        """Calls `handle` for every message that arrives at `address`."""
+    def _read(self, socket: zmq.Socket[bytes], kind: object, handle: Callable[[T], None]) -> None:
+        """Calls `handle` for every message that arrives."""
         decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
-        socket = bind_socket(self._context, zmq.SocketType.PULL, address)
 
         def drain() -> None:
             # The descriptor tells of changes only, so nothing may be left behind.
@@ -243,6 +246,7 @@ class TransferProcess:
                 num_pulls=sender.num_pulls,
                 bytes_moved=sender.bytes_sent,
                 leases_expired=sender.leases_expired,
+                commands_address=self._commands_address,
             )
         assert self._receiver is not None
         receiver = self._receiver
@@ -253,6 +257,7 @@ class TransferProcess:
             num_pulls=receiver.num_pulls,
             bytes_moved=receiver.bytes_received,
             corrupt_chunks=receiver.corrupt_chunks,
+            commands_address=self._commands_address,
         )
 
 

@@ -7,6 +7,7 @@ import msgspec
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.host.child_process import ipc_address
+from kv_transfer.host.secure_socket import HostLink
 from kv_transfer.layout import KVLayout
 
 
@@ -18,6 +19,8 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         generation: Grows with every restart, so that commands to a dead process reach nobody.
         port: To listen on (producer). 0: any.
         start_delay_s: It waits so long before it starts, because its predecessors died young.
+        link: To the engine core on another host; None on the same host.
+        remote_events_address: Where the engine core listens for processes of other hosts.
     """
 
     transfer: KVTransferConfig
@@ -29,6 +32,8 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     port: int = 0
     start_delay_s: float = 0.0
+    link: HostLink | None = None
+    remote_events_address: str = ""
 
     @property
     def rank(self) -> int:
@@ -41,10 +46,17 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def commands_address(self) -> str:
-        """The scheduler half tells this process here what to do."""
+        """The scheduler half tells this process here what to do, on the same host."""
         return ipc_address(self.engine_id, f"kv-commands-{self.process}-{self.generation}")
 
     @property
     def events_address(self) -> str:
-        """All transfer processes of the node report here."""
-        return ipc_address(self.engine_id, "kv-events")
+        """All transfer processes of the engine report here."""
+        if self.link is not None:
+            return self.remote_events_address
+        return local_events_address(self.engine_id)
+
+
+def local_events_address(engine_id: str) -> str:
+    """For transfer processes on the engine core's host."""
+    return ipc_address(engine_id, "kv-events")

@@ -12,8 +12,11 @@ has answered, so no writer or reader is left. A process that dies answers FAILED
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kv_transfer.base import ChunkLike, KVCacheHandle, KVConnectorScheduler, RequestLike
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.host.process_host import ProcessHost
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import (
     AbortMeta,
@@ -53,12 +56,13 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         epoch: int,
         layout: KVLayout,
         handles: list[KVCacheHandle],
+        hosts: Sequence[ProcessHost] = (),
     ) -> None:
         self._is_producer = config.kv_role == "kv_producer"
         self._engine_id = engine_id
         self._epoch = epoch
         self._layout = layout
-        self._processes = TransferProcesses(config, engine_id, epoch, layout, handles)
+        self._processes = TransferProcesses(config, engine_id, epoch, layout, handles, hosts)
         self._transfers: TransferTable[NodeTransfer] = TransferTable()
         self._output = KVConnectorOutput()
         self._has_output = False

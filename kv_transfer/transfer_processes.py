@@ -1,4 +1,4 @@
-"""The transfer processes of a node, as the scheduler half sees them.
+"""The transfer processes of an engine, as the scheduler half sees them.
 
     1. `TransferProcesses(...)` starts rank x num_processes children and waits for their reports
     2. `send` never waits: commands to a process that is starting are delivered when it is up
@@ -16,19 +16,24 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 import zmq
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.control_channel import CommandSender
 from kv_transfer.errors import KVTransferError
-from kv_transfer.host.child_process import ChildProcess, stop_all
-from kv_transfer.host.local_socket import bind_socket, connect_socket
+from kv_transfer.host.child_process import HostedProcess, stop_all
+from kv_transfer.host.local_socket import Context, bind_socket
+from kv_transfer.host.process_host import LocalHost, ProcessHost
+from kv_transfer.host.secure_socket import listen
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ProcessMessage, ProcessReport, TransferCommand, TransferEvent
-from kv_transfer.process_config import TransferProcessConfig
+from kv_transfer.process_config import TransferProcessConfig, local_events_address
 
 _START_TIMEOUT_S = 60.0
 _STABLE_S = 10.0
@@ -48,16 +53,15 @@ class TransferProcessFailed(KVTransferError):
 class _TransferProcess:
     """One of them, over its restarts."""
 
-    def __init__(
-        self, config: TransferProcessConfig, context: zmq.Context[zmq.Socket[bytes]]
-    ) -> None:
+    def __init__(self, config: TransferProcessConfig, host: ProcessHost, context: Context) -> None:
         self.config = config
-        self.child: ChildProcess | None = None
+        self.child: HostedProcess | None = None
         self.report: ProcessReport | None = None
         self.past = ProcessReport(config.process)
         """Totals of its former lives."""
+        self._host = host
         self._context = context
-        self._commands: zmq.Socket[bytes] | None = None
+        self._commands: CommandSender | None = None
         self._started_at = 0.0
         self._num_young_deaths = 0
 
@@ -65,14 +69,12 @@ class _TransferProcess:
     def name(self) -> str:
         return f"transfer process {self.config.index} of rank {self.config.rank}"
 
-    def start(self) -> ChildProcess:
+    def start(self) -> HostedProcess:
         self._started_at = time.monotonic()
-        self.child = ChildProcess.start(
+        self.child = self._host.start(
             "kv_transfer.process", self.config, self.name, env=_QUIET_GRPC
         )
-        self._commands = connect_socket(
-            self._context, zmq.SocketType.PUSH, self.config.commands_address
-        )
+        self._commands = CommandSender(self._context, self.config)
         return self.child
 
     def send(self, message: bytes) -> bool:
@@ -84,10 +86,11 @@ class _TransferProcess:
 
     def accept(self, report: ProcessReport) -> None:
         """Late words of a dead predecessor are not about this process."""
-        if report.generation == self.config.generation:
+        if report.generation == self.config.generation and self._commands is not None:
             self.report = report
+            self._commands.accept(report)
 
-    def restart(self) -> ChildProcess:
+    def restart(self) -> HostedProcess:
         """After its death. Commands that it has not read are dropped."""
         if self.child is not None:
             self.child.stop()
@@ -97,7 +100,7 @@ class _TransferProcess:
 
     def close(self) -> None:
         if self._commands is not None:
-            self._commands.close(linger=0)
+            self._commands.close()
             self._commands = None
 
     def _remember(self) -> None:
@@ -122,6 +125,19 @@ class _TransferProcess:
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._num_young_deaths - 2))
 
 
+def _on_our_clock(event: TransferEvent) -> TransferEvent:
+    """Every host's monotonic clock starts at another time."""
+    if event.sent_at is None:
+        return event
+    ahead = time.monotonic() - event.sent_at
+    stats = msgspec.structs.replace(
+        event.stats,
+        first_byte_at=event.stats.first_byte_at and event.stats.first_byte_at + ahead,
+        last_byte_at=event.stats.last_byte_at and event.stats.last_byte_at + ahead,
+    )
+    return msgspec.structs.replace(event, stats=stats)
+
+
 def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
     return msgspec.structs.replace(
         past,
@@ -132,7 +148,7 @@ def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
 
 
 class TransferProcesses:
-    """All of one node. Used by one thread, which must outlive them."""
+    """All of one engine. Used by one thread, which must outlive them."""
 
     def __init__(
         self,
@@ -141,31 +157,36 @@ class TransferProcesses:
         epoch: int,
         layout: KVLayout,
         handles: list[KVCacheHandle],
+        hosts: Sequence[ProcessHost] = (),
     ) -> None:
+        """`handles` and `hosts` by rank; no hosts: all on this one."""
         self.num_restarts = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ProcessMessage)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = select.epoll()
-        self._processes = [
-            _TransferProcess(
-                TransferProcessConfig(
-                    transfer=config,
-                    engine_id=engine_id,
-                    epoch=epoch,
-                    layout=layout,
-                    handle=handle,
-                    index=index,
-                ),
-                self._context,
+        self._num_per_rank = config.num_processes
+        self._remote_events_address = ""
+        self._events = bind_socket(
+            self._context, zmq.SocketType.PULL, local_events_address(engine_id)
+        )
+        configs = [
+            TransferProcessConfig(
+                transfer=config,
+                engine_id=engine_id,
+                epoch=epoch,
+                layout=layout,
+                handle=handle,
+                index=index,
             )
             for handle in handles
             for index in range(config.num_processes)
         ]
-        self._num_per_rank = config.num_processes
-        self._events = bind_socket(
-            self._context, zmq.SocketType.PULL, self._processes[0].config.events_address
-        )
+        hosts = hosts or [LocalHost()] * len(handles)
+        self._processes = [
+            _TransferProcess(self._on_host(own, hosts[own.rank]), hosts[own.rank], self._context)
+            for own in configs
+        ]
         self._poller.register(self._events.fileno(), select.EPOLLIN)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wakeup, select.EPOLLIN)
@@ -177,6 +198,20 @@ class TransferProcesses:
         except BaseException:
             self.shutdown()
             raise
+
+    def _on_host(self, config: TransferProcessConfig, host: ProcessHost) -> TransferProcessConfig:
+        """As a process on `host` must be configured."""
+        link = host.link
+        if link is None:
+            return config
+        if not self._remote_events_address:
+            self._remote_events_address = listen(self._events, link.core_address, link.key)
+        return msgspec.structs.replace(
+            config,
+            transfer=replace(config.transfer, host=link.host_address),
+            link=link,
+            remote_events_address=self._remote_events_address,
+        )
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -223,7 +258,7 @@ class TransferProcesses:
             except zmq.Again:
                 return events
             if isinstance(message, TransferEvent):
-                events.append(message)
+                events.append(_on_our_clock(message))
             else:
                 self._processes[message.process].accept(message)
 

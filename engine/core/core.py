@@ -57,6 +57,7 @@ class EngineCore:
                 config.epoch,
                 config.kv_layout,
                 caches.handles,
+                caches.hosts,
             )
         self.scheduler = Scheduler(config, caches.num_blocks, self.connector)
         self._executor = executor

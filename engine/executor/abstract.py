@@ -11,7 +11,7 @@ Several steps may be between 2 and 3; their results come in the order of the ste
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -19,6 +19,7 @@ import zmq
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from kv_transfer.base import KVCacheHandle
+from kv_transfer.host.process_host import ProcessHost
 
 ReportProgress = Callable[[str, float], None]
 """(stage, fraction in 0..1)"""
@@ -28,10 +29,12 @@ PollSource = zmq.Socket[bytes] | int
 
 @dataclass(frozen=True, slots=True)
 class KVCaches:
-    """`num_blocks` of each rank, and `handles[rank]`."""
+    """`num_blocks` of each rank, `handles[rank]`, and `hosts[rank]` where the handle is valid;
+    no hosts: all here."""
 
     num_blocks: int
     handles: list[KVCacheHandle]
+    hosts: Sequence[ProcessHost] = ()
 
 
 class Executor(ABC):

@@ -27,7 +27,7 @@ _TORN_LIMIT_S = 1.0
 """A message that stays unreadable for this long is broken, not late."""
 
 
-class MessageQueueHandle(msgspec.Struct, frozen=True, kw_only=True):
+class MessageQueueHandle(msgspec.Struct, frozen=True, kw_only=True, tag="ring"):
     """`overflow_addresses[reader]`: where that reader receives long messages."""
 
     ring: RingHandle

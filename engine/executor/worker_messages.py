@@ -6,23 +6,35 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.executor.message_queue import MessageQueueHandle
+from engine.executor.remote_queue import RemoteQueueHandle
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from kv_transfer.base import KVCacheHandle
+from kv_transfer.host.secure_socket import HostLink
 
 
 class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a worker process is told at its start."""
+    """All that a worker process is told at its start.
+
+    Attributes:
+        rendezvous: host:port at which the ranks meet.
+        reader: Which reader of the queue it is.
+        gpu: Index of its GPU among those that it sees; None: counted from the engine's first.
+        link: To the engine core on another host; None on the same host.
+    """
 
     engine: EngineConfig
     rank: int
     rendezvous: str
-    queue: MessageQueueHandle
+    queue: MessageQueueHandle | RemoteQueueHandle
+    reader: int
     reply_address: str
     log_level: int
+    gpu: int | None = None
+    link: HostLink | None = None
 
 
-# To all workers, through the ring -------------------------------------------------------------
+# To all workers, through the queue ------------------------------------------------------------
 
 
 class InitializeKVCache(msgspec.Struct, tag="kv_cache", array_like=True):

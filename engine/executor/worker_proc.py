@@ -1,12 +1,12 @@
 """The process of one rank.
 
-    1. reads its configuration, attaches to the ring, connects its replies
+    1. reads its configuration, attaches to the queue, connects its replies
     2. device, model, profiling run ──▶ WorkerLoaded
     3. InitializeKVCache ──▶ WorkerReady
        (on a GPU kernels are compiled and CUDA graphs recorded in between)
     4. ExecuteStep, again and again: each is started before the tokens of the one before are
        awaited, which another thread does; rank 0 answers each with StepDone
-    5. StopWorker, or the engine core ends, and the kernel ends us with it
+    5. StopWorker, or the end of the process that started us, and the kernel ends us with it
 
 Whatever goes wrong is reported as WorkerFailed; then the process ends with exit code 1. A worker
 never goes on after an error: its rows would not be those of the other ranks.
@@ -18,11 +18,13 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
-from engine.executor.message_queue import MessageQueueReader
+from engine.executor.message_queue import MessageQueueHandle, MessageQueueReader
+from engine.executor.remote_queue import RemoteQueueReader
 from engine.executor.result_thread import ResultThread
 from engine.executor.worker_messages import (
     ExecuteStep,
@@ -39,7 +41,8 @@ from engine.executor.worker_messages import (
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from kv_transfer.host.child_process import read_config
-from kv_transfer.host.local_socket import connect_socket
+from kv_transfer.host.local_socket import Context, connect_socket
+from kv_transfer.host.secure_socket import connect_secure
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +54,18 @@ class WorkerProc:
         self._rank = config.rank
         self._parent_pid = os.getppid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._replies = connect_socket(self._context, zmq.PUSH, config.reply_address)
-        self._queue = MessageQueueReader(
-            self._context, config.queue, config.rank, self._check_alive
-        )
+        self._replies = _connect_replies(self._context, config)
+        self._queue = _open_queue(self._context, config, self._check_alive)
         self._commands = msgspec.msgpack.Decoder(WorkerCommand)
         self._replies_lock = threading.Lock()
         """The results' thread replies too."""
-        self._worker = Worker(config.engine, config.rank, config.rendezvous)
+        self._worker = Worker(
+            config.engine,
+            config.rank,
+            config.rendezvous,
+            address=config.link.host_address if config.link is not None else "",
+            gpu=config.gpu,
+        )
         self._results = ResultThread(self._finish_step)
 
     def run(self) -> None:
@@ -121,7 +128,21 @@ class WorkerProc:
         """Whether there is anything to wait for."""
         self._results.check()
         if os.getppid() != self._parent_pid:
-            raise SystemExit("the engine core has ended")
+            raise SystemExit("the process that started this worker has ended")
+
+
+def _connect_replies(context: Context, config: WorkerProcConfig) -> zmq.Socket[bytes]:
+    if config.link is None:
+        return connect_socket(context, zmq.PUSH, config.reply_address)
+    return connect_secure(context, zmq.PUSH, config.reply_address, config.link.key)
+
+
+def _open_queue(
+    context: Context, config: WorkerProcConfig, check_alive: Callable[[], None]
+) -> MessageQueueReader | RemoteQueueReader:
+    if isinstance(config.queue, MessageQueueHandle):
+        return MessageQueueReader(context, config.queue, config.reader, check_alive)
+    return RemoteQueueReader(context, config.queue, config.reader, check_alive)
 
 
 def main() -> None:

@@ -49,16 +49,28 @@ class MissedStepError(RuntimeError):
 
 
 class Worker:
-    """`rendezvous` is the host:port at which the ranks of one engine meet."""
+    """`rendezvous` is the host:port at which the ranks of one engine meet, `address` this host's
+    among them (as in `rendezvous` unless given). `gpu`: index of this rank's GPU among those that
+    the process sees; counted from `first_gpu` unless given."""
 
     runner: ModelRunner
     _device: torch.device
     _tp: TensorParallelGroup
 
-    def __init__(self, config: EngineConfig, rank: int, rendezvous: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        rendezvous: str,
+        *,
+        address: str = "",
+        gpu: int | None = None,
+    ) -> None:
         self.config = config
         self.rank = rank
         self._rendezvous = rendezvous
+        self._address = address
+        self._gpu = config.device.first_gpu + rank if gpu is None else gpu
         self._last_step_id: int | None = None
         self._connector = create_kv_connector(config, rank)
         self._closers = ExitStack()
@@ -73,10 +85,14 @@ class Worker:
             ConnectionError: Another rank is.
         """
         torch.set_num_threads(self.config.device.num_threads)
-        self._device = _rank_device(self.config, self.rank)
+        self._device = _rank_device(self.config, self.rank, self._gpu)
         chain_launches("chained-launches" in self.config.device.experiments)
         self._tp = TensorParallelGroup(
-            self.rank, self.config.parallel.tensor_parallel_size, self._device, self._rendezvous
+            self.rank,
+            self.config.parallel.tensor_parallel_size,
+            self._device,
+            self._rendezvous,
+            address=self._address,
         )
         self._closers.callback(self._tp.close)
 
@@ -166,10 +182,10 @@ class Worker:
             self.runner.dummy_run(self.config.scheduler.max_num_batched_tokens)
 
 
-def _rank_device(config: EngineConfig, rank: int) -> torch.device:
+def _rank_device(config: EngineConfig, rank: int, index: int) -> torch.device:
     if config.device.device == "cpu":
         return torch.device("cpu")
-    index, count = config.device.first_gpu + rank, torch.cuda.device_count()
+    count = torch.cuda.device_count()
     if index >= count:
         raise RuntimeError(
             f"rank {rank} needs CUDA device {index}, but this host shows {count}; "

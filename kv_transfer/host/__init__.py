@@ -1,1 +1,1 @@
-"""What the processes of one host share: memory files, child processes, socket names."""
+"""What the processes of one engine share: memory files, child processes, sockets."""

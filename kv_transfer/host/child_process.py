@@ -22,13 +22,35 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 _PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
+
+
+class HostedProcess(Protocol):
+    """A process that was started for us, on this host or on another one. See `ChildProcess`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def sentinel(self) -> int: ...
+    @property
+    def exit_code(self) -> int | None: ...
+    @property
+    def state(self) -> str: ...
+    def describe_exit(self) -> str: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def stop(self, timeout_s: float = 5.0) -> None: ...
+    def terminate(self) -> None: ...
+    def reap(self, timeout_s: float) -> None: ...
 
 
 class ChildProcess:
@@ -68,12 +90,17 @@ class ChildProcess:
         """None while it runs; negative: the signal that ended it."""
         return self._process.poll()
 
+    @property
+    def state(self) -> str:
+        """The kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z ended."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "unknown"
+
     def describe_exit(self) -> str:
-        """`worker 0 was killed by SIGKILL` or `worker 0 ended with exit code 1`."""
-        code = self._process.wait()
-        if code < 0:
-            return f"{self.name} was killed by {signal.Signals(-code).name}"
-        return f"{self.name} ended with exit code {code}"
+        """Waits for the end. See `describe_exit`."""
+        return describe_exit(self.name, self._process.wait())
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the child has ended, after at most `timeout_s`."""
@@ -87,11 +114,13 @@ class ChildProcess:
         """Ends the child, gently first. Idempotent."""
         stop_all([self], timeout_s)
 
-    def _terminate(self) -> None:
+    def terminate(self) -> None:
+        """Asks it to end, and returns at once."""
         if self._process.poll() is None:
             self._process.terminate()
 
-    def _reap(self, timeout_s: float) -> None:
+    def reap(self, timeout_s: float) -> None:
+        """Kills it when it has not ended after `timeout_s`. Idempotent."""
         if self.sentinel < 0:
             return
         if not self.wait(timeout_s):
@@ -101,13 +130,20 @@ class ChildProcess:
         self.sentinel = -1
 
 
-def stop_all(children: list[ChildProcess], timeout_s: float = 5.0) -> None:
+def describe_exit(name: str, code: int) -> str:
+    """`worker 0 was killed by SIGKILL` or `worker 0 ended with exit code 1`."""
+    if code < 0:
+        return f"{name} was killed by {signal.Signals(-code).name}"
+    return f"{name} ended with exit code {code}"
+
+
+def stop_all(children: Sequence[HostedProcess], timeout_s: float = 5.0) -> None:
     """Ends several children at the same time: `timeout_s` is the limit for all together."""
     deadline = time.monotonic() + timeout_s
     for child in children:
-        child._terminate()
+        child.terminate()
     for child in children:
-        child._reap(deadline - time.monotonic())
+        child.reap(deadline - time.monotonic())
 
 
 def read_config(config_type: type[T]) -> T:

@@ -19,7 +19,7 @@ _LINGER_MS = 2000
 
 def bind_socket(context: Context, kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
     """Raises zmq.ZMQError when another process has this address."""
-    socket = _new_socket(context, kind)
+    socket = new_socket(context, kind)
     socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
     socket.bind(address)
     return socket
@@ -27,12 +27,13 @@ def bind_socket(context: Context, kind: zmq.SocketType, address: str) -> zmq.Soc
 
 def connect_socket(context: Context, kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
     """The other side may bind later: messages wait until then."""
-    socket = _new_socket(context, kind)
+    socket = new_socket(context, kind)
     socket.connect(address)
     return socket
 
 
-def _new_socket(context: Context, kind: zmq.SocketType) -> zmq.Socket[bytes]:
+def new_socket(context: Context, kind: zmq.SocketType) -> zmq.Socket[bytes]:
+    """Without a limit of its queues; not connected yet."""
     socket = context.socket(kind)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)

@@ -1,0 +1,293 @@
+"""Workers that are processes of their own, one for each tensor-parallel rank.
+
+    executor                                       worker processes
+    1. queues, reply socket, processes  ─────────▶ device, model, profiling run
+    2. min over ranks  ◀──────────── WorkerLoaded
+    3. InitializeKVCache ─── queue ──────────────▶ allocate
+    4. handles         ◀──────────── WorkerReady
+    5. ExecuteStep ───────── queue ──────────────▶ all ranks compute
+    6. collect         ◀──────────── StepDone      rank 0
+
+A worker that dies, reports an error or does not finish a step in time ends the engine: the other
+ranks wait for it in a collective operation and cannot go on without it.
+
+What differs is where the processes run and how messages reach them: see the subclasses.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
+from engine.executor.worker_messages import (
+    ExecuteStep,
+    InitializeKVCache,
+    StepDone,
+    StopWorker,
+    WorkerFailed,
+    WorkerLoaded,
+    WorkerProcConfig,
+    WorkerProgress,
+    WorkerReady,
+    WorkerReply,
+)
+from engine.outputs import ModelRunnerOutput
+from engine.sched.output import SchedulerOutput
+from kv_transfer.host.child_process import HostedProcess, ipc_address, stop_all
+from kv_transfer.host.local_socket import Context, bind_socket
+from kv_transfer.host.process_host import ProcessHost
+
+_WORKER_MODULE = "engine.executor.worker_proc"
+_STOP_TIMEOUT_S = 5.0
+"""For a worker that was asked to end, to give everything back."""
+_TERMINATE_TIMEOUT_S = 1.0
+"""For one that was not, or does not: SIGTERM simply ends it."""
+ReplyT = TypeVar("ReplyT", WorkerLoaded, WorkerReady)
+
+
+class ProcessExecutor(Executor):
+    """`step_timeout_s`: a step that takes longer counts as hanging."""
+
+    _last_words_s = 0.3
+    """How long the others may still say why they failed, or be found dead, once one has."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        context: Context,
+        *,
+        step_timeout_s: float = 300.0,
+    ) -> None:
+        self._config = config
+        self._context = context
+        self._step_timeout_s = step_timeout_s
+        self._num_ranks = config.parallel.tensor_parallel_size
+        self._failed: dict[int, str] = {}
+        """Rank to its last words."""
+        self._children: list[HostedProcess] = []
+        """By rank."""
+        self._sent_at: deque[float] = deque()
+        """Of each step in flight, oldest first. CLOCK_MONOTONIC seconds."""
+        self._outputs: deque[ModelRunnerOutput] = deque()
+        self._progress: dict[str, dict[int, float]] = {}
+        """Stage to fraction by rank."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._replies = msgspec.msgpack.Decoder(WorkerReply)
+        self._reply_address = self._address("replies")
+        self._socket = bind_socket(context, zmq.PULL, self._reply_address)
+        self._is_running = False
+
+    # Where the workers are --------------------------------------------------------------------
+
+    @abstractmethod
+    def _find_hosts(self, report: ReportProgress) -> Sequence[ProcessHost]:
+        """Where each rank will run."""
+
+    @property
+    @abstractmethod
+    def _core_address(self) -> str:
+        """Of this host, where rank 0 runs, as the other ranks see it."""
+
+    @abstractmethod
+    def _worker_config(self, rank: int, rendezvous: str) -> WorkerProcConfig:
+        """What the worker is told at its start."""
+
+    @abstractmethod
+    def _enqueue(self, message: bytes) -> None:
+        """To all ranks."""
+
+    @abstractmethod
+    def _has_unread(self, rank: int) -> bool:
+        """Whether this rank has not taken all messages yet."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Gives back what the subclass holds. Idempotent."""
+
+    # Life -------------------------------------------------------------------------------------
+
+    def _address(self, purpose: str) -> str:
+        return ipc_address(self._config.engine_id, f"{self._config.epoch:x}-{purpose}")
+
+    def initialize(self, report: ReportProgress) -> KVCaches:
+        hosts = self._find_hosts(report)
+        family = socket.AF_INET6 if ":" in self._core_address else socket.AF_INET
+        with socket.socket(family) as reserved:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind((self._core_address, 0))
+            self._start_workers(hosts, reserved.getsockname()[1])
+            loaded = self._wait_for_all(WorkerLoaded, report)
+        num_blocks = min(reply.num_blocks for reply in loaded)
+        self._send(InitializeKVCache(num_blocks))
+        ready = self._wait_for_all(WorkerReady, report)
+        self._is_running = True
+        return KVCaches(num_blocks, [reply.handle for reply in ready], hosts)
+
+    def _start_workers(self, hosts: Sequence[ProcessHost], port: int) -> None:
+        env = {"OMP_NUM_THREADS": str(self._config.device.num_threads)}
+        for rank, host in enumerate(hosts):
+            where = f" on {host.link.host_address}" if host.link is not None else ""
+            config = self._worker_config(rank, f"{self._core_address}:{port}")
+            child = host.start(_WORKER_MODULE, config, f"worker {rank}{where}", env)
+            self._children.append(child)
+
+    def _wait_for_all(self, kind: type[ReplyT], report: ReportProgress) -> list[ReplyT]:
+        """The replies by rank. Loading may take as long as it takes: only a death ends it."""
+        replies: dict[int, ReplyT] = {}
+        poller = zmq.Poller()
+        for source in self.poll_sources:
+            poller.register(source, zmq.POLLIN)
+        while len(replies) < self._num_ranks:
+            poller.poll()
+            received = False
+            while (reply := self._receive()) is not None:
+                received = True
+                if isinstance(reply, kind):
+                    replies[reply.rank] = reply
+                elif isinstance(reply, WorkerProgress):
+                    self._report_slowest(reply, report)
+            if not received:
+                self._check_alive()
+        return [replies[rank] for rank in range(self._num_ranks)]
+
+    def _report_slowest(self, progress: WorkerProgress, report: ReportProgress) -> None:
+        """A stage is reported once all ranks are in it, and only as it goes on."""
+        fractions = self._progress.setdefault(progress.stage, {})
+        before = min(fractions.values(), default=0.0)
+        is_news = progress.rank not in fractions
+        fractions[progress.rank] = progress.fraction
+        slowest = min(fractions.values())
+        if len(fractions) == self._num_ranks and (is_news or slowest > before):
+            report(progress.stage, slowest)
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        self._send(ExecuteStep(step))
+        self._sent_at.append(time.monotonic())
+
+    def _send(self, command: InitializeKVCache | ExecuteStep | StopWorker) -> None:
+        self._enqueue(self._encoder.encode(command))
+
+    def collect(self) -> list[ModelRunnerOutput]:
+        while self._receive() is not None:
+            pass
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        if not outputs:
+            self._check_alive()
+            self._check_progress()
+        return outputs
+
+    def _receive(self) -> WorkerReply | None:
+        try:
+            reply: WorkerReply = self._replies.decode(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        match reply:
+            case StepDone(output):
+                self._sent_at.popleft()
+                self._outputs.append(output)
+            case WorkerFailed(rank, reason):
+                self._failed[rank] = reason
+                self._die()
+        return reply
+
+    # Death ------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        """Raises EngineDeadError when a worker has ended."""
+        if any(child.exit_code is not None for child in self._children):
+            self._die()
+
+    def _check_progress(self) -> None:
+        deadline = self.deadline
+        if deadline is None or time.monotonic() < deadline:
+            return
+        states = ", ".join(
+            f"{child.name} {'has not taken' if self._has_unread(rank) else 'is in'} "
+            f"the step (process state {child.state})"
+            for rank, child in enumerate(self._children)
+        )
+        raise EngineDeadError(
+            f"a step did not finish within {self._step_timeout_s:g} s: {states}; "
+            f"the engine must be started again"
+        )
+
+    def _die(self) -> NoReturn:
+        """Names every worker that failed, those that were killed first: an error elsewhere is
+        mostly the echo of a rank that has gone."""
+        deadline = time.monotonic() + self._last_words_s
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for child in self._children:
+            if child.exit_code is None:
+                poller.register(child.sentinel, zmq.POLLIN)
+        while (left := deadline - time.monotonic()) > 0 and not self._all_have_spoken():
+            for source, _ in poller.poll(int(left * 1000) + 1):
+                if source is not self._socket:
+                    poller.unregister(source)
+                    continue
+                reply = self._replies.decode(self._socket.recv())
+                if isinstance(reply, WorkerFailed):
+                    self._failed[reply.rank] = reply.reason
+        killed, failed = [], []
+        for rank, child in enumerate(self._children):
+            if (child.exit_code or 0) < 0:
+                killed.append(child.describe_exit())
+            elif rank in self._failed:
+                failed.append(f"{child.name}: {self._failed[rank]}")
+            elif child.exit_code is not None:
+                failed.append(child.describe_exit())
+        raise EngineDeadError("; ".join(killed + failed))
+
+    def _all_have_spoken(self) -> bool:
+        """Killed ones have no last words."""
+        return all(
+            rank in self._failed or (child.exit_code or 0) < 0
+            for rank, child in enumerate(self._children)
+        )
+
+    # What the engine core looks at ------------------------------------------------------------
+
+    @property
+    def poll_sources(self) -> list[PollSource]:
+        return [self._socket, *(child.sentinel for child in self._children)]
+
+    @property
+    def deadline(self) -> float | None:
+        return self._sent_at[0] + self._step_timeout_s if self._sent_at else None
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def shutdown(self) -> None:
+        """Asks the workers to end when they can listen, and ends those that do not."""
+        if self._is_running and all(child.exit_code is None for child in self._children):
+            self._is_running = False
+            if not self._sent_at:
+                self._send(StopWorker())
+                self._wait_until_ended(_STOP_TIMEOUT_S)
+        stop_all(self._children, _TERMINATE_TIMEOUT_S)
+        self._close()
+        self._socket.close(linger=0)
+
+    def _wait_until_ended(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for child in self._children:
+            child.wait(deadline - time.monotonic())
+
+
+def log_level() -> int:
+    """For workers to log as we do."""
+    return logging.getLogger().getEffectiveLevel()
