@@ -5,7 +5,8 @@
 {{- include "tandem.discoveryFlags" . }}
 - --drain-delay-s={{ int $router.drain.preStopSeconds }}
 - --drain-timeout-s={{ int $router.drain.drainSeconds }}
-{{- include "tandem.flags" $router.settings }}
+{{- $replicas := ternary $router.replicas $router.autoscaling.minReplicas (eq $router.autoscaling.kind "none") }}
+{{- include "tandem.flags" (merge (deepCopy $router.settings) (dict "numRouters" $replicas)) }}
 {{- end -}}
 
 {{/* Which nodes there are: the addresses of the tiers' headless Services, or written down. */}}

@@ -1,0 +1,91 @@
+"""What a rendered container would run with: its command line and environment, given to the
+service's own program with `--check`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import decode_node.__main__
+import prefill_node.__main__
+import router.__main__
+from tests.helm.helm_engine import Manifest, Rendered
+from tests.helm.scenarios import pods
+
+POD_IP = "10.1.2.3"
+SECRET = "from-a-secret"
+PROGRAMS = {
+    "prefill": prefill_node.__main__.main,
+    "decode": decode_node.__main__.main,
+    "router": router.__main__.main,
+}
+PREFIXES = {"router": "TANDEM_ROUTER_", "prefill": "TANDEM_", "decode": "TANDEM_"}
+
+
+class WrongSettings(Exception):
+    """The service refuses its command line. The message is the service's."""
+
+
+def containers(rendered: Rendered) -> dict[str, Manifest]:
+    """Service to its container, of those that run one."""
+    found = {}
+    for pod in pods(rendered).values():
+        for container in pod["spec"]["containers"]:
+            if container["command"][0] == "tandem":
+                found[container["command"][1]] = container
+    return found
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    """As Kubernetes would make it, with one address and one secret."""
+    found = {}
+    for variable in container.get("env", []):
+        source = variable.get("valueFrom")
+        if source is None:
+            found[variable["name"]] = variable["value"]
+        elif "fieldRef" in source:
+            assert source["fieldRef"]["fieldPath"] == "status.podIP", source
+            found[variable["name"]] = POD_IP
+        else:
+            assert set(source) == {"secretKeyRef"}, source
+            found[variable["name"]] = SECRET
+    return found
+
+
+def arguments(container: Manifest) -> list[str]:
+    """With `$(NAME)` put in, as Kubernetes does."""
+    variables = environment(container)
+    return [_expand(text, variables) for text in container["args"]]
+
+
+def _expand(text: str, variables: Mapping[str, str]) -> str:
+    for name, value in variables.items():
+        text = text.replace(f"$({name})", value)
+    assert "$(" not in text, f"{text} names a variable that is not set"
+    return text
+
+
+def check(service: str, container: Manifest) -> dict[str, Any]:
+    """The settings that the service takes from it. Raises `WrongSettings`."""
+    argv = [service, *arguments(container), "--check"]
+    out, err = io.StringIO(), io.StringIO()
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
+    with (
+        patch.object(sys, "argv", argv),
+        patch.dict(os.environ, {**inherited, **environment(container)}, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            code = PROGRAMS[service]()
+        except SystemExit as end:
+            code = end.code
+    if code != 0:
+        raise WrongSettings(f"{service} exits with {code}: {err.getvalue()}")
+    return dict(json.loads(out.getvalue()))

@@ -1,0 +1,141 @@
+"""Every value is honoured: what the chart renders, the services take, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import huggingface_hub.constants as hub
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from pydantic_settings import BaseSettings
+
+from docs.generate_values_schema import NOT_OFFERED, SERVICES, offered
+from tests.helm.helm_engine import HelmSdk, Rendered
+from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
+from tests.helm.service_settings import PREFIXES, WrongSettings, check, containers, environment
+
+LIBRARY_VARIABLES = {"TRITON_CACHE_DIR", "POD_IP", "TZ"} | {
+    name for name in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
+    if name in Path(hub.__file__).read_text(encoding="utf-8")
+}  # fmt: skip
+"""Besides our own settings: what libraries read, and what command lines refer to. TZ is a
+scenario's."""
+MINIMAL = {"model": {"name": "org/model"}}
+
+
+def services(found: Rendered) -> dict[str, dict[str, Any]]:
+    return {name: check(name, container) for name, container in containers(found).items()}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_services_take_what_a_scenario_renders(name: str) -> None:
+    values = values_of(name)
+    defaults = values.get("tierDefaults", {}).get("settings", {})
+    for service, effective in services(rendered(name)).items():
+        wanted = values.get(service, {}).get("settings", {})
+        if service != "router":
+            wanted = {**defaults, **wanted}
+        for value, setting in offered(service).items():
+            if value in wanted:
+                assert effective[setting] == wanted[value], (service, value)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_environment_is_known_to_who_reads_it(name: str) -> None:
+    for service, container in containers(rendered(name)).items():
+        fields = SERVICES[service][0].model_fields
+        ours = {f"{PREFIXES[service]}{field.upper()}" for field in fields}
+        assert set(environment(container)) <= ours | LIBRARY_VARIABLES
+
+
+def test_an_unknown_flag_and_a_wrong_value_would_be_found() -> None:
+    container = containers(rendered("default"))["prefill"]
+    for flag in ("--no-such-flag=1", "--max-num-seqs=many", "--kv-lease-s=-1"):
+        with pytest.raises(WrongSettings):
+            check("prefill", {**container, "args": [*container["args"], flag]})
+    with pytest.raises(WrongSettings, match="--kv-host"):
+        check("prefill", {**container, "args": ["--model=m", "--host=0.0.0.0"]})
+
+
+def test_addresses_ports_and_drains_agree_between_the_services() -> None:
+    found = services(rendered("production"))
+    prefill, decode, router = found["prefill"], found["decode"], found["router"]
+    assert prefill["host"] == prefill["kv_host"] == decode["host"] == "10.1.2.3"
+    assert router["host"] == "0.0.0.0"
+    assert router["prefill"] == f"dns://llm-prefill.default.svc.cluster.local:{prefill['port']}"
+    assert router["decode"] == (
+        f"dns://llm-decode.default.svc.cluster.local:{decode['port']}/{decode['grpc_port']}"
+    )
+    assert (prefill["model"], prefill["device"]) == ("/models/llama-3.3-70b-instruct", "cuda")
+    for service in (prefill, decode):
+        assert service["tensor_parallel_size"] == 4
+        assert service["served_model_name"] == "llama-70b"
+        assert (service["dtype"], service["max_model_len"]) == ("bfloat16", 32768)
+        assert service["drain_timeout_s"] == 120
+    assert (router["drain_delay_s"], router["drain_timeout_s"]) == (10, 150)
+
+
+def test_secrets_are_in_no_command_line() -> None:
+    for name in SCENARIOS:
+        for container in containers(rendered(name)).values():
+            assert not any("key=" in text or "keys=" in text for text in container["args"])
+
+
+def other_than_default(settings: type[BaseSettings], name: str) -> Any:
+    """A valid value that the setting does not have by itself."""
+    field = settings.model_fields[name]
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, "", *field.metadata])
+    default = field.get_default(call_default_factory=True)
+    candidates = [
+        True, False, 3, 0.25, 0.75, 65536, 3 << 20, "debug", "warning", "dummy", "triton",
+        "priority", "text", [1, 2, 8], "/a/path", "float16", "10.0.0.0/8",
+    ]  # fmt: skip
+    enums = get_args(field.annotation)
+    words = [word for part in (field.annotation, *enums) for word in get_args(part)]
+    texts = [word for word in words if isinstance(word, str)]
+    for candidate in [*candidates, *texts, *([text] for text in texts)]:
+        if isinstance(candidate, bool) and bool not in (field.annotation, *enums):
+            continue
+        try:
+            value = adapter.validate_python(candidate, strict=not isinstance(candidate, list | str))
+        except ValidationError:
+            continue
+        if value != default:
+            return candidate
+    raise AssertionError(f"no value for {name}: add one to the candidates")
+
+
+@pytest.mark.parametrize("service", ["router", "prefill", "decode"])
+def test_every_setting_that_is_offered_arrives(service: str) -> None:
+    settings, _ = SERVICES[service]
+    wanted = {value: other_than_default(settings, name) for value, name in offered(service).items()}
+    values = overlay(MINIMAL, {service: {"settings": wanted}})
+    effective = check(service, containers(HelmSdk.shared().render(values))[service])
+    for value, name in offered(service).items():
+        got = effective[name]
+        same = math.isclose(got, wanted[value]) if isinstance(got, float) else got == wanted[value]
+        assert same, f"{value}: {got} instead of {wanted[value]}"
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+def test_every_common_setting_goes_to_both_tiers(service: str) -> None:
+    settings, _ = SERVICES["common"]
+    wanted = {
+        value: other_than_default(settings, name) for value, name in offered("common").items()
+    }
+    values = overlay(MINIMAL, {"tierDefaults": {"settings": wanted}})
+    effective = check(service, containers(HelmSdk.shared().render(values))[service])
+    assert {value: effective[name] for value, name in offered("common").items()} == wanted
+
+
+def test_each_setting_is_offered_set_by_the_chart_or_left_out_on_purpose() -> None:
+    """A setting that nobody thought of is offered by itself; a name that is gone is noticed."""
+    for service, (settings, excluded) in SERVICES.items():
+        known = set(settings.model_fields)
+        assert known == set(offered(service).values()) | (excluded & known)
+    every = {name for settings, _ in SERVICES.values() for name in settings.model_fields}
+    for _, excluded in SERVICES.values():
+        assert excluded <= every
+    assert every >= NOT_OFFERED
