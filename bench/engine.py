@@ -2,7 +2,8 @@
 """Speed of one engine, without a server, beside floor, peer and goals.
 
 Decode: all requests of a batch have 1024 tokens of prompt; the time of each of the next 128 steps.
-Prefill: one prompt alone, until its first token; many at once, prompt tokens per second.
+Short: one prompt of up to 512 tokens alone, until its first token. Prefill: the same for long
+prompts, and many at once, prompt tokens per second.
 Throughput: 256 requests at once, 2000 tokens in, 150 out.
 
     python -m bench.engine                          # the shape of Llama 3.1 8B on one GPU
@@ -128,6 +129,10 @@ CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {
     "decode": [
         lambda engine, batch=batch: measure_decode(engine, batch) for batch in (1, 16, 64, 128, 256)
     ],
+    "short": [
+        lambda engine, length=length: measure_single_prefill(engine, length)
+        for length in (16, 128, 512)
+    ],
     "prefill": [
         lambda engine: measure_single_prefill(engine, 2048),
         lambda engine: measure_single_prefill(engine, 8192),
@@ -184,10 +189,14 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--cases", default="decode,prefill,throughput", help="comma separated")
+    parser.add_argument(
+        "--cases", default="decode,short,prefill,throughput", help="comma separated"
+    )
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--attention-backend", choices=("auto", "triton"), default="auto")
+    parser.add_argument("--experiments", default="", help="comma separated; see the setting")
+    parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
     return parser.parse_args()
 
@@ -202,7 +211,10 @@ def main() -> None:
         arguments.shape,
         enforce_eager=arguments.enforce_eager,
         attention_backend=arguments.attention_backend,
+        experiments=tuple(filter(None, arguments.experiments.split(","))),
+        capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
     )
+    results["experiments"] = config.device.experiments
     if cases:
         with offline_engine(config) as engine:
             results["start_s"] = round(engine.start_s, 1)
@@ -217,7 +229,7 @@ def main() -> None:
     if arguments.breakdown:
         from bench.step_breakdown import measure_breakdown
 
-        results["breakdown"] = measure_breakdown(arguments.shape)
+        results["breakdown"] = measure_breakdown(arguments.shape, config.device.experiments)
     print_table(figures, arguments.shape == "llama-3.1-8b")
     if arguments.shape == "llama-3.1-8b" and figures:
         RESULTS.mkdir(exist_ok=True)

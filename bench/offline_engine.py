@@ -25,6 +25,7 @@ from engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    Experiment,
     SchedulerConfig,
 )
 from engine.core.core import EngineCore
@@ -89,6 +90,7 @@ def shape_config(
     capture_sizes: tuple[int, ...] = (),
     enforce_eager: bool = False,
     attention_backend: AttentionBackend = "auto",
+    experiments: tuple[Experiment, ...] = (),
 ) -> EngineConfig:
     """An engine of one GPU with random weights; the prefix cache is off."""
     with tempfile.TemporaryDirectory() as folder:
@@ -112,6 +114,7 @@ def shape_config(
             enforce_eager=enforce_eager,
             cudagraph_capture_sizes=capture_sizes,
             attention_backend=attention_backend,
+            experiments=experiments,
         ),
     )
 

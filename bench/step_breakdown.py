@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.offline_engine import OfflineEngine, StepResult, offline_engine, shape_config
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Experiment
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.sched.output import SchedulerOutput
 
@@ -23,13 +23,14 @@ _BATCHES = (1, 16, 64, 256)
 _PREFILLS = ((1, 128), (1, 2048), (1, 8192), (16, 2048), (4, 8192))
 """(prompts at once, tokens of each)"""
 _PROFILED_STEPS = 8
-_GEMM_NAMES = ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
+_GEMM_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
 _ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa")
 
 
 @dataclass(slots=True)
 class KernelTimes:
-    """Of `num_steps` steps together. Microseconds."""
+    """Of `num_steps` steps together. Microseconds. A kernel that starts before the one before it
+    has ended counts from that end: launched early, it has only waited."""
 
     num_steps: int
     by_name: Counter[str] = field(default_factory=Counter)
@@ -71,8 +72,8 @@ class TimedExecutor(UniprocExecutor):
         self.host_us.append(1e6 * (time.perf_counter() - started))
 
 
-def measure_breakdown(shape: str) -> dict[str, object]:
-    config = shape_config(shape, capture_sizes=_BATCHES)
+def measure_breakdown(shape: str, experiments: tuple[Experiment, ...]) -> dict[str, object]:
+    config = shape_config(shape, capture_sizes=_BATCHES, experiments=experiments)
     executor = TimedExecutor(config)
     found: dict[str, object] = {}
     with offline_engine(config, executor) as engine:
@@ -162,8 +163,9 @@ def _kernel_times(profiler: profile, last_kernel: str) -> KernelTimes:
     for start, stop, name in kernels:
         gap = start - end
         largest = max(largest, gap)
-        times.by_name[name] += stop - start
-        times.busy += max(0.0, stop - max(start, end))
+        alone = max(0.0, stop - max(start, end))
+        times.by_name[name] += alone
+        times.busy += alone
         end = max(end, stop)
         if name == last_kernel:
             times.largest_gaps.append(largest)

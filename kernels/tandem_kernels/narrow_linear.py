@@ -15,6 +15,7 @@ kernel adds up what the first has cut. So
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import overlaps_launches
 
+Kind = Literal["plain", "partial", "gated"]
 _LINE = 64
 """Half-precision elements of a cache line."""
 
@@ -46,9 +48,13 @@ class NarrowTuning:
     ahead: int = 256
 
 
-PLAIN = NarrowTuning(cols=32, depth=256, parts=1, num_warps=4, num_stages=4)
-PARTIAL = NarrowTuning(cols=64, depth=128, parts=4, num_warps=4, num_stages=5)
-GATED = NarrowTuning(cols=32, depth=128, parts=1, num_warps=4, num_stages=5)
+def narrow_tuning(kind: Kind, num_outputs: int, inner: int) -> NarrowTuning:
+    """Of a product with weights [num_outputs, inner]; both halves of a gate count once."""
+    if kind == "gated":
+        return NarrowTuning(cols=32, depth=128, parts=1, num_warps=4, num_stages=5)
+    if kind == "partial":
+        return NarrowTuning(cols=64, depth=128, parts=4, num_warps=4, num_stages=5)
+    return NarrowTuning(cols=32, depth=256, parts=1, num_warps=4, num_stages=4)
 
 
 @triton.jit
@@ -126,27 +132,27 @@ def narrow_linear_kernel(
     tl.store(to, acc.to(kind), mask=real)
 
 
-def narrow_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tuning: NarrowTuning = PLAIN
-) -> Tensor:
+def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear.narrow_linear`; only for what `narrow_shapes.takes` says."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, out[None], tuning, gated=False)
+    _launch(x, weight, bias, out[None], narrow_tuning("plain", *weight.shape), gated=False)
     return out
 
 
-def partial_linear(x: Tensor, weight: Tensor, tuning: NarrowTuning = PARTIAL) -> Tensor:
+def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
     """See `reference.linear.partial_linear`; only for what `narrow_shapes.takes` says."""
+    tuning = narrow_tuning("partial", *weight.shape)
     shape = (tuning.parts, x.shape[0], weight.shape[0])
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
     _launch(x, weight, None, out, tuning, gated=False)
     return out
 
 
-def gate_up_silu(x: Tensor, weight: Tensor, tuning: NarrowTuning = GATED) -> Tensor:
+def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
     """See `reference.linear.gate_up_silu`; only for what `narrow_shapes.takes` says."""
-    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, out[None], tuning, gated=True)
+    num_outputs, inner = weight.shape[0] // 2, weight.shape[1]
+    out = torch.empty((x.shape[0], num_outputs), dtype=x.dtype, device=x.device)
+    _launch(x, weight, None, out[None], narrow_tuning("gated", num_outputs, inner), gated=True)
     return out
 
 

@@ -116,11 +116,13 @@ def narrow_cases(capability: int) -> Iterator[Case]:
         {"HAS_RESIDUAL": True, "PARTS": 4, "BLOCK": 4096, "OVERLAP": overlap},
         {"num_warps": 8},
     )
-    for label, tuning, rows in (
-        ("plain", narrow_linear.PLAIN, 16),
-        ("partial", narrow_linear.PARTIAL, 64),
-        ("gated", narrow_linear.GATED, 16),
-    ):
+    kinds: tuple[tuple[narrow_linear.Kind, int], ...] = (
+        ("plain", 16),
+        ("partial", 64),
+        ("gated", 16),
+    )
+    for label, rows in kinds:
+        tuning = narrow_linear.narrow_tuning(label, 4096, 4096)
         has_bias = label == "plain"
         yield Case(
             narrow_linear.narrow_linear_kernel,

@@ -1,0 +1,247 @@
+"""Other ways to compute a step, tried beside the present one on the same device and weights.
+
+    python -m bench.step_variants                    # decode, then prefill
+    python -m bench.step_variants --parts prefill
+    python -m bench.step_variants --dry-run          # a tiny model on the CPU: does everything run
+
+The model runs in this process, without engine and sampling. A decode step is timed as one CUDA
+graph: requests with 1088 tokens of context whose blocks are scattered over a cache that fills
+most of the memory. A variant must give the logits of the present way but for rounding, and the
+same bits each time. First come variants of one kernel each, then what was fastest, together.
+Writes bench/results/step_variants.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.record import write_result
+from bench.variant_list import (
+    DECODE_BATCHES,
+    NARROW_BATCHES,
+    Narrow,
+    Variant,
+    applied,
+    combinations,
+    decode_variants,
+    narrow_variants,
+)
+from bench.variant_model import VariantModel
+from tandem_kernels.narrow_shapes import MAX_ROWS
+
+_LARGEST_ERROR = 3e-2
+_REPLAYS = 15
+_FLOORS_MS = {1: 3.52, 16: 4.0, 64: 5.6, 256: 14.1}
+_MUST_MS = {1: 4.8, 16: 5.4, 64: 7.5, 256: 17.5}
+_BUSY_MS = {1: 0.04, 16: 0.04, 64: 0.06, 256: 0.1}
+"""What sampling and bookkeeping add to a step of the engine, about."""
+_PROMPTS = ((8192,), (2048,) * 4, (1536, 512, 4096, 2048))
+
+
+def step_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Tensor, bool]:
+    """Median time, what the step gives, and whether it always gives the same bits."""
+    if model.device.type == "cpu":
+        started = time.perf_counter()
+        found = step()
+        return 1e3 * (time.perf_counter() - started), found.float(), torch.equal(found, step())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+    graph.replay()
+    first, same, times = found.clone(), True, []
+    for _ in range(_REPLAYS):
+        times.append(_timed_ms(graph.replay))
+        same = same and torch.equal(found, first)
+    return sorted(times)[len(times) // 2], first, same
+
+
+def eager_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Tensor, bool]:
+    """The same for a step whose launches cost little."""
+    if model.device.type == "cpu":
+        return step_ms(model, step)
+    first, same, times = step(), True, []
+    outputs: list[Tensor] = []
+    for _ in range(4):
+        times.append(_timed_ms(lambda: outputs.append(step())))
+        same = same and torch.equal(outputs.pop(), first)
+    return sorted(times)[1], first, same
+
+
+def _timed_ms(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+Timer = Callable[[VariantModel, Callable[[], Tensor]], tuple[float, Tensor, bool]]
+
+
+class Trial:
+    """Times variants of one step; the first is what the others must equal."""
+
+    def __init__(self, model: VariantModel, case: str, timer: Timer) -> None:
+        self._model, self._case, self._timer = model, case, timer
+        self.rows: list[dict[str, object]] = []
+        self._expected: Tensor | None = None
+
+    def measure(self, variant: Variant, step: Callable[[], Tensor]) -> float:
+        """Milliseconds; infinite when the variant fails or is wrong."""
+        row: dict[str, object] = {"case": self._case, "variant": variant.name}
+        self.rows.append(row)
+        try:
+            with applied(variant, self._model.model):
+                ms, found, same = self._timer(self._model, step)
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            return self._report(row, float("inf"))
+        if self._expected is None:
+            self._expected = found
+        error = ((found - self._expected).norm() / self._expected.norm()).item()
+        row |= {"ms": round(ms, 4), "error": float(f"{error:.1e}"), "same bits": same}
+        wrong = not (error < _LARGEST_ERROR and same)
+        return self._report(row, float("inf") if wrong else ms)
+
+    def _report(self, row: dict[str, object], ms: float) -> float:
+        print(" | ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        return ms
+
+
+def try_decode(model: VariantModel) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    narrow: dict[str, Narrow] = {}
+    for batch in DECODE_BATCHES:
+        trial, step = Trial(model, f"decode {batch}", step_ms), model.decode_step(batch)
+        present = trial.measure(Variant("present"), step)
+        times = {variant: trial.measure(variant, step) for variant in decode_variants()}
+        decode = min(times, key=lambda variant: times[variant])
+        if times[decode] > 0.995 * present:
+            decode = Variant("present")
+        if batch in NARROW_BATCHES:
+            narrow = fastest_narrow(trial, step)
+        for variant in combinations(decode, narrow if batch <= MAX_ROWS else {}):
+            trial.measure(variant, step)
+        in_order = Trial(model, f"decode {batch}, blocks in order", step_ms)
+        in_order.measure(Variant("present"), model.decode_step(batch, in_order=True))
+        in_order.measure(decode, model.decode_step(batch, in_order=True))
+        rows += trial.rows + in_order.rows
+    return rows
+
+
+def fastest_narrow(trial: Trial, step: Callable[[], Tensor]) -> dict[str, Narrow]:
+    """By product; without those whose present way is faster."""
+    found = {}
+    present = trial.measure(Variant("chained", chained=True), step)
+    for product, variants in narrow_variants().items():
+        times = {variant: trial.measure(variant, step) for variant in variants}
+        fastest = min(times, key=lambda variant: times[variant])
+        if times[fastest] < present:
+            found[product] = fastest.narrow[0]
+    return found
+
+
+def try_prefill(model: VariantModel) -> list[dict[str, object]]:
+    rows = []
+    for lengths in _PROMPTS:
+        lengths = tuple(min(length, model.longest) for length in lengths)
+        trial = Trial(model, f"prefill {lengths}", eager_ms)
+        ways = {"gathered": (True, False), "projected": (True, True), "triton": (False, False)}
+        for name, way in ways.items():
+            if name != "triton" and max(lengths) < model.shortest_apart:
+                continue
+            for chained in (False, True):
+                label = name + (", chained" if chained else "")
+                trial.measure(Variant(label, chained=chained), model.prefill_step(lengths, *way))
+        rows += trial.rows
+    return rows
+
+
+def compile_all(arguments: argparse.Namespace, processes: int) -> None:
+    """Fills the cache of compiled kernels by processes that run every variant once."""
+    command = [sys.executable, "-m", "bench.step_variants", "--shape", arguments.shape, "--compile"]
+    started = time.perf_counter()
+    parts = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
+    codes = [part.wait() for part in parts]
+    print(f"compiled in {time.perf_counter() - started:.0f} s {codes}", flush=True)
+
+
+def compile_part(arguments: argparse.Namespace) -> None:
+    index, count = map(int, arguments.compile.split("/"))
+    model = VariantModel(arguments.shape, num_layers=1, most_bytes=1 << 30)
+    work = [(batch, variant) for batch in DECODE_BATCHES for variant in decode_variants()]
+    kinds = narrow_variants().values()
+    work += [(16, variant) for variants in kinds for variant in variants]
+    for batch, variant in work[index::count]:
+        try:
+            with torch.inference_mode(), applied(variant, model.model):
+                model.decode_step(batch, True)()
+        except Exception as error:
+            print(variant.name, type(error).__name__, str(error)[:100], flush=True)
+
+
+def print_table(rows: list[dict[str, object]]) -> None:
+    """The fastest right variants of each case."""
+    for case in dict.fromkeys(row["case"] for row in rows):
+        good = [row for row in rows if row["case"] == case and "ms" in row]
+        print(f"\n{case}: {len(good)} variants")
+        present = float(str(good[0]["ms"])) if good else 0.0
+        for row in sorted(good, key=lambda row: float(str(row["ms"])))[:5] + good[:1]:
+            ms = float(str(row["ms"]))
+            line = f"  {ms:9.3f} ms  {present / ms:6.3f} x present"
+            words = str(case).split()
+            if words[0] == "decode":
+                batch = int(words[1].rstrip(","))
+                line += f"  floor {_FLOORS_MS[batch] / ms:5.2f}"
+                line += f"  must {_MUST_MS[batch] / (ms + _BUSY_MS[batch]):5.3f}"
+            flaw = (
+                "" if row["same bits"] and float(str(row["error"])) < _LARGEST_ERROR else "  WRONG"
+            )
+            print(f"{line}  error {row['error']}{flaw}  {row['variant']}")
+    for row in rows:
+        if "failed" in row:
+            print("failed:", row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--parts", default="decode,prefill", help="comma separated")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.compile:
+        compile_part(arguments)
+        return
+    if not arguments.dry_run and "decode" in arguments.parts:
+        compile_all(arguments, min(14, os.cpu_count() or 1))
+    started = time.perf_counter()
+    model = VariantModel(arguments.shape, tiny=arguments.dry_run)
+    print(f"{model.num_blocks} blocks, ready in {time.perf_counter() - started:.0f} s", flush=True)
+    tries = {"decode": try_decode, "prefill": try_prefill}
+    rows: list[dict[str, object]] = []
+    with torch.inference_mode():
+        for part in arguments.parts.split(","):
+            rows += tries[part](model)
+    print_table(rows)
+    if not arguments.dry_run:
+        print(write_result("step_variants", {"shape": arguments.shape, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A model without an engine: its weights, a cache that fills most of the memory, and steps over
+scattered blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bench.offline_engine import shape_config
+from engine.distributed import TensorParallelGroup
+from engine.layers import dense_attention
+from engine.models.loader import load_weights
+from engine.models.registry import create_model
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+_SHARE_OF_MEMORY = 0.75
+_TINY = {
+    "num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 64, "vocab_size": 512,
+}  # fmt: skip
+
+
+class VariantModel:
+    """`tiny`: a small one on the CPU."""
+
+    def __init__(
+        self, shape: str, *, tiny: bool = False, num_layers: int = 0, most_bytes: int = 1 << 40
+    ) -> None:
+        self.device = torch.device("cpu" if tiny else "cuda")
+        config = shape_config(shape, device=self.device.type)
+        model = replace(config.model, **(_TINY if tiny else {}))
+        if num_layers:
+            model = replace(model, num_layers=num_layers)
+        self.config = config = replace(config, model=model)
+        self._block_size = config.cache.block_size
+        self.model = create_model(config, TensorParallelGroup(0, 1), self.device)
+        load_weights(self.model, config, lambda fraction: None)
+        self.context, self.longest = (40, 512) if tiny else (1088, 8192)
+        self.shortest_apart = min(dense_attention.MIN_TOKENS, self.longest)
+        block_bytes = config.kv_layout.local_kv_heads * self._block_size * model.head_dim * 2 * 2
+        block_bytes *= model.num_layers
+        free = 1 << 28 if tiny else torch.cuda.mem_get_info()[0]
+        budget = min(int(free * _SHARE_OF_MEMORY), most_bytes) if not tiny else free
+        most_needed = 256 * (self.context // self._block_size + 1)
+        self.num_blocks = max(budget // block_bytes, most_needed)
+        shape_of_cache = (
+            model.num_layers, self.num_blocks, 2, config.kv_layout.local_kv_heads,
+            self._block_size, model.head_dim,
+        )  # fmt: skip
+        cache = torch.empty(shape_of_cache, dtype=torch.bfloat16, device=self.device)
+        self.kv_caches = list(cache.normal_().unbind())
+
+    def decode_step(self, batch: int, in_order: bool = False) -> Callable[[], Tensor]:
+        """One token for each of `batch` requests; gives logits."""
+        lengths = [self.context + 1] * batch
+        positions = torch.full((batch,), self.context, device=self.device)
+        metadata = self._metadata(lengths, [1] * batch, in_order)
+        step = self._step(positions, metadata, False)
+        return lambda: self.model.compute_logits(step())
+
+    def prefill_step(
+        self, lengths: tuple[int, ...], whole: bool, projected: bool
+    ) -> Callable[[], Tensor]:
+        """Prompts without a cached beginning; gives the logits of their last tokens. `whole`: long
+        ones are attended apart, as the runner has it."""
+        lengths = tuple(sorted(lengths))
+        positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
+        metadata = self._metadata(list(lengths), list(lengths), False)
+        if whole:
+            apart = tuple(n for n in lengths if n >= self.shortest_apart)
+            metadata = replace(metadata, whole_prompt_lens=apart)
+        step = self._step(positions, metadata, projected)
+        last = metadata.query_start_loc[1:].long() - 1
+        return lambda: self.model.compute_logits(step().index_select(0, last))
+
+    def _step(
+        self, positions: Tensor, metadata: AttentionMetadata, projected: bool
+    ) -> Callable[[], Tensor]:
+        counts = metadata.query_start_loc.diff()
+        requests = torch.repeat_interleave(counts)
+        blocks = metadata.block_tables[requests, positions // self._block_size].long()
+        slots = blocks * self._block_size + positions % self._block_size
+        generator = torch.Generator(self.device).manual_seed(1)
+        ids = torch.randint(
+            1, self.config.model.vocab_size, (len(positions),), generator=generator,
+            dtype=torch.int32, device=self.device,
+        )  # fmt: skip
+        return lambda: self.model(
+            ids, positions, self.kv_caches, slots, metadata, lambda layer: None, projected
+        )
+
+    def _metadata(
+        self, seq_lens: list[int], query_lens: list[int], in_order: bool
+    ) -> AttentionMetadata:
+        most = max(-(-dense_attention.padded_length(n) // self._block_size) for n in seq_lens)
+        num_blocks = len(seq_lens) * most
+        order = torch.arange(self.num_blocks, device=self.device)
+        if not in_order:
+            generator = torch.Generator(self.device).manual_seed(2)
+            order = torch.randperm(self.num_blocks, generator=generator, device=self.device)
+        ints = {"dtype": torch.int32, "device": self.device}
+        return AttentionMetadata(
+            block_tables=order[:num_blocks].int().view(len(seq_lens), most).contiguous(),
+            query_start_loc=torch.tensor([0, *query_lens], device=self.device).cumsum(0).int(),
+            seq_lens=torch.tensor(seq_lens, **ints),
+            num_decodes=next((r for r, n in enumerate(query_lens) if n > 1), len(query_lens)),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+        )
