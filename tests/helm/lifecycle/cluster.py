@@ -17,8 +17,10 @@ from typing import Any
 
 from tests.helm.lifecycle.api_server import ApiServer
 from tests.helm.lifecycle.controllers import CONTROLLERS, ControllerManager
+from tests.helm.lifecycle.dns_server import DnsServer, may_serve
 from tests.helm.lifecycle.hollow_kubelet import run_hollow_pods
 from tests.helm.lifecycle.kubelet import Kubelet
+from tests.helm.lifecycle.machine import Machine
 from tests.helm.lifecycle.object_store import ObjectStore
 from tests.helm.lifecycle.pod_state import is_ready, is_terminating
 from tests.helm.lifecycle.resources import Object, resource_of
@@ -58,14 +60,18 @@ class Cluster:
         api = ApiServer(store)
         manager = ControllerManager(store)
         await api.start()
-        kubelet = Kubelet(store, folder)
+        kubelet = Kubelet(store, Machine(folder=folder, has_dns=may_serve()))
         proxy = ServiceProxy(store)
+        dns = DnsServer(store)
+        if may_serve():
+            await dns.start()
         for part in (manager, kubelet, proxy):
             part.start()
         try:
             yield cls(store, api, kubelet)
         finally:
             await kubelet.close()
+            dns.close()
             await proxy.close()
             await api.close()
             await manager.close()

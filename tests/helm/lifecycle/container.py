@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ class Container:
     async def _exec(self, command: list[str], timeout_s: float) -> int:
         assert self._command is not None
         argv = self._builder.exec_argv(self._spec, command, self._mounts)
-        return await run_to_end(Command(argv, self._command.env), self._folder, timeout_s)
+        return await run_to_end(replace(self._command, argv=argv), self._folder, timeout_s)
 
     def _set_ready(self, is_ready: bool) -> None:
         self.is_ready = is_ready

@@ -3,7 +3,7 @@
 1. environment: of the image, envFrom, env; `$(NAME)` is replaced by what came before
 2. command and arguments; `$(NAME)` is replaced
 3. what only a container has is replaced by what this machine has instead:
-   mount paths by folders, Services' names by their addresses (there is no DNS), all addresses
+   mount paths by folders, Services' names by their addresses (where there is no DNS), all addresses
    (0.0.0.0) by the pod's one, and programs of the image by those of this environment
 """
 
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.helm.lifecycle import dns_server
 from tests.helm.lifecycle.field_path import read_field
+from tests.helm.lifecycle.machine import Machine
 from tests.helm.lifecycle.object_store import ObjectStore
 from tests.helm.lifecycle.pod_files import MountError, MountPaths, object_data
 from tests.helm.lifecycle.resources import Object
@@ -33,19 +35,27 @@ _EVERY_ADDRESS = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
 
 @dataclass(frozen=True, slots=True)
 class Command:
+    """`resolv_conf`: a file to see as /etc/resolv.conf; empty: this machine's own."""
+
     argv: list[str]
     env: dict[str, str]
+    resolv_conf: str = ""
 
 
 class CommandBuilder:
     """For the containers of one pod, which has its address already."""
 
-    def __init__(self, store: ObjectStore, pod: Object, api_env: dict[str, str]) -> None:
+    def __init__(self, store: ObjectStore, pod: Object, folder: Path, machine: Machine) -> None:
         self._store = store
         self._pod = pod
-        self._api_env = api_env
+        self._machine = machine
+        self._resolv_conf = folder / "resolv.conf"
         self._namespace = pod["metadata"]["namespace"]
-        self._addresses = self._service_addresses()
+        self._addresses: dict[str, str] = {}
+        if machine.has_dns:
+            self._resolv_conf.write_text(dns_server.resolv_conf(self._namespace))
+        else:
+            self._addresses = self._service_addresses()
 
     def build(self, container: Object, mounts: MountPaths) -> Command:
         """Raises `MountError` when something that is named is not there."""
@@ -53,7 +63,11 @@ class CommandBuilder:
         argv = [*container.get("command", _ENTRYPOINT), *container.get("args", ())]
         argv = [self._localize(_expand(part, written), mounts) for part in argv]
         env = {name: self._localize(value, mounts) for name, value in written.items()}
-        return Command(_program(argv), {**_IMAGE_ENV, **self._api_env, **env})
+        return Command(
+            _program(argv),
+            {**_IMAGE_ENV, **self._machine.api_env, **env},
+            str(self._resolv_conf) if self._machine.has_dns else "",
+        )
 
     def exec_argv(self, container: Object, command: list[str], mounts: MountPaths) -> list[str]:
         """Of a probe or hook: `$(NAME)` is not replaced there."""

@@ -1,6 +1,7 @@
 """One run of a container's command.
 
-1. start     a session and process group of its own; its output goes to a file
+1. start     a session and process group of its own; its output goes to a file; where there is
+             a cluster DNS, a mount namespace with its own /etc/resolv.conf
 2. wait      for its end
 3. terminate SIGTERM, and SIGKILL for the whole group after the grace period
 -  however the tests end, the kernel ends it: it is bound to the life of the test process, and the
@@ -14,29 +15,54 @@ import contextlib
 import os
 import signal
 import sys
+from asyncio.subprocess import Process
 from pathlib import Path
+from typing import IO
 
 from tests.helm.lifecycle.container_command import Command
 
 # Runs between fork and the real program; preexec_fn would fork with gRPC's threads in our process.
-_BIND_LIFE = """
+_BECOME_CONTAINER = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
+libc = ctypes.CDLL(None, use_errno=True)
+PDEATHSIG, NEWNS, BIND, REC_PRIVATE = 1, 0x20000, 0x1000, 0x44000
+def check(result):
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+parent, resolv_conf, *argv = sys.argv[1:]
+check(libc.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+if os.getppid() != int(parent):
     raise SystemExit("the tests have ended")
-os.execvp(sys.argv[2], sys.argv[2:])
+if resolv_conf:
+    check(libc.unshare(NEWNS))
+    check(libc.mount(None, b"/", None, REC_PRIVATE, None))
+    check(libc.mount(resolv_conf.encode(), b"/etc/resolv.conf", None, BIND, None))
+os.execvp(argv[0], argv)
 """
 
 
-def bound_argv(argv: list[str]) -> list[str]:
-    """`argv` in a process that ends with ours."""
-    return [sys.executable, "-S", "-c", _BIND_LIFE, str(os.getpid()), *argv]
+async def _spawn(command: Command, folder: Path, output: int | IO[bytes]) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-S",
+        "-c",
+        _BECOME_CONTAINER,
+        str(os.getpid()),
+        command.resolv_conf,
+        *command.argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=command.env,
+        cwd=folder,
+        start_new_session=True,
+    )
 
 
 class ContainerProcess:
     """Start it with `await ContainerProcess.start(...)`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: Process, log: Path) -> None:
         self._process = process
         self.log = log
         self.pid = process.pid
@@ -44,15 +70,7 @@ class ContainerProcess:
     @classmethod
     async def start(cls, command: Command, folder: Path, log: Path) -> ContainerProcess:
         with log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *bound_argv(command.argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=command.env,
-                cwd=folder,
-                start_new_session=True,
-            )
+            process = await _spawn(command, folder, output)
         return cls(process, log)
 
     async def wait(self) -> int:
@@ -79,15 +97,7 @@ class ContainerProcess:
 
 async def run_to_end(command: Command, folder: Path, timeout_s: float) -> int:
     """Exit code of a probe's or hook's command; 124 when its time was over."""
-    process = await asyncio.create_subprocess_exec(
-        *bound_argv(command.argv),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=command.env,
-        cwd=folder,
-        start_new_session=True,
-    )
+    process = await _spawn(command, folder, asyncio.subprocess.DEVNULL)
     try:
         return await asyncio.wait_for(process.wait(), timeout_s)
     except TimeoutError:

@@ -13,10 +13,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-from pathlib import Path
 
+from tests.helm.lifecycle.machine import Machine
 from tests.helm.lifecycle.object_store import Event, ObjectStore
-from tests.helm.lifecycle.pod_files import PodFiles
 from tests.helm.lifecycle.pod_state import is_terminating
 from tests.helm.lifecycle.pod_worker import PodWorker
 from tests.helm.lifecycle.resources import Object
@@ -25,15 +24,12 @@ _NETWORK = "127.98"
 
 
 class Kubelet:
-    """`ca`: PEM of the authority that signed the API's certificate, for pods with a token."""
+    """`start` → `close`."""
 
-    def __init__(
-        self, store: ObjectStore, folder: Path, api_env: dict[str, str] | None = None, ca: str = ""
-    ) -> None:
+    def __init__(self, store: ObjectStore, machine: Machine) -> None:
         self._store = store
-        self._folder = folder
-        self._api_env = api_env or {}
-        self._ca = ca
+        self._machine = machine
+        self._pods_folder = machine.folder / "pods"
         self._addresses = (f"{_NETWORK}.{i}.{j}" for i in range(256) for j in range(1, 255))
         self._workers: dict[str, PodWorker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -69,7 +65,7 @@ class Kubelet:
         """Of every container that ever ran, for a failing test to show."""
         texts = [
             f"--- {path.parent.name}/{path.name}\n{path.read_text(errors='replace')}"
-            for path in sorted(self._folder.glob("pods/*/*.log"))
+            for path in sorted(self._pods_folder.glob("*/*.log"))
         ]
         return "\n".join(texts)
 
@@ -94,8 +90,8 @@ class Kubelet:
 
     def _start(self, pod: Object) -> None:
         uid = pod["metadata"]["uid"]
-        folder = self._folder / "pods" / f"{next(self._numbers):03d}-{pod['metadata']['name']}"
-        files = PodFiles(self._store, pod, folder, self._folder / "claims", self._ca)
-        worker = PodWorker(self._store, pod, next(self._addresses), files, folder, self._api_env)
+        name = pod["metadata"]["name"]
+        folder = self._pods_folder / f"{next(self._numbers):03d}-{name}"
+        worker = PodWorker(self._store, pod, next(self._addresses), folder, self._machine)
         self._workers[uid] = worker
-        self._tasks[uid] = asyncio.create_task(worker.run(), name=f"pod {pod['metadata']['name']}")
+        self._tasks[uid] = asyncio.create_task(worker.run(), name=f"pod {name}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.helm.lifecycle import rbac
 from tests.helm.lifecycle.field_path import read_field
+from tests.helm.lifecycle.machine import Machine
 from tests.helm.lifecycle.object_store import ObjectStore
 from tests.helm.lifecycle.resources import Object
 
@@ -41,14 +42,11 @@ class MountPaths:
 class PodFiles:
     """`prepare` makes all volumes; `mounts` says where a container finds them."""
 
-    def __init__(
-        self, store: ObjectStore, pod: Object, folder: Path, claims: Path, ca: str
-    ) -> None:
+    def __init__(self, store: ObjectStore, pod: Object, folder: Path, machine: Machine) -> None:
         self._store = store
         self._pod = pod
         self._folder = folder
-        self._claims = claims
-        self._ca = ca
+        self._machine = machine
 
     def prepare(self) -> None:
         """Raises `MountError`, and can then be called again."""
@@ -58,7 +56,7 @@ class PodFiles:
         if self._wants_token():
             files = {
                 "token": self._token(),
-                "ca.crt": self._ca.encode(),
+                "ca.crt": self._machine.ca.encode(),
                 "namespace": self._namespace.encode(),
             }
             _write(self._folder / "serviceaccount", files)
@@ -96,7 +94,7 @@ class PodFiles:
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
         if "persistentVolumeClaim" in volume:
-            return self._claims / volume["persistentVolumeClaim"]["claimName"]
+            return self._machine.claims / volume["persistentVolumeClaim"]["claimName"]
         return self._folder / "volumes" / volume["name"]
 
     def _prepare(self, volume: dict[str, Any]) -> None:

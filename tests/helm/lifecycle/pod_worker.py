@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.helm.lifecycle.container import Container
 from tests.helm.lifecycle.container_command import CommandBuilder
+from tests.helm.lifecycle.machine import Machine
 from tests.helm.lifecycle.object_store import ObjectStore, now
 from tests.helm.lifecycle.pod_files import MountError, PodFiles
 from tests.helm.lifecycle.resources import Object
@@ -29,15 +30,14 @@ class PodWorker:
     """`run` is the whole life; `terminate` and `kill` are called from outside of it."""
 
     def __init__(
-        self, store: ObjectStore, pod: Object, address: str, files: PodFiles, folder: Path,
-        api_env: dict[str, str],
-    ) -> None:  # fmt: skip
+        self, store: ObjectStore, pod: Object, address: str, folder: Path, machine: Machine
+    ) -> None:
         self._store = store
         self._pod = pod
         self._pod["status"] = {"podIP": address}
-        self._files = files
+        self._files = PodFiles(store, pod, folder, machine)
         self._folder = folder
-        self._api_env = api_env
+        self._machine = machine
         self._started_at = now()
         self._phase = "Pending"
         self._is_deleted = asyncio.Event()
@@ -75,7 +75,7 @@ class PodWorker:
     async def _live(self) -> None:
         self._publish()
         await self._mount()
-        builder = CommandBuilder(self._store, self._pod, self._api_env)
+        builder = CommandBuilder(self._store, self._pod, self._folder, self._machine)
         spec = self._pod["spec"]
         for init_spec in spec.get("initContainers", ()):
             container = self._container(init_spec, builder)
