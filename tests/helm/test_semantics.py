@@ -1,0 +1,382 @@
+"""What no schema sees: that objects fit each other, and that pods are safe and drain in time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.helm.helm_engine import HelmCli, HelmSdk, Manifest, Rendered
+from tests.helm.scenarios import SCENARIOS, overlay, pods, rendered, values_of
+from tests.helm.service_settings import check, containers
+
+TIERS = ("prefill", "decode")
+each_scenario = pytest.mark.parametrize("name", SCENARIOS)
+
+
+def labels_of_pods(found: Rendered) -> list[Mapping[str, str]]:
+    hooks = [pod["metadata"]["labels"] for pod in found.all("Pod")]
+    return hooks + [d["spec"]["template"]["metadata"]["labels"] for d in found.all("Deployment")]
+
+
+def selected(found: Rendered, labels: Mapping[str, str]) -> list[Mapping[str, str]]:
+    return [pod for pod in labels_of_pods(found) if labels.items() <= pod.items()]
+
+
+def component(manifest: Manifest) -> str:
+    return str(manifest["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def ports_of(found: Rendered, name: str) -> dict[str, int]:
+    pod = found.one("Deployment", name)["spec"]["template"]["spec"]
+    return {p["name"]: p["containerPort"] for c in pod["containers"] for p in c["ports"]}
+
+
+def all_containers(pod: Manifest) -> list[Manifest]:
+    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+
+
+# Objects fit each other ---------------------------------------------------------------------------
+
+
+@each_scenario
+def test_workloads_and_services_select_the_pods_of_their_component_alone(name: str) -> None:
+    found = rendered(name)
+    for deployment in found.all("Deployment"):
+        chosen = selected(found, deployment["spec"]["selector"]["matchLabels"])
+        assert chosen == [deployment["spec"]["template"]["metadata"]["labels"]]
+    for kind, where in (("Service", "selector"), ("PodDisruptionBudget", "selector")):
+        for manifest in found.all(kind):
+            labels = manifest["spec"][where]
+            chosen = selected(found, labels.get("matchLabels", labels))
+            assert [pod["app.kubernetes.io/component"] for pod in chosen] == [component(manifest)]
+
+
+@each_scenario
+def test_selectors_never_name_a_version(name: str) -> None:
+    for deployment in rendered(name).all("Deployment"):
+        assert set(deployment["spec"]["selector"]["matchLabels"]) == {
+            f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")
+        }
+
+
+@each_scenario
+def test_services_routes_and_pools_lead_to_ports_that_are_open(name: str) -> None:
+    found = rendered(name)
+    for service in found.all("Service"):
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in ports_of(found, component(service))
+            if service["spec"].get("clusterIP") == "None":
+                # Without an address of its own, nothing translates the port.
+                assert port["port"] == ports_of(found, component(service))[port["targetPort"]]
+    services = {s["metadata"]["name"]: s["spec"]["ports"] for s in found.all("Service")}
+    for route in found.all("HTTPRoute"):
+        for backend in route["spec"]["rules"][0]["backendRefs"]:
+            assert backend["port"] in [port["port"] for port in services[backend["name"]]]
+    for ingress in found.all("Ingress"):
+        backend = ingress["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
+        assert backend["port"]["name"] in [port["name"] for port in services[backend["name"]]]
+    for pool in found.all("InferencePool"):
+        (target,) = pool["spec"]["targetPorts"]
+        assert target["number"] == ports_of(found, "decode")["http"]
+        assert target["number"] == ports_of(found, "prefill")["grpc"]
+        roles = {
+            pod["llm-d.ai/role"] for pod in selected(found, pool["spec"]["selector"]["matchLabels"])
+        }
+        assert roles == set(TIERS)
+
+
+@each_scenario
+def test_mounts_have_volumes_and_volumes_are_mounted(name: str) -> None:
+    for pod in pods(rendered(name)).values():
+        volumes = [volume["name"] for volume in pod["spec"].get("volumes", ())]
+        mounts = [m for c in all_containers(pod) for m in c.get("volumeMounts", ())]
+        assert len(volumes) == len(set(volumes))
+        assert {mount["name"] for mount in mounts} == set(volumes)
+        for container in all_containers(pod):
+            paths = [mount["mountPath"] for mount in container.get("volumeMounts", ())]
+            assert len(paths) == len(set(paths))
+
+
+@each_scenario
+def test_claims_secrets_and_accounts_exist_or_were_named_by_the_user(name: str) -> None:
+    found, text = rendered(name), str(values_of(name))
+    made = {(o["kind"], o["metadata"]["name"]) for o in found.objects}
+    for pod in pods(found).values():
+        account = pod["spec"].get("serviceAccountName")
+        needed = [("ServiceAccount", account)] if account else []
+        for volume in pod["spec"].get("volumes", ()):
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]["claimName"]
+                needed.append(("PersistentVolumeClaim", claim))
+            if "secret" in volume:
+                needed.append(("Secret", volume["secret"]["secretName"]))
+            if "configMap" in volume:
+                needed.append(("ConfigMap", volume["configMap"]["name"]))
+        for variable in (v for c in all_containers(pod) for v in c.get("env", ())):
+            if "secretKeyRef" in variable.get("valueFrom", {}):
+                needed.append(("Secret", variable["valueFrom"]["secretKeyRef"]["name"]))
+        for kind, wanted in needed:
+            assert (kind, wanted) in made or f"'{wanted}'" in text, (kind, wanted)
+
+
+@each_scenario
+def test_probes_ask_ports_that_are_open(name: str) -> None:
+    for pod in pods(rendered(name)).values():
+        for container in pod["spec"]["containers"]:
+            ports = container.get("ports", ())
+            known = {p["name"] for p in ports} | {p["containerPort"] for p in ports}
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                probe = container.get(kind, {})
+                for how in ("grpc", "httpGet"):
+                    if how in probe:
+                        assert probe[how]["port"] in known
+
+
+@each_scenario
+def test_names_are_unique_and_everything_is_in_the_namespace(name: str) -> None:
+    found = HelmSdk.shared().render(values_of(name), namespace="elsewhere")
+    names = [(o["kind"], o["metadata"]["name"]) for o in found.objects]
+    assert len(names) == len(set(names))
+    user_made = len(values_of(name).get("extraObjects", ()))
+    inside = [o for o in found.objects if o["metadata"].get("namespace") == "elsewhere"]
+    assert len(inside) == len(found.objects) - user_made
+    assert not [kind for kind, _ in names if kind.startswith("Cluster")]
+
+
+@each_scenario
+def test_names_fit_with_the_longest_release_name(name: str) -> None:
+    release = "r" + "e" * 51 + "d"
+    found = HelmSdk.shared().render(values_of(name), release=release)
+    for manifest in found.objects:
+        metadata = manifest["metadata"]
+        # A pod of a Deployment is called name-<10 characters>-<5>.
+        limit = 63 - 17 if manifest["kind"] == "Deployment" else 63
+        assert len(metadata["name"]) <= limit
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", metadata["name"])
+        assert all(len(value) <= 63 for value in metadata.get("labels", {}).values())
+    for pod in pods(found).values():
+        for container in all_containers(pod):
+            assert all(len(port["name"]) <= 15 for port in container.get("ports", ()))
+
+
+def test_two_releases_in_one_namespace_share_no_name() -> None:
+    def names(release: str) -> set[tuple[str, str]]:
+        found = HelmSdk.shared().render(values_of("default"), release=release)
+        return {(o["kind"], o["metadata"]["name"]) for o in found.objects}
+
+    assert not names("one") & names("two")
+
+
+# Lifecycle ----------------------------------------------------------------------------------------
+
+
+@each_scenario
+def test_the_kubelet_waits_for_the_whole_drain(name: str) -> None:
+    found = rendered(name)
+    graces = {}
+    for service, container in containers(found).items():
+        pod = found.one("Deployment", service)["spec"]["template"]["spec"]
+        settings = check(service, container)
+        hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+        slept = int(hook[1]) if hook else 0
+        spent = slept + settings.get("drain_delay_s", 0) + settings["drain_timeout_s"]
+        graces[service] = pod["terminationGracePeriodSeconds"]
+        assert graces[service] >= spent + 5
+    assert graces["router"] >= max(graces.values())
+
+
+@each_scenario
+def test_slow_loads_are_not_killed(name: str) -> None:
+    budget = overlay(values_of("default"), values_of(name)).get("tierDefaults", {})
+    seconds = budget.get("probes", {}).get("startup", {}).get("budgetSeconds", 1800)
+    for service, container in containers(rendered(name)).items():
+        probe = container["startupProbe"]
+        if service in TIERS:
+            assert probe["failureThreshold"] * probe["periodSeconds"] >= seconds
+            deployment = rendered(name).one("Deployment", service)
+            assert deployment["spec"]["progressDeadlineSeconds"] > seconds
+
+
+@each_scenario
+def test_rollouts_on_a_full_cluster_can_begin(name: str) -> None:
+    """A GPU tier must free a GPU before it needs another, unless the user has spares."""
+    for service in TIERS:
+        for deployment in rendered(name).all("Deployment", service):
+            strategy = deployment["spec"]["strategy"]["rollingUpdate"]
+            if "strategy" not in values_of(name).get(service, {}):
+                assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+@each_scenario
+def test_budgets_protect_what_has_more_than_one_pod(name: str) -> None:
+    found = rendered(name)
+    protected = {component(pdb) for pdb in found.all("PodDisruptionBudget")}
+    for deployment in found.all("Deployment"):
+        scaled = found.all("HorizontalPodAutoscaler", component(deployment)) + found.all(
+            "ScaledObject", component(deployment)
+        )
+        if "replicas" in deployment["spec"]:
+            assert not scaled
+            assert (component(deployment) in protected) == (deployment["spec"]["replicas"] > 1)
+        else:
+            assert [s["spec"]["scaleTargetRef"]["name"] for s in scaled] == [
+                deployment["metadata"]["name"]
+            ]
+            assert component(deployment) in protected
+
+
+def test_only_tests_are_hooks() -> None:
+    for name in SCENARIOS:
+        for manifest in rendered(name).objects:
+            hook = manifest["metadata"].get("annotations", {}).get("helm.sh/hook")
+            assert hook in (None, "test")
+
+
+# Safety -------------------------------------------------------------------------------------------
+
+
+def restricted_violations(pod: Manifest) -> Iterator[str]:
+    """What the Pod Security Standard "restricted" forbids, and a root file system to write to."""
+    spec = pod["spec"]
+    for field in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"):
+        if spec.get(field):
+            yield field
+    security = spec.get("securityContext", {})
+    if security.get("runAsNonRoot") is not True or security.get("runAsUser") == 0:
+        yield "root"
+    if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield "seccomp"
+    for container in all_containers(pod):
+        own = container.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+            yield f"{container['name']}: privileges"
+        if own.get("capabilities", {}).get("drop") != ["ALL"] or own["capabilities"].get("add"):
+            yield f"{container['name']}: capabilities"
+        if own.get("readOnlyRootFilesystem") is not True:
+            yield f"{container['name']}: root file system"
+        if any("hostPort" in port for port in container.get("ports", ())):
+            yield f"{container['name']}: host port"
+    allowed = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret", "image"}
+    for volume in spec.get("volumes", ()):
+        if not set(volume) - {"name"} <= allowed:
+            yield f"volume {volume['name']}"
+
+
+@each_scenario
+def test_pods_are_restricted(name: str) -> None:
+    storage = values_of(name)["model"].get("storage", {}).get("type")
+    expected = {"volume models"} if storage == "hostPath" else set()
+    for pod in pods(rendered(name)).values():
+        assert set(restricted_violations(pod)) <= expected
+
+
+@each_scenario
+def test_caches_are_where_containers_may_write(name: str) -> None:
+    for service, container in containers(rendered(name)).items():
+        writable = [m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")]
+        variables = {v["name"]: v.get("value", "") for v in container["env"]}
+        if service in TIERS:
+            for variable in ("HF_HOME", "TRITON_CACHE_DIR"):
+                path = variables[variable]
+                assert any(path == w or path.startswith(f"{w}/") for w in writable)
+
+
+@each_scenario
+def test_service_variables_cannot_become_settings(name: str) -> None:
+    """A Service called tandem-router would set TANDEM_ROUTER_PORT=tcp://… in every pod."""
+    for pod in pods(rendered(name)).values():
+        assert pod["spec"]["enableServiceLinks"] is False
+
+
+@each_scenario
+def test_no_pod_has_rights_that_it_does_not_use(name: str) -> None:
+    found = rendered(name)
+    for role in found.all("Role"):
+        assert component(role) == "router"
+        for rule in role["rules"]:
+            assert set(rule["verbs"]) <= {"get", "list", "watch"}
+            assert rule["apiGroups"] == ["discovery.k8s.io"]
+            assert rule["resources"] == ["endpointslices"]
+    with_rights = {component(role) for role in found.all("Role")}
+    for deployment in found.all("Deployment"):
+        token = deployment["spec"]["template"]["spec"]["automountServiceAccountToken"]
+        assert token == (component(deployment) in with_rights)
+
+
+@each_scenario
+def test_images_are_pinned(name: str) -> None:
+    for pod in pods(rendered(name)).values():
+        for container in all_containers(pod):
+            tag = container["image"].rpartition("/")[2].partition("@")[0].partition(":")[2]
+            assert tag != "latest" and (tag or "@sha256:" in container["image"])
+
+
+@each_scenario
+def test_secrets_are_referred_to_never_written(name: str) -> None:
+    for pod in pods(rendered(name)).values():
+        for variable in (v for c in all_containers(pod) for v in c.get("env", ())):
+            if re.search("KEY|TOKEN|SECRET|PASSWORD", variable["name"]):
+                assert "secretKeyRef" in variable["valueFrom"]
+
+
+@each_scenario
+def test_gpus_follow_from_the_ranks(name: str) -> None:
+    for service, container in containers(rendered(name)).items():
+        settings, resources = check(service, container), container["resources"]
+        gpus = resources.get("limits", {}).get("nvidia.com/gpu", 0)
+        assert gpus == resources.get("requests", {}).get("nvidia.com/gpu", 0)
+        on_gpu = service in TIERS and settings["device"] == "cuda"
+        assert gpus == (settings["tensor_parallel_size"] if on_gpu else 0)
+
+
+def flows(found: Rendered) -> set[tuple[str, str, int | None]]:
+    """(from, to, port) between components that ingress rules allow; None: every port."""
+    allowed = set()
+    for policy in found.all("NetworkPolicy"):
+        for rule in policy["spec"]["ingress"]:
+            peers = [
+                peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+                for peer in rule.get("from", ())
+                if "podSelector" in peer
+            ]
+            for port in [p["port"] for p in rule.get("ports", ())] or [None]:
+                allowed |= {(peer, component(policy), port) for peer in peers}
+    return allowed
+
+
+def egress_flows(found: Rendered) -> set[tuple[str, str, int | None]]:
+    allowed = set()
+    for policy in found.all("NetworkPolicy"):
+        for rule in policy["spec"]["egress"]:
+            for peer in rule.get("to", ()):
+                if "podSelector" in peer:
+                    to = peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+                    for port in [p["port"] for p in rule.get("ports", ())] or [None]:
+                        allowed.add((component(policy), to, port))
+    return allowed
+
+
+def test_policies_let_through_what_the_services_need_and_agree_on_both_ends() -> None:
+    found = rendered("production")
+    prefill, decode = ports_of(found, "prefill"), ports_of(found, "decode")
+    needed = {
+        ("router", "decode", decode["http"]),
+        ("router", "decode", decode["grpc"]),
+        ("router", "prefill", prefill["grpc"]),
+        ("decode", "prefill", None),
+    }
+    assert flows(found) - {("test", "router", 8000)} == needed == egress_flows(found)
+
+
+def test_the_node_key_is_made_once_per_render_and_never_shown() -> None:
+    values: dict[str, Any] = overlay(values_of("default"), {"auth": {"nodeKey": {"enabled": True}}})
+    for engine in (HelmSdk.shared(), HelmCli()):
+        found = engine.render(values)
+        (secret,) = found.all("Secret")
+        value = secret["data"]["node-key"]
+        assert len(value) == 60
+        others = [manifest for manifest in found.objects if manifest["kind"] != "Secret"]
+        assert value not in str(others) and value not in found.notes
