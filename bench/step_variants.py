@@ -133,7 +133,7 @@ def try_decode(model: VariantModel) -> list[dict[str, object]]:
             decode = Variant("present")
         if batch in NARROW_BATCHES:
             narrow = fastest_narrow(trial, step)
-        for variant in combinations(decode, narrow if batch <= MAX_ROWS else {}):
+        for variant in combinations(decode, narrow, batch <= MAX_ROWS):
             trial.measure(variant, step)
         in_order = Trial(model, f"decode {batch}, blocks in order", step_ms)
         in_order.measure(Variant("present"), model.decode_step(batch, in_order=True))

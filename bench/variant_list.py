@@ -76,7 +76,15 @@ def narrow_variants() -> dict[str, list[Variant]]:
     }
 
 
-def combinations(decode: Variant, narrow: dict[str, Narrow]) -> list[Variant]:
+def default_tuning(product: str) -> NarrowTuning:
+    """What the kernels choose by themselves."""
+    kind: narrow_linear.Kind = "partial"
+    if product in ("qkv", "gate_up"):
+        kind = "plain" if product == "qkv" else "gated"
+    return narrow_linear.narrow_tuning(kind, 4096, 4096)
+
+
+def combinations(decode: Variant, narrow: dict[str, Narrow], has_few_rows: bool) -> list[Variant]:
     """What was fastest alone, together. `narrow`: by product, with those that lost left out."""
     products = tuple(narrow.values())
     names = "+".join(narrow) or "none"
@@ -84,7 +92,10 @@ def combinations(decode: Variant, narrow: dict[str, Narrow]) -> list[Variant]:
     more_asking = tuple((product, replace(how, ahead=512)) for product, how in products)
     everything = Variant("best", decode.decode, products, True)
     found = [Variant("chained, decode", decode.decode, (), True)]
-    if products:
+    if has_few_rows:
+        default = tuple((product, default_tuning(product)) for product in PRODUCTS)
+        found.append(Variant("chained, decode, narrow as it is", decode.decode, default, True))
+    if products and has_few_rows:
         found += [
             Variant(f"narrow {names}", None, products),
             replace(everything, name=f"chained, decode, narrow {names}"),
@@ -99,7 +110,7 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     """The model computes this way until the end of the block."""
     how = dict(variant.narrow)
 
-    def narrow_tuning(kind: str, num_outputs: int, inner: int) -> NarrowTuning:
+    def narrow_tuning(kind: narrow_linear.Kind, num_outputs: int, inner: int) -> NarrowTuning:
         if kind == "partial":
             return how["down" if inner > num_outputs else "o"]
         return how["gate_up" if kind == "gated" else "qkv"]

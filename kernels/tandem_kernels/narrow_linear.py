@@ -103,7 +103,7 @@ def narrow_linear_kernel(
     rows_of_weight = weight + col.to(tl.int64) * inner
     if OVERLAP:
         gdc_launch_dependents()
-        if AHEAD > 0:
+        if (AHEAD > 0) and (begin + AHEAD <= inner):
             _ask_for(rows_of_weight + begin, AHEAD, LINE)
             if GATED:
                 _ask_for(rows_of_weight + num_outputs.to(tl.int64) * inner + begin, AHEAD, LINE)
