@@ -27,13 +27,16 @@ from router.client_connection import (
     request_headers,
     request_id,
 )
+from router.client_request import ClientRequest
 from router.errors import ModelNotFound, NoNodeAvailable, Overloaded, RouterError, send_error
-from router.forward import AnswerBroken, ClientRequest, Forwarder
+from router.forward import Forwarder
 from router.metrics import RouterMetrics
 from router.models_catalog import ModelCard, ModelCatalog
 from router.node_address import NodeRole
 from router.node_registry import NodeRegistry
+from router.relay import AnswerBroken
 from router.request_info import read_request_info
+from router.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,8 @@ class ProxyEndpoint:
             raise Overloaded("The router has too many open requests. Try again shortly.")
         headers = request_headers(scope)
         body = await read_body(headers, receive, self.max_body_bytes, self.body_timeout_s)
-        return ClientRequest(read_request_info(scope["path"], rid, headers, body), headers, body)
+        info = read_request_info(scope["path"], rid, headers, body)
+        return ClientRequest(info, headers, body, TraceContext.from_headers(headers))
 
 
 def info_routes(

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from router.api import PROXIED_PATHS, ProxyEndpoint, info_routes
 from router.api_keys import ApiKeyGate, ApiKeys
+from router.attempts import Attempts
 from router.client_connection import request_headers, request_id
 from router.config import RouterSettings
 from router.discovery import Discovery, Resolver, resolve_host
@@ -31,6 +32,7 @@ from router.forward import Forwarder
 from router.health import EjectionPolicy
 from router.load_monitor import ChannelFactory, LoadMonitor, open_channel
 from router.metrics import RouterMetrics
+from router.migration import Migrations
 from router.models_catalog import ModelCatalog
 from router.node import Patience
 from router.node_address import NodeRole, parse_node_list
@@ -40,6 +42,7 @@ from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.spill import spill_rule
 from router.placement.tandem_policy import TandemParameters
 from router.retry_budget import RetryBudget
+from router.silence_watch import SilenceWatch
 from router.transport import HttpTransport, Transport
 
 
@@ -105,21 +108,40 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     transport = world.transport or HttpTransport(
         settings.connect_timeout_s, settings.read_timeout_s, settings.upstream_keepalive_s
     )
+    attempts = Attempts(
+        policy=_make_policy(settings, registry, world.rng),
+        registry=registry,
+        transport=transport,
+        metrics=metrics,
+        budget=RetryBudget(settings.retry_budget, settings.retry_burst),
+        silence=SilenceWatch(registry=registry, stall_s=settings.stream_stall_s),
+        max_attempts=settings.max_attempts,
+        node_api_key=settings.node_api_key.get_secret_value(),
+        wants_journal=settings.max_migrations > 0,
+    )
     return Services(
         registry=registry,
         metrics=metrics,
         transport=transport,
         monitor=monitor,
         discovery=_make_discovery(settings, world, registry, monitor, metrics),
-        forwarder=Forwarder(
-            policy=_make_policy(settings, registry, world.rng),
-            registry=registry,
-            transport=transport,
-            metrics=metrics,
-            budget=RetryBudget(settings.retry_budget, settings.retry_burst),
-            max_attempts=settings.max_attempts,
-            node_api_key=settings.node_api_key.get_secret_value(),
-        ),
+        forwarder=_make_forwarder(settings, attempts, world.rng),
+    )
+
+
+def _make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Random) -> Forwarder:
+    migrations = Migrations(
+        attempts=attempts,
+        budget=RetryBudget(settings.retry_budget, settings.migration_burst),
+        max_per_request=settings.max_migrations,
+        timeout_s=settings.resume_timeout_s,
+        rng=rng,
+    )
+    return Forwarder(
+        attempts=attempts,
+        migrations=migrations,
+        metrics=attempts.metrics,
+        send_timeout_s=settings.send_timeout_s,
     )
 
 
@@ -189,7 +211,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(services.monitor.close)
         discovering = asyncio.create_task(services.discovery.run(), name="discovery")
         stack.push_async_callback(_stop, discovering)
-        giving_up = asyncio.create_task(services.forwarder.give_up_on_silent_nodes())
+        giving_up = asyncio.create_task(services.forwarder.attempts.silence.run())
         stack.push_async_callback(_stop, giving_up)
         yield
 

@@ -98,6 +98,35 @@ class RouterSettings(BaseSettings):
     retry_burst: int = Field(
         default=200, ge=0, description="Retries that may come at once, as when a node dies."
     )
+    max_migrations: int = Field(
+        default=3,
+        ge=0,
+        description="Times that one answer may go on at another decode node because its own was "
+        "lost or stops. 0: never; it ends with an error then.",
+    )
+    migration_burst: int = Field(
+        default=1000,
+        ge=0,
+        description="Answers that may move at once, as when a decode node dies; afterwards as "
+        "many as retry_budget allows.",
+    )
+    resume_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Time to find another decode node for an answer that has begun.",
+    )
+    stream_stall_s: float = Field(
+        default=5.0,
+        gt=1,
+        description="A decode node that says nothing for so long in the middle of an answer is "
+        "taken for hung. A node that works says something every second.",
+    )
+    send_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        description="A client that takes nothing for so long is disconnected. Should be less "
+        "than the decode nodes' own limit.",
+    )
     connect_timeout_s: float = Field(
         default=5.0, gt=0, description="Time to connect to a decode node."
     )

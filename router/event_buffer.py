@@ -11,10 +11,11 @@ class EventBuffer:
 
     The client then always has whole events: if the node's answer breaks off, an error event can
     follow what was sent. Nodes send an event in one piece, so as a rule nothing is held. An
-    "event" beyond a megabyte is passed on as it comes.
+    "event" beyond `max_held_bytes` is passed on as it comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_held_bytes: int = _MAX_HELD_BYTES) -> None:
+        self._max_held_bytes = max_held_bytes
         self._held = b""
 
     def feed(self, chunk: bytes) -> bytes:
@@ -23,7 +24,7 @@ class EventBuffer:
             return chunk
         data = self._held + chunk
         end = _end_of_last_event(data)
-        if len(data) - end > _MAX_HELD_BYTES:
+        if len(data) - end > self._max_held_bytes:
             end = len(data)
         self._held = data[end:]
         return data[:end]

@@ -6,7 +6,7 @@
 3. read…     the rest of the answer
 4. close()   nothing counts any more; if the answer is not complete, the node is hung up on,
              which makes it abort the request
--  give_up() whoever waits for the node now hears that it is lost
+-  give_up() whoever waits for the node now hears that it is lost, and why
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from router.errors import NodeLost
+from router.journal import JOURNAL_HEADER
 from router.policy import Placement
 from router.transport import Transport, UpstreamResponse
 
@@ -24,10 +25,10 @@ _MAX_BUFFERED_BYTES = 1 << 20
 """A plain (not streamed) answer up to this size is read whole before any of it is passed on, so
 that a node lost in the middle of it costs the client nothing."""
 
-_HOP_BY_HOP = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding "
-    b"upgrade date server x-request-id".split()
+_PASSED = frozenset(
+    b"content-type content-length cache-control retry-after x-tandem-prefill-node".split()
 )
+"""What of a node's headers a client gets; the rest is between the node and us."""
 
 
 class Exchange:
@@ -38,7 +39,11 @@ class Exchange:
         self.placement = placement
         self.status = 0
         self.first_chunk = b""
-        self.heard_at = time.monotonic()
+        self.waiting_since: float | None = time.monotonic()
+        """Monotonic seconds; None while nobody waits for the node."""
+        self.is_journaled = False
+        self.journal_number = 0
+        self._silence = ""
         self._head_deadline: asyncio.Timeout | None = None
         self._open_ones = open_ones
         open_ones.add(self)
@@ -61,8 +66,9 @@ class Exchange:
             async with asyncio.timeout(None) as self._head_deadline:
                 self._response = await transport.request("POST", url, headers, body)
         except TimeoutError:
-            raise NodeLost("it has fallen silent") from None
+            raise NodeLost(self._silence) from None
         self.status = self._response.status
+        self._read_journal_header()
         self.first_chunk = await self._read_beginning()
         self._prefill_work.close()
 
@@ -70,13 +76,18 @@ class Exchange:
         """The next piece of the answer; b"" when it is complete. Raises `NodeLost`."""
         if self._complete or self._response is None:
             return b""
-        chunk = await self._response.read_chunk()
-        self.heard_at = time.monotonic()
+        self.waiting_since = time.monotonic()
+        try:
+            chunk = await self._response.read_chunk()
+        except NodeLost as error:
+            raise (NodeLost(self._silence) if self._silence else error) from error
+        self.waiting_since = None
         self._complete = not chunk
         return chunk
 
-    def give_up(self) -> None:
-        """The node will say nothing more: `open` and `read_chunk` raise `NodeLost`."""
+    def give_up(self, why: str) -> None:
+        """The node will say nothing more: `open` and `read_chunk` raise `NodeLost(why)`."""
+        self._silence = why
         if self._response is not None:
             self._response.close()
         elif self._head_deadline is not None:
@@ -88,9 +99,12 @@ class Exchange:
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         """What the client gets to see of the node's headers, names in lower case."""
+        return [(name, value) for name, value in self.node_headers() if name in _PASSED]
+
+    def node_headers(self) -> list[tuple[bytes, bytes]]:
+        """All that the node said, names in lower case."""
         headers = self._response.headers if self._response else ()
-        lowered = [(name.lower(), value) for name, value in headers]
-        return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP]
+        return [(name.lower(), value) for name, value in headers]
 
     def close(self) -> None:
         self._open_ones.discard(self)
@@ -101,7 +115,7 @@ class Exchange:
 
     async def _read_beginning(self) -> bytes:
         chunk = await self.read_chunk()
-        if self.is_event_stream:
+        if self.is_event_stream or self.is_journaled:
             return chunk
         parts, size = [chunk], len(chunk)
         while size < _MAX_BUFFERED_BYTES and (chunk := await self.read_chunk()):
@@ -110,4 +124,10 @@ class Exchange:
         return b"".join(parts)
 
     def _header(self, wanted: bytes) -> bytes:
-        return next((value for name, value in self.response_headers() if name == wanted), b"")
+        return next((value for name, value in self.node_headers() if name == wanted), b"")
+
+    def _read_journal_header(self) -> None:
+        number = self._header(JOURNAL_HEADER.encode())
+        self.is_journaled = self.status == 200 and number.isdigit()
+        if self.is_journaled:
+            self.journal_number = int(number)

@@ -126,6 +126,12 @@ class RouterMetrics:
             ["reason"],
             registry=self.registry,
         )
+        self.migrations = Counter(
+            "tandem_router_migrations",
+            "Answers that another decode node went on with, by what happened to the one before",
+            ["reason"],
+            registry=self.registry,
+        )
         self.broken_streams = Counter(
             "tandem_router_broken_streams",
             "Answers that broke off after their first byte",

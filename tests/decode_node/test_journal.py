@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decode_node import answer
 from decode_node.errors import BadRequest
 from decode_node.journal import read_resume
 from tests.decode_node.http_node import HttpNode, http_node
@@ -18,6 +19,11 @@ from tests.decode_node.http_node import HttpNode, http_node
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASK = {"x-tandem-journal": "1", "x-request-id": "r1"}
 MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def tell_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "JOURNAL_INTERVAL_S", 0.0)
 
 
 def entries_of(event: str) -> list[str]:

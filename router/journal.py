@@ -1,0 +1,112 @@
+"""How far an answer has come, in words that only decode nodes understand.
+
+A node that is asked for it (`x-tandem-journal: 1`) puts comment lines in front of its events: the
+entries of a journal, numbered over the whole life of the answer, whichever nodes give it.
+
+    : 17 ["tokens",0,[345]]      entry 17                              kept here
+    data: {...}                  what the entry became                 goes to the client
+    :                            a sign of life                        dropped
+    :! 503 / :x 500              an error follows: another node can go on / nobody can
+
+Life of a journal:
+
+    1. open      `take` strips each event and keeps its entries. An event whose number was there
+                 before is dropped; one whose number is too high shows that something was lost
+    2. ended     COMPLETE, or FAILED for good; nothing more is taken
+    -  broken    HANDED_OVER or GAP: `resume` makes what the next node needs to go on, 1 again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+JOURNAL_HEADER = "x-tandem-journal"
+RESUME_HEADER = "x-tandem-resume"
+MAX_JOURNAL_BYTES = 4 << 20
+
+_DONE = b"data: [DONE]"
+
+
+class JournalEnd(StrEnum):
+    COMPLETE = "complete"
+    FAILED = "failed"
+    HANDED_OVER = "handed_over"
+    GAP = "gap"
+
+
+class Journal:
+    """`next_number`: of the entry that is to come. `end`: why there is nothing more to take now.
+    `error`: the event of the client's that tells of an error, and its HTTP status."""
+
+    __slots__ = ("_entries", "end", "error", "error_status", "is_too_long", "next_number")
+
+    def __init__(self) -> None:
+        self._entries = bytearray()
+        self.next_number = 0
+        self.end: JournalEnd | None = None
+        self.error = b""
+        self.error_status = 0
+        self.is_too_long = False
+
+    def take(self, events: bytes) -> bytes:
+        """Takes whole events off the node; gives what the client gets of them."""
+        passed = []
+        for event in events.split(b"\n\n"):
+            if event and self.end is None:
+                passed.append(self._take_event(event))
+        return b"".join(passed)
+
+    def resume(self, body: bytes, headers: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
+        """Body and headers of the request that makes another node go on. With no entry yet that
+        is the original one."""
+        self.end = None
+        self.error = b""
+        if not self.next_number:
+            return body, dict(headers)
+        return (
+            b"%b[%b]" % (body, bytes(self._entries[:-1])),
+            {**headers, RESUME_HEADER: str(len(body))},
+        )
+
+    def _take_event(self, event: bytes) -> bytes:
+        is_new = True
+        while event.startswith(b":"):
+            line, _, event = event.partition(b"\n")
+            if line.startswith((b":!", b":x")):
+                return self._take_error(line, event)
+            if len(line) > 1:
+                is_new = self._take_entry(line) and is_new
+        if event == _DONE:
+            self.end = JournalEnd.COMPLETE
+        return event + b"\n\n" if event and is_new else b""
+
+    def _take_entry(self, line: bytes) -> bool:
+        """False: it must not reach the client (again)."""
+        _, digits, entry = line.split(b" ", 2)
+        number = int(digits)
+        if number == self.next_number:
+            self.next_number = number + 1
+            self._keep(entry)
+            return True
+        if number > self.next_number:
+            self.end = JournalEnd.GAP
+        return False
+
+    def _keep(self, entry: bytes) -> None:
+        if self.is_too_long:
+            return
+        self._entries += entry
+        self._entries += b","
+        if len(self._entries) > MAX_JOURNAL_BYTES:
+            self._entries.clear()
+            self.is_too_long = True
+
+    def _take_error(self, line: bytes, event: bytes) -> bytes:
+        self.error = event + b"\n\n"
+        self.error_status = int(line[3:])
+        if line.startswith(b":!"):
+            self.end = JournalEnd.HANDED_OVER
+        else:
+            self.end = JournalEnd.FAILED
+        return b""
