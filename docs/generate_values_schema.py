@@ -92,6 +92,7 @@ def resolve(node: Any, tier: dict[str, Any]) -> Any:
         return property_of(EngineSettings, node["$setting"])
     if "$tier" in node:
         kind = resolve(tier, tier)
+        kind["properties"].update(node.get("properties", {}))
         kind["properties"]["settings"] = {"$ref": f"#/definitions/{node['$tier']}Settings"}
         return kind
     return {key: resolve(value, tier) for key, value in node.items()}

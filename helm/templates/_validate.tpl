@@ -124,9 +124,6 @@
 {{- $found := .found -}}
 {{- $router := .root.Values.router -}}
 {{- $discovery := $router.discovery -}}
-{{- if not (hasKey .tiers "decode") -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "decode.enabled is false, but only decode nodes answer clients: leave it on, and turn prefill.enabled off for one tier that does both") -}}
-{{- end -}}
 {{- if eq $discovery.type "static" -}}
 {{- if not $discovery.decode -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.discovery.type is static: list the decode nodes in router.discovery.decode, as host:http_port/grpc_port") -}}
@@ -165,7 +162,7 @@
 {{- if .root.Values.auth.nodeKey.enabled -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "auth.nodeKey.enabled lets only the router reach decode nodes, and inferencePool.enabled makes gateways reach them: turn one off") -}}
 {{- end -}}
-{{- if and (hasKey .tiers "prefill") (hasKey .tiers "decode") -}}
+{{- if hasKey .tiers "prefill" -}}
 {{- if ne (int .tiers.prefill.ports.grpc) (int .tiers.decode.ports.http) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "an InferencePool has one port for all its pods: set prefill.ports.grpc to decode.ports.http (%d), and prefill.ports.http to another" (int .tiers.decode.ports.http))) -}}
 {{- end -}}

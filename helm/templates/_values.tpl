@@ -13,16 +13,14 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Puts the enabled tiers, with their defaults, into `into`: root, into */}}
+{{/* Puts the tiers that there are, with their defaults, into `into`: root, into */}}
 {{- define "tandem.tiers" -}}
 {{- $root := .root -}}
 {{- $into := .into -}}
-{{- range $name := list "prefill" "decode" -}}
+{{- range $name := ternary (list "prefill" "decode") (list "decode") $root.Values.prefill.enabled -}}
 {{- $tier := deepCopy $root.Values.tierDefaults -}}
 {{- include "tandem.overlay" (dict "base" $tier "over" (get $root.Values $name)) -}}
-{{- if $tier.enabled -}}
 {{- $_ := set $into $name $tier -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -1,0 +1,143 @@
+"""Values that cannot work fail before anything is installed, with the cure in the message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helm.helm_engine import HelmCli, HelmError, HelmSdk
+from tests.helm.scenarios import overlay
+
+MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
+ONE_CLAIM = {"storage": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}}}
+
+BETWEEN_VALUES = [
+    ({"model": {"name": ""}}, "set it to a name on the hub"),
+    ({"model": {"storage": {"path": "x"}}}, "set model.storage.type to pvc, hostPath or image"),
+    ({"model": {"storage": {"type": "hostPath"}}}, "set model.storage.hostPath.path"),
+    ({"model": {"storage": {"type": "image"}}}, "set model.storage.image.reference"),
+    ({"model": ONE_CLAIM}, "2 pods share one claim"),
+    (
+        {"model": {"storage": {"type": "pvc", "pvc": {"accessModes": ["ReadOnlyMany"]}}}},
+        "nothing can be downloaded",
+    ),
+    ({"prefill": {"ports": {"grpc": 8100}}}, "prefill.ports.grpc and prefill.ports.http"),
+    (
+        {"decode": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
+        "follows from decode.parallelism.tensor (1): remove it",
+    ),
+    ({"prefill": {"topology": {"colocateRequired": True}}}, "needs prefill.topology.colocateKey"),
+    (
+        {"prefill": {"topology": {"colocateKey": "zone"}, "affinity": {"podAffinity": {}}}},
+        "set one of them",
+    ),
+    (
+        {"decode": {"autoscaling": {"kind": "hpa", "minReplicas": 5}}},
+        "minReplicas (5) is more than maxReplicas (4)",
+    ),
+    ({"decode": {"autoscaling": {"kind": "hpa", "target": 80}}}, "kvUtilization is a part of 1"),
+    ({"prefill": {"autoscaling": {"kind": "keda"}}}, "set monitoring.prometheusUrl"),
+    ({"decode": {"strategy": {"maxUnavailable": 0}}}, "no rollout can begin"),
+    ({"router": {"strategy": {"maxSurge": "0%"}}}, "no rollout can begin"),
+    (
+        {"decode": {"env": [{"name": "TANDEM_PORT", "value": "1"}]}},
+        "write it as a value below decode.settings",
+    ),
+    (
+        {"router": {"podLabels": {"app.kubernetes.io/component": "x"}}},
+        "which selectors rely on",
+    ),
+    ({"decode": {"drain": {"drainSeconds": 600}}}, "raise router.drain.drainSeconds"),
+    ({"router": {"discovery": {"type": "static"}}}, "list the decode nodes"),
+    ({"router": {"discovery": {"prefill": ["a:1"]}}}, "set router.discovery.type to static"),
+    (
+        {"router": {"autoscaling": {"kind": "hpa", "minReplicas": 9}}},
+        "minReplicas is more than maxReplicas",
+    ),
+    ({"router": {"service": {"nodePort": 30080}}}, "needs router.service.type NodePort"),
+    ({"router": {"service": {"loadBalancerClass": "x"}}}, "type LoadBalancer"),
+    ({"router": {"httpRoute": {"enabled": True}}}, "needs router.httpRoute.parentRefs"),
+    ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
+    (
+        {"inferencePool": {"enabled": True, "endpointPicker": {"name": "e"}}},
+        "set prefill.ports.grpc to decode.ports.http (8100)",
+    ),
+    (
+        {
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "e"}},
+            "auth": {"nodeKey": {"enabled": True}},
+        },
+        "turn one off",
+    ),
+]
+
+AGAINST_THE_SCHEMA = [
+    ({"replicas": 2}, "replicas"),
+    ({"prefill": {"replicaCount": 2}}, "replicaCount"),
+    ({"prefill": {"settings": {"maxNumSeq": 2}}}, "maxNumSeq"),
+    ({"prefill": {"settings": {"maxNumSeqs": 0}}}, "maxNumSeqs"),
+    ({"prefill": {"settings": {"localPrefillThreshold": 1}}}, "localPrefillThreshold"),
+    ({"decode": {"enabled": False}}, "enabled"),
+    ({"decode": {"settings": {"port": 1}}}, "port"),
+    ({"decode": {"settings": {"schedulingPolicy": "lifo"}}}, "schedulingPolicy"),
+    ({"router": {"settings": {"apiKeys": "secret"}}}, "apiKeys"),
+    ({"image": {"engine": {"tag": "latest"}}}, "tag"),
+    ({"model": {"name": "../../etc"}}, "name"),
+    ({"model": {"dtype": "int3"}}, "dtype"),
+    ({"prefill": {"shm": {"sizeLimit": "much"}}}, "sizeLimit"),
+    ({"decode": {"replicas": -1}}, "replicas"),
+    ({"decode": {"replicas": 1.5}}, "replicas"),
+    ({"router": {"replicas": "two"}}, "replicas"),
+    ({"router": {"strategy": {"maxSurge": "150%"}}}, "maxSurge"),
+]
+
+
+@pytest.mark.parametrize("engine", ["helm-4", "helm-3"])
+def test_mistakes_between_values_are_told_with_their_cure(engine: str) -> None:
+    """All of them on the new engine; the old one renders the same templates, so a few do."""
+    cases = BETWEEN_VALUES if engine == "helm-4" else BETWEEN_VALUES[::7]
+    helm = HelmSdk.shared() if engine == "helm-4" else HelmCli()
+    for over, cure in cases:
+        with pytest.raises(HelmError) as told:
+            helm.render(overlay(MINIMAL, over))
+        assert cure in str(told.value), f"{over}: {told.value}"
+
+
+@pytest.mark.parametrize("engine", ["helm-4", "helm-3"])
+def test_values_that_nothing_honours_are_refused_by_name(engine: str) -> None:
+    cases = AGAINST_THE_SCHEMA if engine == "helm-4" else AGAINST_THE_SCHEMA[::4]
+    helm = HelmSdk.shared() if engine == "helm-4" else HelmCli()
+    for over, name in cases:
+        with pytest.raises(HelmError) as told:
+            helm.render(overlay(MINIMAL, over))
+        assert name in str(told.value), f"{over}: {told.value}"
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(HelmError) as told:
+        HelmSdk.shared().render({"decode": {"strategy": {"maxUnavailable": 0}}})
+    text = str(told.value)
+    assert "model.name is empty" in text and "decode.strategy" in text
+
+
+def test_an_old_kubernetes_is_told_that_it_has_no_image_volumes() -> None:
+    values = {"model": {"storage": {"type": "image", "image": {"reference": "r/m:1"}}}}
+    with pytest.raises(HelmError, match="use pvc or hostPath"):
+        HelmSdk.shared().render(values, kube_version="1.28.0")
+
+
+def test_a_missing_operator_is_a_warning_not_an_error() -> None:
+    """GitOps renders charts without the cluster's APIs."""
+    values = overlay(MINIMAL, {"monitoring": {"podMonitor": {"enabled": True}}})
+    found = HelmSdk.shared().render(values, api_versions=())
+    assert found.all("PodMonitor")
+    assert "monitoring.podMonitor needs monitoring.coreos.com/v1" in found.notes
+    assert "needs monitoring" not in HelmSdk.shared().render(values).notes
+
+
+def test_notes_say_how_to_reach_it_and_what_to_mind() -> None:
+    notes = HelmSdk.shared().render(MINIMAL, release="prod", namespace="llm").notes
+    assert "http://prod-tandem-router.llm.svc.cluster.local:80/v1" in notes
+    assert "helm -n llm test prod" in notes and "together at most 2 GPUs" in notes
+    assert "nobody needs an API key" in notes and "an upgrade is an outage" in notes

@@ -1,0 +1,101 @@
+"""What an upgrade restarts: only pods whose own settings changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helm.helm_engine import CHART, HelmSdk, Manifest, Rendered
+from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
+
+BASE = values_of("default")
+
+
+def templates(found: Rendered) -> dict[str, Manifest]:
+    """Component to its pod template: a Deployment restarts its pods when this changes."""
+    return {
+        deployment["metadata"]["labels"]["app.kubernetes.io/component"]: deployment["spec"][
+            "template"
+        ]
+        for deployment in found.all("Deployment")
+    }
+
+
+def changed(over: dict[str, Any], base: dict[str, Any] = BASE) -> set[str]:
+    """Components that an upgrade from `base` to `base` with `over` restarts."""
+    before = templates(HelmSdk.shared().render(base))
+    after = templates(HelmSdk.shared().render(overlay(base, over), upgrade=True))
+    return {name for name in before.keys() & after.keys() if before[name] != after[name]}
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+def test_scaling_a_tier_restarts_nothing(tier: str) -> None:
+    assert changed({tier: {"replicas": 7}}) == set()
+    before = HelmSdk.shared().render(BASE)
+    after = HelmSdk.shared().render(overlay(BASE, {tier: {"replicas": 7}}))
+    assert after.one("Deployment", tier)["spec"]["replicas"] == 7
+    # Beside the count, only what follows from there being several pods.
+    differ = [o for o in after.objects if o not in before.objects]
+    assert {
+        (o["kind"], o["metadata"]["labels"]["app.kubernetes.io/component"]) for o in differ
+    } == {
+        ("Deployment", tier),
+        ("PodDisruptionBudget", tier),
+    }
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"prefill": {"autoscaling": {"kind": "hpa"}}},
+        {"prefill": {"pdb": {"enabled": False}}},
+        {"decode": {"strategy": {"maxSurge": 1}}},
+        {"monitoring": {"podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}}},
+        {"networkPolicy": {"enabled": False}},
+        {"router": {"service": {"type": "NodePort"}, "ingress": {"enabled": True}}},
+        {"commonLabels": {"team": "x"}, "commonAnnotations": {"note": "y"}},
+        {"tests": {"enabled": False}},
+    ],
+)
+def test_what_is_no_setting_of_a_pod_restarts_nothing(over: dict[str, Any]) -> None:
+    assert changed(over) == set()
+
+
+def test_a_setting_of_one_component_restarts_that_one_alone() -> None:
+    assert changed({"prefill": {"settings": {"maxNumSeqs": 8}}}) == {"prefill"}
+    assert changed({"decode": {"resources": {"requests": {"cpu": "8"}}}}) == {"decode"}
+    assert changed({"router": {"settings": {"logLevel": "debug"}}}) == {"router"}
+    assert changed({"prefill": {"drain": {"drainSeconds": 60}}}) == {"prefill"}
+
+
+def test_the_model_restarts_both_tiers_and_not_the_router() -> None:
+    assert changed({"model": {"maxModelLen": 4096}}) == {"prefill", "decode"}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_new_chart_version_with_the_same_images_restarts_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    values = overlay(values_of(name), {"image": {"router": {"tag": "1"}, "engine": {"tag": "1"}}})
+    newer = tmp_path / "tandem"
+    shutil.copytree(CHART, newer)
+    text = (newer / "Chart.yaml").read_text(encoding="utf-8")
+    bumped = text.replace("ersion: 0.1.0", "ersion: 9.9.9")
+    assert bumped.count("9.9.9") == 2
+    (newer / "Chart.yaml").write_text(bumped, encoding="utf-8")
+    before = HelmSdk.shared().render(values)
+    after = HelmSdk.shared().render(values, chart=newer, upgrade=True)
+    assert templates(before) == templates(after)
+    for old, new in zip(before.all("Deployment"), after.all("Deployment"), strict=True):
+        assert old["spec"]["selector"] == new["spec"]["selector"]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_newer_kubernetes_or_operator_restarts_nothing(name: str) -> None:
+    """The templates of pods must not depend on what the cluster can do."""
+    old = "1.34.0" if name == "image-volume" else "1.28.0"
+    before = HelmSdk.shared().render(values_of(name), kube_version=old, api_versions=())
+    assert templates(before) == templates(rendered(name, "1.37"))
