@@ -143,6 +143,10 @@ class Cluster:
         """As `kubectl delete pod`: with the pod's own grace period."""
         self.store.delete_object(pod)
 
+    def lose_pod(self, pod: Object) -> None:
+        """As when its host loses power: SIGKILL, without a word."""
+        self.store.delete_object(pod, grace_s=0)
+
 
 def new_store(gpus: int) -> ObjectStore:
     """An empty cluster with one node and the namespaces `default` and `serving`."""

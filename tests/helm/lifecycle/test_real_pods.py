@@ -1,0 +1,175 @@
+"""The chart's pods as processes: what an operator does to a cluster that serves.
+
+One cluster for all tests of this file, in their order: a release with a router, one prefill and one
+decode node, booted from the chart alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from tests.helm.lifecycle.cluster import Cluster
+from tests.helm.lifecycle.helm_release import CliRelease, Release
+from tests.helm.lifecycle.load import Load, body, stream
+from tests.processes import is_alive
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+_NUM_REQUESTS = 8
+START_S = 90.0
+_LONG = 600
+"""Tokens of an answer during which there is time to do something."""
+
+
+def values(revision: int = 1, **replicas: int) -> dict[str, Any]:
+    """Small nodes on CPU that are asked often how they are. Another `revision` rolls every pod."""
+    often = {"readiness": {"periodSeconds": 1}}
+    drain = {"preStopSeconds": 1, "drainSeconds": 20, "teardownSeconds": 5}
+    annotations = {"example.com/revision": str(revision)}
+    return {
+        "model": {
+            "servedName": "demo",
+            "storage": {
+                "type": "hostPath",
+                "path": "demo_checkpoint",
+                "hostPath": {"path": str(Path(__file__).parents[3] / "cli")},
+            },
+        },
+        "tierDefaults": {
+            "gpu": {"enabled": False},
+            "settings": {"maxNumSeqs": 16, "numBlocks": 512},
+            "probes": {"startup": {"budgetSeconds": 90, "periodSeconds": 1}, **often},
+            "drain": drain,
+            "podAnnotations": annotations,
+        },
+        "prefill": {"replicas": replicas.get("prefill", 1)},
+        "decode": {"replicas": replicas.get("decode", 1)},
+        "router": {
+            "replicas": replicas.get("router", 1),
+            "probes": often,
+            "drain": drain,
+            "podAnnotations": annotations,
+            "settings": {"dnsIntervalS": 0.25},
+        },
+    }
+
+
+@dataclass
+class Serving:
+    """An installed release. `expected`: what it answers to requests 0, 1, …"""
+
+    cluster: Cluster
+    release: Release
+    url: str
+    expected: list[str]
+
+    async def wait_known(self, **nodes: int) -> None:
+        """The router uses so many nodes of each tier."""
+        async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{self.url}/ready") as response:
+                    known = await response.json()
+                if all(known[f"{tier}_nodes"] == count for tier, count in nodes.items()):
+                    return
+                await asyncio.sleep(0.05)
+
+    async def begin_long_answers(self) -> tuple[list[str], list[asyncio.Task[str]]]:
+        """What they will say, and the answers, each of which has begun."""
+        wishes = [body(i, max_tokens=_LONG) for i in range(4)]
+        expected = await asyncio.gather(*(stream(self.url, wish) for wish in wishes))
+        begun = [asyncio.Event() for _ in wishes]
+        answers = [
+            asyncio.create_task(stream(self.url, wish, event))
+            for wish, event in zip(wishes, begun, strict=True)
+        ]
+        async with asyncio.timeout(START_S):
+            await asyncio.gather(*(event.wait() for event in begun))
+        return expected, answers
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
+    folder = tmp_path_factory.mktemp("cluster")
+    async with Cluster.real(folder) as cluster:
+        release = CliRelease(cluster, folder)
+        try:
+            await release.install(values())
+            await cluster.wait_ready(START_S, router=1, prefill=1, decode=1)
+            service = cluster.get("Service", "tandem-router")["spec"]
+            url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
+            serving = Serving(cluster, release, url, [])
+            await serving.wait_known(prefill=1, decode=1)
+            for i in range(_NUM_REQUESTS):
+                serving.expected.append(await stream(url, body(i)))
+            yield serving
+        finally:
+            print(cluster.kubelet.logs())  # shown if a test fails
+            pids = cluster.kubelet.pids()
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+async def test_a_prompt_goes_through_both_tiers(serving: Serving) -> None:
+    """The release's own test says so, in a pod of its own."""
+    await serving.release.test()
+
+
+async def test_scaling_one_tier_under_load_loses_nothing(serving: Serving) -> None:
+    cluster = serving.cluster
+    before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
+    async with Load(serving.url, serving.expected) as load:
+        cluster.scale("Deployment", "tandem-prefill", 2)
+        cluster.scale("Deployment", "tandem-decode", 2)
+        await cluster.wait_ready(START_S, router=1, prefill=2, decode=2)
+        await serving.wait_known(prefill=2, decode=2)
+        await load.answers(10)
+        cluster.scale("Deployment", "tandem-prefill", 1)
+        await cluster.wait_ready(START_S, router=1, prefill=1, decode=2)
+        await load.answers(10)
+    assert not load.faults
+    assert cluster.uids("router") == before["router"]
+    assert cluster.uids("decode") > before["decode"]
+
+
+async def test_deleting_a_decode_pod_lets_its_answers_end(serving: Serving) -> None:
+    expected, answers = await serving.begin_long_answers()
+    serving.cluster.delete_pod(serving.cluster.pods("decode")[0])
+    assert await asyncio.gather(*answers) == expected
+
+
+async def test_rolling_everything_under_load_loses_nothing(serving: Serving) -> None:
+    """It begins while the pod that was just deleted is still being replaced."""
+    cluster = serving.cluster
+    before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
+    async with Load(serving.url, serving.expected) as load:
+        await serving.release.upgrade(values(2, decode=2), wait=False)
+        await cluster.wait(lambda: not before["decode"] & cluster.uids("decode"), START_S)
+        await cluster.wait_ready(START_S, router=1, prefill=1, decode=2)
+        await load.answers(10)
+    assert not load.faults
+    for name, uids in before.items():
+        assert not uids & cluster.uids(name), f"{name} was not rolled"
+
+
+async def test_losing_a_prefill_pod_under_load_loses_nothing(serving: Serving) -> None:
+    await serving.wait_known(prefill=1, decode=2)
+    async with Load(serving.url, serving.expected) as load:
+        serving.cluster.lose_pod(serving.cluster.pods("prefill")[0])
+        await load.answers(20)
+    assert not load.faults
+
+
+async def test_uninstall_stops_everything(serving: Serving) -> None:
+    pids = serving.cluster.kubelet.pids()
+    await serving.release.uninstall()
+    await serving.cluster.wait(lambda: not serving.cluster.list("Pod"), timeout_s=30)
+    assert not [pid for pid in pids if is_alive(pid)]
+    kinds = {obj["kind"] for obj in serving.cluster.store.all()}
+    assert kinds == {"Namespace", "Node"}
