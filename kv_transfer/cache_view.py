@@ -88,31 +88,21 @@ class JoinedCopies:
         self._num_bytes = 0
 
 
-class KVCacheView:
-    """The cache of one rank. Used from one thread."""
+class CacheMap:
+    """The cache of one rank at addresses of this process."""
 
-    def __init__(
-        self,
-        handle: KVCacheHandle,
-        layout: KVLayout,
-        inbox_bytes: int = 0,
-        device: MemoryDevice | None = None,
-    ) -> None:
-        """`inbox_bytes`: host memory for KV that arrives, where copies take time.
-
-        Raises:
-            ValueError: The memory does not hold such a cache.
-            DeviceError, OSError: It cannot be mapped.
+    def __init__(self, handle: KVCacheHandle, layout: KVLayout, device: MemoryDevice) -> None:
+        """Raises:
+        ValueError: The memory does not hold such a cache.
+        DeviceError, OSError: It cannot be mapped.
         """
-        self.device = device if device is not None else device_of(handle)
-        self.copies = CopyQueue(self.device.new_stream())
-        self.inbox = Inbox(self.device, self.copies, inbox_bytes)
+        self.handle = handle
         self.num_blocks = handle.num_blocks
         self.heads = layout.heads_of_rank(handle.rank)
         self.shape = BlockShape.of(layout, layout.local_kv_heads)
         self._layer_bytes = handle.num_blocks * layout.block_bytes
         needed = layout.num_layers * self._layer_bytes
-        self._mapping = self.device.open_cache(handle)
+        self._mapping = device.open_cache(handle)
         if self._mapping.num_bytes < needed:
             self._mapping.close()
             raise ValueError(
@@ -129,6 +119,28 @@ class KVCacheView:
         """Of one block of one layer."""
         start = self._mapping.address + layer * self._layer_bytes
         return start + block_id * self.shape.num_bytes
+
+    def close(self) -> None:
+        """No copy may be on its way."""
+        self._mapping.close()
+
+
+class KVCacheView(CacheMap):
+    """The cache of our own rank. Used from one thread."""
+
+    def __init__(
+        self,
+        handle: KVCacheHandle,
+        layout: KVLayout,
+        inbox_bytes: int = 0,
+        device: MemoryDevice | None = None,
+    ) -> None:
+        """`inbox_bytes`: host memory for KV that arrives, where copies take time. Raises as
+        `CacheMap` does."""
+        self.device = device if device is not None else device_of(handle)
+        super().__init__(handle, layout, self.device)
+        self.copies = CopyQueue(self.device.new_stream())
+        self.inbox = Inbox(self.device, self.copies, inbox_bytes)
 
     def copy_out(self, layer: int, block_ids: list[int], target: int) -> None:
         """The blocks one behind the other, `[n, 2, heads, B, D]`; neighbours move together."""
@@ -189,4 +201,4 @@ class KVCacheView:
     def close(self) -> None:
         """Waits for copies that are on their way."""
         self.copies.close()
-        self._mapping.close()
+        super().close()

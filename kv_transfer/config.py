@@ -7,6 +7,7 @@ from typing import Literal
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 PullTransportName = Literal["h2", "grpcio"]
+KVTransportName = Literal["auto", "grpc", "cuda_ipc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,10 @@ class KVTransferConfig:
         staging_bytes: Host memory for staged KV in each transfer process.
         lease_s: Staged KV is dropped when nobody pulls it for this long.
         stall_timeout_s: A pull that makes no progress for this long fails.
+        transport: How KV gets from one node to the other. `grpc`: over the network. `cuda_ipc`:
+            where both nodes are on one host, decode copies it out of the prefill node's cache
+            itself, from GPU to GPU; elsewhere over the network. `auto`: as `cuda_ipc` for caches
+            on GPUs, as `grpc` for those on CPU. Both nodes must allow it.
         pull_transport: What a consumer receives with. `h2`: a small HTTP/2 client that receives in
             place and takes much less CPU. `grpcio`: for a path through proxies that rewrite
             HTTP/2. The wire is gRPC with both.
@@ -35,4 +40,9 @@ class KVTransferConfig:
     staging_bytes: int = 256 << 20
     lease_s: float = 30.0
     stall_timeout_s: float = 5.0
+    transport: KVTransportName = "auto"
     pull_transport: PullTransportName = "h2"
+
+    def shares_memory(self, on_gpu: bool) -> bool:
+        """Whether a peer on this host may map, or is to be mapped by, a cache of this node."""
+        return self.transport == "cuda_ipc" or (self.transport == "auto" and on_gpu)

@@ -6,10 +6,17 @@
        is the process that was greeted
 
 The layouts travel as protobuf; `KVPeer` is the same inside a node.
+
+Two processes with the same `host_id` can map each other's memory: then 3 may say how.
 """
 
 from __future__ import annotations
 
+import os
+from functools import cache
+from pathlib import Path
+
+from kv_transfer.base import CudaCacheHandle, KVCacheHandle
 from kv_transfer.errors import PeerLost
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer
@@ -70,3 +77,41 @@ def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
             f"engine {expected.engine_id} has restarted (its epoch changed); "
             f"greet the prefill node again"
         )
+
+
+@cache
+def host_id() -> str:
+    """Kernel, process namespace and user. Of use to nobody who is not there as well."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{boot}/{namespace}/{os.getuid()}"
+
+
+def cache_to_proto(handle: KVCacheHandle) -> pb.LocalCache:
+    message = pb.LocalCache(
+        rank=handle.rank, pid=handle.pid, fd=handle.fd, num_blocks=handle.num_blocks
+    )
+    if handle.cuda is not None:
+        message.cuda.device_uuid = handle.cuda.device_uuid
+        message.cuda.ipc_handle = handle.cuda.ipc_handle
+        message.cuda.offset = handle.cuda.offset
+        message.cuda.num_bytes = handle.cuda.num_bytes
+    return message
+
+
+def cache_from_proto(message: pb.LocalCache) -> KVCacheHandle:
+    cuda = None
+    if message.HasField("cuda"):
+        cuda = CudaCacheHandle(
+            device_uuid=message.cuda.device_uuid,
+            ipc_handle=message.cuda.ipc_handle,
+            offset=message.cuda.offset,
+            num_bytes=message.cuda.num_bytes,
+        )
+    return KVCacheHandle(
+        rank=message.rank,
+        pid=message.pid,
+        fd=message.fd,
+        num_blocks=message.num_blocks,
+        cuda=cuda,
+    )

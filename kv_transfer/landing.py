@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kv_transfer.cache_view import BlockShape, KVCacheView, TokenRun, token_runs
+from kv_transfer.cache_view import BlockShape, CacheMap, KVCacheView, TokenRun, token_runs
 from kv_transfer.chunk_grid import ChunkGrid
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange, KVLayout
 from kv_transfer.metadata import RecvMeta
-from kv_transfer.wire import ByteArray, Chunk, ChunkHeader
+from kv_transfer.wire import ByteArray, Chunk, ChunkHeader, ChunkKind
 
 
 class Landing:
@@ -35,6 +35,8 @@ class Landing:
         self.stream = stream
         self.num_streams = num_streams
         self.heads = heads
+        self.peer_cache: CacheMap | None = None
+        """The sender's cache, where it is mapped: then chunks may be blocks of it."""
         self._meta = meta
         self._ours = ours
         self._theirs = meta.peer.layout
@@ -48,17 +50,22 @@ class Landing:
         """Chunk indices that have not arrived; None before the sender has told its grid."""
         return sorted(self._missing) if self._grid is not None else None
 
-    def accept(self, chunk: Chunk) -> None:
-        """Writes the chunk's tokens. Raises `CorruptChunk` when it is not one that is missing."""
+    def accept(self, chunk: Chunk) -> int:
+        """Issues copies of the chunk's tokens into our blocks; bytes of KV in it. Raises
+        `CorruptChunk` when it is not one that is missing."""
         header = chunk.header
         self._check_identity(header)
         self._check_heads(header)
         index = self._index_of(header)
         if index not in self._missing:
             raise CorruptChunk(f"chunk {index} is not expected here, or came twice")
-        self._check_size(chunk)
-        self._write(header, chunk.payload)
+        if header.kind is ChunkKind.BLOCKS:
+            self._copy_from_peer(header, self._peer_blocks(chunk))
+        else:
+            self._check_size(chunk)
+            self._copy_from_payload(header, chunk.payload)
         self._missing.discard(index)
+        return header.num_blocks * self._shape.num_bytes
 
     def end(self, chunk: Chunk) -> None:
         """Raises `CorruptChunk` for the end of another stream."""
@@ -108,20 +115,42 @@ class Landing:
         if chunk.payload.nbytes != expected:
             raise CorruptChunk(f"{chunk.payload.nbytes} bytes of KV where {expected} belong")
 
-    def _write(self, header: ChunkHeader, payload: ByteArray) -> None:
-        """Issues the copies; `payload` may go when this returns."""
-        source = self._cache.inbox.lend(payload)
-        block_ids, size = self._meta.block_ids, self._shape.num_bytes
-        runs = [
-            (
-                source + (run.source_block - header.first_block) * size,
-                run,
-                block_ids[run.target_block],
-            )
-            for run in self._wanted_runs(header)
-        ]
-        self._cache.write_runs(header.layer, self.heads, self._shape, 0, runs)
+    def _peer_blocks(self, chunk: Chunk) -> list[int]:
+        """Physical blocks of the peer, in the chunk's order."""
+        if self.peer_cache is None:
+            raise CorruptChunk("the peer names blocks of a cache that is not mapped here")
+        if chunk.payload.nbytes != 4 * chunk.header.num_blocks:
+            raise CorruptChunk("the chunk names another number of blocks than it has")
+        block_ids: list[int] = chunk.payload.view("<u4").tolist()
+        try:
+            self.peer_cache.check_block_ids(block_ids)
+        except ValueError as error:
+            raise CorruptChunk(f"the peer's {error}") from error
+        return block_ids
+
+    def _copy_from_payload(self, header: ChunkHeader, payload: ByteArray) -> None:
+        """`payload` may go when this returns."""
+        start, size = self._cache.inbox.lend(payload), self._shape.num_bytes
+        sources = [start + i * size for i in range(header.num_blocks)]
+        self._copy(header, sources, self._shape, 0)
         self._cache.inbox.copies_issued()
+
+    def _copy_from_peer(self, header: ChunkHeader, block_ids: list[int]) -> None:
+        peer = self.peer_cache
+        assert peer is not None
+        sources = [peer.address_of(header.layer, block_id) for block_id in block_ids]
+        self._copy(header, sources, peer.shape, self.heads.start - peer.heads.start)
+
+    def _copy(
+        self, header: ChunkHeader, sources: list[int], shape: BlockShape, first_head: int
+    ) -> None:
+        """`sources`: addresses of the chunk's blocks, which look like `shape`."""
+        block_ids = self._meta.block_ids
+        runs = (
+            (sources[run.source_block - header.first_block], run, block_ids[run.target_block])
+            for run in self._wanted_runs(header)
+        )
+        self._cache.write_runs(header.layer, self.heads, shape, first_head, runs)
 
     def _wanted_runs(self, header: ChunkHeader) -> Iterator[TokenRun]:
         """Tokens of the chunk that were asked for."""

@@ -1,8 +1,9 @@
 """Consumer: short calls to the transfer processes of peers.
 
 1. `greet`    before the first pull from a process, and again after it was lost
-2. `release`  when a transfer is over, whatever came of it
-3. `forget`   after a peer was lost: the next attempt greets anew
+2. `check_still_held`  when KV was copied out of the peer's cache: it was what it should be
+3. `release`  when a transfer is over, whatever came of it
+4. `forget`   after a peer was lost: the next attempt greets anew
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 
+from kv_transfer.base import KVCacheHandle
 from kv_transfer.channels import CONTROL, ChannelPool, new_channel
 from kv_transfer.errors import PeerLost
-from kv_transfer.handshake import check_peer, peer_from_proto, peer_to_proto
-from kv_transfer.metadata import KVPeer, ReleaseMeta
+from kv_transfer.handshake import (
+    cache_from_proto,
+    check_peer,
+    host_id,
+    peer_from_proto,
+    peer_to_proto,
+)
+from kv_transfer.metadata import KVPeer, RecvMeta, ReleaseMeta
 from kv_transfer.pull_service import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 
@@ -29,8 +37,13 @@ class PeerClient:
         self._channels = ChannelPool()
         self._me = me
         self._timeout_s = timeout_s
-        self._greeted: set[tuple[str, str, int]] = set()
-        """(address, engine id, epoch) of processes that answered as they should."""
+        self._greeted: dict[tuple[str, str, int], KVCacheHandle | None] = {}
+        """By (address, engine id, epoch) of processes that answered as they should: how to map
+        their cache, if it is on this host and they allow it."""
+
+    def cache_of(self, peer: KVPeer, address: str) -> KVCacheHandle | None:
+        """After `greet`: how to map the cache of the rank that answers there; None: not at all."""
+        return self._greeted.get((address, peer.engine_id, peer.epoch))
 
     async def greet(self, peer: KVPeer, address: str) -> None:
         """Raises `PeerLost` or `HandshakeMismatch`."""
@@ -41,7 +54,27 @@ class PeerClient:
         async with new_channel(address) as channel:
             answer = await self._handshake(channel, address)
         check_peer(self._me.layout, peer, peer_from_proto(answer))
-        self._greeted.add(key)
+        has_cache = answer.HasField("local_cache") and answer.host_id == host_id()
+        self._greeted[key] = cache_from_proto(answer.local_cache) if has_cache else None
+
+    async def check_still_held(self, address: str, meta: RecvMeta) -> None:
+        """Raises `PeerLost` unless the attempt is alive there now."""
+        call: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseRequest, pb.ReleaseReply] = (
+            self._channels.get(address, CONTROL).unary_unary(
+                f"/{SERVICE}/StillHeld",
+                request_serializer=pb.ReleaseRequest.SerializeToString,
+                response_deserializer=pb.ReleaseReply.FromString,
+            )
+        )
+        request = pb.ReleaseRequest(
+            transfer_id=meta.transfer_id, attempt=meta.attempt, epoch=meta.peer.epoch
+        )
+        try:
+            reply = await call(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise PeerLost(f"{address}: {error.code().name}: {error.details()}") from error
+        if not reply.known:
+            raise PeerLost(f"{address} let go of its blocks while they were copied")
 
     async def release(self, address: str, meta: ReleaseMeta) -> None:
         """Waits a while for the peer; one that cannot be reached is left to its lease."""
@@ -64,7 +97,9 @@ class PeerClient:
             await release(request, timeout=_RELEASE_TIMEOUT_S, wait_for_ready=True)
 
     def forget(self, addresses: set[str]) -> None:
-        self._greeted = {key for key in self._greeted if key[0] not in addresses}
+        self._greeted = {
+            key: handle for key, handle in self._greeted.items() if key[0] not in addresses
+        }
 
     async def close_idle(self, idle_s: float) -> None:
         await self._channels.close_idle(idle_s)
@@ -79,6 +114,11 @@ class PeerClient:
             response_deserializer=pb.KVPeer.FromString,
         )
         try:
-            return await handshake(peer_to_proto(self._me), timeout=self._timeout_s)
+            return await handshake(self._introduction(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
             raise PeerLost(f"{address}: {error.code().name}: {error.details()}") from error
+
+    def _introduction(self) -> pb.KVPeer:
+        message = peer_to_proto(self._me)
+        message.host_id = host_id()
+        return message

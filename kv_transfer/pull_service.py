@@ -4,6 +4,7 @@
     PullKV      1. waits for the offer, if the pull is early (as long as a lease lasts)
                 2. writes staged chunks of its stream as they come; heartbeats in between
                 3. END, or the status says why not
+    StillHeld   whether blocks that a puller copied itself were its own until now
     Release     the puller is done
 
 PullKV has no response serializer: what goes out is the staged message itself.
@@ -20,7 +21,7 @@ import grpc.aio
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError
-from kv_transfer.handshake import peer_from_proto, peer_to_proto
+from kv_transfer.handshake import cache_to_proto, host_id, peer_from_proto, peer_to_proto
 from kv_transfer.layout import HeadRange
 from kv_transfer.metadata import KVPeer, is_transfer_id
 from kv_transfer.send_transfer import Pull, PullWish, SendTransfer
@@ -68,6 +69,11 @@ class PullService:
                     request_deserializer=pb.ReleaseRequest.FromString,
                     response_serializer=pb.ReleaseReply.SerializeToString,
                 ),
+                "StillHeld": grpc.unary_unary_rpc_method_handler(
+                    self.still_held,
+                    request_deserializer=pb.ReleaseRequest.FromString,
+                    response_serializer=pb.ReleaseReply.SerializeToString,
+                ),
                 "PullKV": grpc.unary_stream_rpc_method_handler(
                     self.pull_kv, request_deserializer=pb.PullRequest.FromString
                 ),
@@ -79,7 +85,16 @@ class PullService:
             self._me.layout.check_compatible(peer_from_proto(request).layout)
         except HandshakeMismatch as error:
             await _refuse(call, error)
-        return peer_to_proto(self._me)
+        reply = peer_to_proto(self._me)
+        cache = self._sender.cache_for_host()
+        if cache is not None and request.host_id == host_id():
+            reply.host_id = host_id()
+            reply.local_cache.CopyFrom(cache_to_proto(cache))
+        return reply
+
+    async def still_held(self, request: pb.ReleaseRequest, call: ServerCall) -> pb.ReleaseReply:
+        await self._check_name(request.transfer_id, request.epoch, call)
+        return pb.ReleaseReply(known=self._sender.holds(request.transfer_id, request.attempt))
 
     async def release(self, request: pb.ReleaseRequest, call: ServerCall) -> pb.ReleaseReply:
         await self._check_name(request.transfer_id, request.epoch, call)
@@ -125,6 +140,7 @@ class PullService:
             num_tokens=request.num_tokens,
             num_pullers=max(1, request.num_pullers),
             repeat=frozenset(request.repeat_chunks),
+            direct=request.direct,
         )
         return self._sender.open_pull(transfer, wish)
 

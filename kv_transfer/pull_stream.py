@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kv_transfer.cache_view import CacheMap
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.landing import Landing
 from kv_transfer.metadata import RecvMeta
@@ -47,6 +48,15 @@ class PullStream:
         self._num_refused = 0
         self._has_ended = False
 
+    @property
+    def peer_cache(self) -> CacheMap | None:
+        """Where chunks may be copied from without the network."""
+        return self._landing.peer_cache
+
+    def use_peer_cache(self, cache: CacheMap) -> None:
+        """Before `run`."""
+        self._landing.peer_cache = cache
+
     async def run(self, transport: PullTransport) -> None:
         """Raises a KVTransferError that says why the stream could not be completed."""
         missing = await self._receive(transport, [])
@@ -79,9 +89,8 @@ class PullStream:
 
     def _land(self, message: ByteArray) -> None:
         chunk = decode_chunk(message)
-        if chunk.header.kind is ChunkKind.DATA:
-            self._landing.accept(chunk)
-            self._on_bytes(chunk.payload.nbytes)
+        if chunk.header.kind in (ChunkKind.DATA, ChunkKind.BLOCKS):
+            self._on_bytes(self._landing.accept(chunk))
         elif chunk.header.kind is ChunkKind.END:
             self._landing.end(chunk)
             self._has_ended = True
@@ -99,4 +108,5 @@ class PullStream:
             num_tokens=self._meta.num_tokens,
             num_pullers=self._num_pullers,
             repeat_chunks=repeat,
+            direct=self._landing.peer_cache is not None,
         )

@@ -34,6 +34,7 @@ from kv_transfer.metadata import (
     TransferEventKind,
     TransferStats,
 )
+from kv_transfer.peer_caches import PeerCaches
 from kv_transfer.peer_client import PeerClient
 from kv_transfer.pull_stream import PullStream
 from kv_transfer.pull_transport import GrpcPullTransport, PullTransport
@@ -113,6 +114,7 @@ class KVReceiver:
         self._transport: PullTransport = (
             H2PullTransport() if config.pull_transport == "h2" else GrpcPullTransport()
         )
+        self._peer_caches = PeerCaches(cache.device)
         self._transfers: TransferTable[RecvTransfer] = TransferTable()
         self._releases: set[asyncio.Task[None]] = set()
         self.bytes_received = 0
@@ -177,6 +179,8 @@ class KVReceiver:
         await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
         await self._transport.close()
         await self._peers.close()
+        await self._cache.copies.settled()
+        self._peer_caches.close()
 
     # One transfer -----------------------------------------------------------------------------
 
@@ -185,6 +189,9 @@ class KVReceiver:
         state, reason, retryable = await self._outcome(transfer)
         # Copies into our blocks may be on their way; until they are done, nobody may have them.
         await self._cache.copies.settled()
+        for stream in transfer.streams:
+            if stream.peer_cache is not None:
+                self._peer_caches.release(stream.peer_cache)
         self._end(transfer, state, reason, retryable)
 
     async def _outcome(self, transfer: RecvTransfer) -> tuple[KVTransferState, str, bool]:
@@ -217,10 +224,27 @@ class KVReceiver:
         addresses = {stream.address for stream in transfer.streams}
         await _all_or_none([self._peers.greet(meta.peer, address) for address in addresses])
         self._on_change()
+        self._map_peer_caches(transfer)
         for stream in transfer.streams:
             stream.last_heard_at = time.monotonic()
         pulls = [stream.run(self._transport) for stream in transfer.streams]
         await _first_of(_all_or_none(pulls), self._watch(transfer))
+        await self._cache.copies.settled()
+        direct = {stream.address for stream in transfer.streams if stream.peer_cache is not None}
+        await _all_or_none([self._peers.check_still_held(address, meta) for address in direct])
+
+    def _map_peer_caches(self, transfer: RecvTransfer) -> None:
+        """Streams from a cache on this host say where blocks lie; we copy them ourselves."""
+        peer, device = transfer.meta.peer, self._cache.device
+        if not self._config.shares_memory(device.is_gpu):
+            return
+        for stream in transfer.streams:
+            handle = self._peers.cache_of(peer, stream.address)
+            if handle is None or (handle.cuda is not None) != device.is_gpu:
+                continue
+            cache = self._peer_caches.acquire(peer, handle)
+            if cache is not None:
+                stream.use_peer_cache(cache)
 
     def _plan(self, transfer: RecvTransfer) -> list[PullStream]:
         """The streams of this process, from every rank of the peer that holds heads of ours."""

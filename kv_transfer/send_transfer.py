@@ -28,11 +28,12 @@ _COMPUTED_ALREADY = -1
 
 
 class SentChunk:
-    """A staged chunk, and how many pulls have carried it."""
+    """A staged chunk, and how many pulls have carried it. `chunk` None: its blocks are named to
+    pullers that read them themselves."""
 
     __slots__ = ("chunk", "index", "num_sent")
 
-    def __init__(self, index: int, chunk: StagedChunk) -> None:
+    def __init__(self, index: int, chunk: StagedChunk | None) -> None:
         self.index = index
         self.chunk = chunk
         self.num_sent = 0
@@ -65,6 +66,8 @@ class SendTransfer:
         self.lease_ends_at = 0.0
         self.num_bytes_sent = 0
         self.num_pulls_seen = 0
+        self.needs_blocks = False
+        """Pullers were told where blocks lie."""
         self.end_reason = ""
         """Not empty once the transfer has ended: pulls stop with it."""
         self._block_size = layout.block_size
@@ -124,7 +127,14 @@ class SendTransfer:
         """Blocks of the chunk that `pop_ready` would return."""
         return len(self.grid.blocks_of(self._ready[0][1]))
 
-    def add_staged(self, index: int, chunk: StagedChunk) -> None:
+    @property
+    def is_pulled_directly(self) -> bool:
+        """Every puller that is here reads blocks itself."""
+        return bool(self.pulls) and all(pull.wish.direct for pull in self.pulls)
+
+    def add_staged(self, index: int, chunk: StagedChunk | None) -> None:
+        """`chunk` None: the blocks must stay as they are until the transfer has ended."""
+        self.needs_blocks |= chunk is None
         self.staged.append(SentChunk(index, chunk))
         self._num_unstaged -= 1
         for pull in self.pulls:
@@ -172,6 +182,7 @@ class PullWish:
         first_token, num_tokens: Tokens [first_token, num_tokens) of the prompt.
         num_pullers: Calls that carry each chunk, this one included.
         repeat: Only these chunks, once more; empty for all of the stream.
+        direct: It has mapped our cache and wants to be told where blocks lie.
     """
 
     heads: HeadRange
@@ -181,6 +192,7 @@ class PullWish:
     num_tokens: int
     num_pullers: int = 1
     repeat: frozenset[int] = frozenset()
+    direct: bool = False
 
 
 class Pull:

@@ -18,13 +18,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
+from kv_transfer.base import KVCacheHandle
 from kv_transfer.cache_view import KVCacheView
 from kv_transfer.chunk_grid import blocks_per_chunk
+from kv_transfer.chunk_messages import ChunkMessages
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.errors import CorruptChunk, KVTransferError
-from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.errors import KVTransferError
+from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import (
     AbortMeta,
     OfferMeta,
@@ -37,15 +38,7 @@ from kv_transfer.metadata import (
 from kv_transfer.send_transfer import Pull, PullWish, SendTransfer, SentChunk
 from kv_transfer.staging import StagedChunk, StagingPool
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
-from kv_transfer.wire import (
-    HEADER,
-    ByteArray,
-    ChunkHeader,
-    ChunkKind,
-    decode_chunk,
-    encode_chunk,
-    fill_header,
-)
+from kv_transfer.wire import HEADER, ChunkKind, fill_header
 
 _RESERVE_CHUNKS = 4
 _EVENT_OF = {
@@ -77,6 +70,7 @@ class KVSender:
         self._emit_event = emit
         self._on_change = on_change
         self._blocks_per_chunk = blocks_per_chunk(config.chunk_bytes, layout.block_bytes)
+        self._messages = ChunkMessages(layout, self._heads, self._blocks_per_chunk)
         chunk_bytes = HEADER.size + self._blocks_per_chunk * layout.block_bytes
         num_slots = config.staging_bytes // chunk_bytes
         self.pool = StagingPool(
@@ -162,6 +156,15 @@ class KVSender:
             raise LateMessage(f"transfer {transfer_id} attempt {attempt} has ended")
         return self._transfers.find(transfer_id, attempt)
 
+    def holds(self, transfer_id: str, attempt: int) -> bool:
+        """Whether blocks that a puller was told of are still as they were."""
+        return self._transfers.find(transfer_id, attempt) is not None
+
+    def cache_for_host(self) -> KVCacheHandle | None:
+        """How a puller on this host maps our cache; None: it may not."""
+        shares = self._config.shares_memory(self._cache.device.is_gpu)
+        return self._cache.handle if shares else None
+
     @contextmanager
     def awaiting_offer(self, transfer_id: str) -> Iterator[asyncio.Event]:
         """The event is set when the transfer is offered."""
@@ -195,14 +198,7 @@ class KVSender:
 
     def message_for(self, pull: Pull, entry: SentChunk) -> bytes:
         """Raises `CorruptChunk` for a repeat of what was displaced from staging memory."""
-        message = entry.chunk.message
-        if message is None:
-            raise CorruptChunk("the chunk has left staging memory and cannot be repeated")
-        blocks = pull.transfer.grid.blocks_of(pull.transfer.grid.position(entry.index)[1])
-        num_held = max(0, pull.first_block - blocks.start)
-        if pull.wish.heads == self._heads and num_held == 0:
-            return message.tobytes()
-        return _narrow(message, self._layout, self._heads, pull.wish.heads, num_held)
+        return self._messages.message_for(pull, entry)
 
     def was_sent(self, pull: Pull, entry: SentChunk, num_bytes: int) -> None:
         transfer = pull.transfer
@@ -213,7 +209,7 @@ class KVSender:
         if pull.wish.repeat:
             return
         entry.num_sent += 1
-        if entry.num_sent >= pull.wish.num_pullers:
+        if entry.chunk is not None and entry.num_sent >= pull.wish.num_pullers:
             self.pool.mark_sent(entry.chunk)
             self._work.set()
 
@@ -226,7 +222,7 @@ class KVSender:
         if not complete:
             self._end(transfer, KVTransferState.FAILED, "the puller gave up", retryable=False)
             return True
-        if not transfer.is_staged:
+        if not transfer.is_staged or transfer.needs_blocks:
             self._emit(TransferEventKind.STAGED, transfer)
         self._transfers.activate(transfer_id, attempt)
         self._end(transfer, KVTransferState.DONE, "released")
@@ -258,6 +254,10 @@ class KVSender:
         return any_staged
 
     def _stage_one(self, transfer: SendTransfer) -> bool:
+        if transfer.is_pulled_directly:
+            layer, group = transfer.pop_ready()
+            transfer.add_staged(transfer.grid.index(layer, group), None)
+            return True
         num_bytes = HEADER.size + transfer.next_size() * self._layout.block_bytes
         try:
             chunk = self.pool.take(num_bytes, is_awaited=bool(transfer.pulls))
@@ -279,7 +279,7 @@ class KVSender:
         if transfer.end_reason:
             self.pool.drop(chunk)
         else:
-            fill_header(chunk.buffer, self._header(transfer, layer, group))
+            fill_header(chunk.buffer, self._messages.header(transfer, layer, group))
             self.pool.publish(chunk)
             transfer.add_staged(transfer.grid.index(layer, group), chunk)
             self._report_if_staged(transfer)
@@ -320,40 +320,15 @@ class KVSender:
         if wish.first_token // self._layout.block_size < transfer.grid.first_block:
             raise KVTransferError("tokens are asked for that the puller was said to hold")
 
-    def _header(self, transfer: SendTransfer, layer: int, group: int) -> ChunkHeader:
-        blocks = transfer.grid.blocks_of(group)
-        return ChunkHeader(
-            kind=ChunkKind.DATA,
-            dtype=self._layout.dtype,
-            transfer_id=transfer.transfer_id,
-            attempt=transfer.attempt,
-            layer=layer,
-            first_block=blocks.start,
-            num_blocks=len(blocks),
-            head_start=self._heads.start,
-            num_heads=self._heads.count,
-            block_size=self._layout.block_size,
-            blocks_per_chunk=self._blocks_per_chunk,
-        )
-
     def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:
         """A message without KV."""
-        return encode_chunk(
-            ChunkHeader(
-                kind=kind,
-                dtype=self._layout.dtype,
-                transfer_id=transfer_id,
-                attempt=attempt,
-                block_size=self._layout.block_size,
-                blocks_per_chunk=self._blocks_per_chunk,
-            )
-        )
+        return self._messages.mark(kind, transfer_id, attempt)
 
     def _renew(self, transfer: SendTransfer) -> None:
         transfer.lease_ends_at = time.monotonic() + self._config.lease_s
 
     def _report_if_staged(self, transfer: SendTransfer) -> None:
-        if transfer.is_staged:
+        if transfer.is_staged and not transfer.needs_blocks:
             self._emit(TransferEventKind.STAGED, transfer)
 
     def _end(
@@ -367,7 +342,8 @@ class KVSender:
             return
         transfer.end(reason)
         for entry in transfer.staged:
-            self.pool.drop(entry.chunk)
+            if entry.chunk is not None:
+                self.pool.drop(entry.chunk)
         transfer.staged.clear()
         self._emit(_EVENT_OF[state], transfer, reason, retryable)
         self._work.set()
@@ -394,25 +370,3 @@ class KVSender:
                 retryable,
             )
         )
-
-
-def _narrow(
-    message: ByteArray, layout: KVLayout, held: HeadRange, wanted: HeadRange, num_blocks_held: int
-) -> bytes:
-    """The same chunk without what the puller does not want: heads of its other ranks, and leading
-    blocks that it has."""
-    chunk = decode_chunk(message)
-    header = chunk.header
-    blocks = chunk.payload.reshape(header.num_blocks, 2, held.count, layout.head_block_bytes)
-    first = wanted.start - held.start
-    part = blocks[num_blocks_held:, :, first : first + wanted.count].copy()
-    return encode_chunk(
-        replace(
-            header,
-            first_block=header.first_block + num_blocks_held,
-            num_blocks=header.num_blocks - num_blocks_held,
-            head_start=wanted.start,
-            num_heads=wanted.count,
-        ),
-        [part],
-    )

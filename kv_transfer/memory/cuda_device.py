@@ -20,6 +20,7 @@ from kv_transfer.memory.device import DeviceError, Mapping, MemoryDevice
 class CudaDevice(MemoryDevice):
     """Makes the device's context current in the calling thread; use it from that thread."""
 
+    is_gpu = True
     copies_at_once = False
 
     def __init__(self, uuid: bytes) -> None:

@@ -36,6 +36,7 @@ class Mapping:
 class MemoryDevice(ABC):
     """Where the cache of one rank lies."""
 
+    is_gpu: bool
     copies_at_once: bool
     """A copy is done when it was issued, so its source need not live longer."""
 
@@ -54,6 +55,7 @@ class MemoryDevice(ABC):
 class HostDevice(MemoryDevice):
     """Caches are memory files."""
 
+    is_gpu = False
     copies_at_once = True
 
     def open_cache(self, handle: KVCacheHandle) -> Mapping:

@@ -27,16 +27,46 @@ class KVLayout(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
 
 class KVPeer(_message.Message):
-    __slots__ = ("engine_id", "epoch", "layout", "ranks")
+    __slots__ = ("engine_id", "epoch", "layout", "ranks", "host_id", "local_cache")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CACHE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: int
     layout: KVLayout
     ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoints]
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ...) -> None: ...
+    host_id: str
+    local_cache: LocalCache
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., host_id: _Optional[str] = ..., local_cache: _Optional[_Union[LocalCache, _Mapping]] = ...) -> None: ...
+
+class LocalCache(_message.Message):
+    __slots__ = ("rank", "pid", "fd", "num_blocks", "cuda")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    fd: int
+    num_blocks: int
+    cuda: CudaMemory
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., num_blocks: _Optional[int] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
+
+class CudaMemory(_message.Message):
+    __slots__ = ("device_uuid", "ipc_handle", "offset", "num_bytes")
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device_uuid: bytes
+    ipc_handle: bytes
+    offset: int
+    num_bytes: int
+    def __init__(self, device_uuid: _Optional[bytes] = ..., ipc_handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class RankEndpoints(_message.Message):
     __slots__ = ("addresses",)
@@ -45,7 +75,7 @@ class RankEndpoints(_message.Message):
     def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "head_start", "head_count", "first_token", "num_tokens", "num_pullers", "repeat_chunks")
+    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "head_start", "head_count", "first_token", "num_tokens", "num_pullers", "repeat_chunks", "direct")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +87,7 @@ class PullRequest(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PULLERS_FIELD_NUMBER: _ClassVar[int]
     REPEAT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
     epoch: int
@@ -68,7 +99,8 @@ class PullRequest(_message.Message):
     num_tokens: int
     num_pullers: int
     repeat_chunks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_pullers: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+    direct: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_pullers: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ..., direct: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("transfer_id", "attempt", "epoch", "complete")

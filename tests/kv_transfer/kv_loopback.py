@@ -16,8 +16,9 @@ from kv_caches import Blocks, RankCache
 
 from kv_transfer.cache_view import KVCacheView
 from kv_transfer.channels import SERVER_OPTIONS
-from kv_transfer.config import KVTransferConfig, PullTransportName
+from kv_transfer.config import KVTransferConfig, KVTransportName, PullTransportName
 from kv_transfer.layout import KVLayout
+from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.metadata import (
     AbortMeta,
     KVPeer,
@@ -49,12 +50,21 @@ async def until(condition: Callable[[], bool]) -> None:
 class Node:
     """What both roles share: caches, blocks and the events of all processes."""
 
-    def __init__(self, config: KVTransferConfig, shape: KVLayout, num_blocks: int) -> None:
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        shape: KVLayout,
+        num_blocks: int,
+        device: MemoryDevice | None = None,
+    ) -> None:
         self.config = config
         self.layout = shape
         self.num_processes = shape.tp_size * config.num_processes
         self.caches = [RankCache(shape, rank, num_blocks) for rank in range(shape.tp_size)]
-        self.views = [KVCacheView(cache.handle, shape) for cache in self.caches]
+        self.views = [
+            KVCacheView(cache.handle, shape, inbox_bytes=config.staging_bytes, device=device)
+            for cache in self.caches
+        ]
         self.blocks = Blocks(num_blocks)
         self.events: dict[tuple[str, int], list[TransferEvent]] = defaultdict(list)
 
@@ -88,9 +98,14 @@ class Node:
 
 class LoopbackProducer(Node):
     def __init__(
-        self, config: KVTransferConfig, shape: KVLayout, num_blocks: int = 64, epoch: int = 7
+        self,
+        config: KVTransferConfig,
+        shape: KVLayout,
+        num_blocks: int = 64,
+        epoch: int = 7,
+        device: MemoryDevice | None = None,
     ) -> None:
-        super().__init__(config, shape, num_blocks)
+        super().__init__(config, shape, num_blocks, device)
         self.peer = KVPeer(engine_id="prefill", epoch=epoch, layout=shape)
         self.senders: list[KVSender] = []
         self._servers: list[grpc.aio.Server] = []
@@ -189,8 +204,14 @@ class LoopbackProducer(Node):
 
 
 class LoopbackConsumer(Node):
-    def __init__(self, config: KVTransferConfig, shape: KVLayout, num_blocks: int = 64) -> None:
-        super().__init__(config, shape, num_blocks)
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        shape: KVLayout,
+        num_blocks: int = 64,
+        device: MemoryDevice | None = None,
+    ) -> None:
+        super().__init__(config, shape, num_blocks, device)
         me = KVPeer(engine_id="decode", epoch=1, layout=shape)
         self.receivers = [
             KVReceiver(config, me, rank, index, self.views[rank], self.emit, lambda: None)
@@ -256,6 +277,8 @@ class Loopback:
         lease_s: float = 30.0,
         stall_timeout_s: float = 20.0,
         transport: PullTransportName = "h2",
+        data: KVTransportName = "grpc",
+        devices: tuple[MemoryDevice | None, MemoryDevice | None] = (None, None),
     ) -> None:
         producer_config = KVTransferConfig(
             kv_role="kv_producer",
@@ -263,6 +286,7 @@ class Loopback:
             chunk_bytes=chunk_bytes,
             staging_bytes=staging_bytes,
             lease_s=lease_s,
+            transport=data,
             stall_timeout_s=stall_timeout_s,
         )
         consumer_config = KVTransferConfig(
@@ -272,9 +296,11 @@ class Loopback:
             chunk_bytes=chunk_bytes,
             stall_timeout_s=stall_timeout_s,
             pull_transport=transport,
+            staging_bytes=staging_bytes,
+            transport=data,
         )
-        self.producer = LoopbackProducer(producer_config, theirs)
-        self.consumer = LoopbackConsumer(consumer_config, ours)
+        self.producer = LoopbackProducer(producer_config, theirs, device=devices[0])
+        self.consumer = LoopbackConsumer(consumer_config, ours, device=devices[1])
 
     async def __aenter__(self) -> tuple[LoopbackProducer, LoopbackConsumer]:
         await self.producer.start()

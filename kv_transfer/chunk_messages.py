@@ -1,0 +1,99 @@
+"""Producer: chunks as the messages that go over the wire.
+
+A staged chunk is a message already. For a puller that wants less of it, a smaller one is made; for
+one that reads our blocks itself, one that says where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kv_transfer.errors import CorruptChunk
+from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.send_transfer import Pull, SendTransfer, SentChunk
+from kv_transfer.wire import ByteArray, ChunkHeader, ChunkKind, decode_chunk, encode_chunk
+
+
+class ChunkMessages:
+    """Of one rank, which holds `heads`."""
+
+    def __init__(self, layout: KVLayout, heads: HeadRange, blocks_per_chunk: int) -> None:
+        self._layout = layout
+        self._heads = heads
+        self._blocks_per_chunk = blocks_per_chunk
+
+    def header(self, transfer: SendTransfer, layer: int, group: int) -> ChunkHeader:
+        """Of a whole chunk with its KV."""
+        blocks = transfer.grid.blocks_of(group)
+        return replace(
+            self._bare_header(ChunkKind.DATA, transfer.transfer_id, transfer.attempt),
+            layer=layer,
+            first_block=blocks.start,
+            num_blocks=len(blocks),
+            head_start=self._heads.start,
+            num_heads=self._heads.count,
+        )
+
+    def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:
+        """A message without KV."""
+        return encode_chunk(self._bare_header(kind, transfer_id, attempt))
+
+    def message_for(self, pull: Pull, entry: SentChunk) -> bytes:
+        """What of the chunk the puller wants.
+
+        Raises:
+            CorruptChunk: It is a repeat of what was displaced from staging memory.
+        """
+        transfer, wish = pull.transfer, pull.wish
+        layer, group = transfer.grid.position(entry.index)
+        num_held = max(0, pull.first_block - transfer.grid.blocks_of(group).start)
+        if entry.chunk is None:
+            header = self.header(transfer, layer, group)
+            return self._where_blocks_are(pull, header, transfer.blocks_of(group), num_held)
+        message = entry.chunk.message
+        if message is None:
+            raise CorruptChunk("the chunk has left staging memory and cannot be repeated")
+        if wish.heads == self._heads and num_held == 0:
+            return message.tobytes()
+        return self._narrow(message, wish.heads, num_held)
+
+    def _where_blocks_are(
+        self, pull: Pull, header: ChunkHeader, block_ids: list[int], num_held: int
+    ) -> bytes:
+        if not pull.wish.direct:
+            raise CorruptChunk("the chunk was not staged, because other pullers read its blocks")
+        header = replace(header, kind=ChunkKind.BLOCKS)
+        ids = np.array(block_ids[num_held:], "<u4")
+        return encode_chunk(_narrowed(header, pull.wish.heads, num_held), [ids])
+
+    def _narrow(self, message: ByteArray, wanted: HeadRange, num_held: int) -> bytes:
+        """Without heads of the puller's other ranks, and leading blocks that it has."""
+        chunk, held = decode_chunk(message), self._heads
+        blocks = chunk.payload.reshape(
+            chunk.header.num_blocks, 2, held.count, self._layout.head_block_bytes
+        )
+        first = wanted.start - held.start
+        part = blocks[num_held:, :, first : first + wanted.count].copy()
+        return encode_chunk(_narrowed(chunk.header, wanted, num_held), [part])
+
+    def _bare_header(self, kind: ChunkKind, transfer_id: str, attempt: int) -> ChunkHeader:
+        return ChunkHeader(
+            kind=kind,
+            dtype=self._layout.dtype,
+            transfer_id=transfer_id,
+            attempt=attempt,
+            block_size=self._layout.block_size,
+            blocks_per_chunk=self._blocks_per_chunk,
+        )
+
+
+def _narrowed(header: ChunkHeader, heads: HeadRange, num_held: int) -> ChunkHeader:
+    return replace(
+        header,
+        first_block=header.first_block + num_held,
+        num_blocks=header.num_blocks - num_held,
+        head_start=heads.start,
+        num_heads=heads.count,
+    )

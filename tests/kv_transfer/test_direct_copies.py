@@ -1,0 +1,211 @@
+"""Nodes of one host: decode copies KV out of the prefill node's cache itself.
+
+On CPU both caches are memory files; the protocol is that of GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+from kv_caches import RankCache, layout
+from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, new_transfer_id, until
+from late_device import LateDevice
+
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.memory.device import HostDevice, MemoryDevice
+from kv_transfer.metadata import KVPeer, TransferEventKind
+from kv_transfer.peer_caches import PeerCaches
+
+FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
+SHAPE = layout()
+
+
+async def pulled_then_offered(
+    prefill: LoopbackProducer, decode: LoopbackConsumer, seed: int, num_tokens: int
+) -> tuple[str, list[int]]:
+    """Pulls wait before the first layer is done, so nothing is staged."""
+    transfer_id = new_transfer_id()
+    source = prefill.blocks.take(prefill.layout, num_tokens)
+    target = decode.pull(prefill.peer, transfer_id, num_tokens)
+    prefill.offer(transfer_id, num_tokens)
+    await until(lambda: all(sender.num_pulls > 0 for sender in prefill.senders))
+    prefill.send(transfer_id, 1, range(num_tokens), source, num_tokens)
+    for layer in range(prefill.layout.num_layers):
+        prefill.compute(seed, 1, layer, range(num_tokens), source)
+    return transfer_id, target
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (64, 16)], ids=str)
+@pytest.mark.parametrize("tp_sizes", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+async def test_every_pair_of_layouts(
+    tp_sizes: tuple[int, int], block_sizes: tuple[int, int], is_late: bool
+) -> None:
+    theirs = layout(tp_size=tp_sizes[0], block_size=block_sizes[0])
+    ours = layout(tp_size=tp_sizes[1], block_size=block_sizes[1])
+    device: MemoryDevice = LateDevice(is_held=False) if is_late else HostDevice()
+    loopback = Loopback(
+        theirs,
+        ours,
+        num_streams=2,
+        producer_processes=2,
+        consumer_processes=1,
+        data="cuda_ipc",
+        devices=(device, device),
+    )
+    async with loopback as (prefill, decode):
+        transfer_id, target = await pulled_then_offered(prefill, decode, 3, 129)
+        await decode.until_all(RECEIVED, transfer_id)
+        decode.check(3, range(129), target)
+        assert prefill.staged_bytes == 0
+        assert prefill.count(STAGED, transfer_id) == 0, "the blocks are still needed"
+        decode.release(prefill.peer, transfer_id)
+        await prefill.until_all(RELEASED, transfer_id)
+        assert prefill.count(STAGED, transfer_id) == prefill.num_processes
+        await prefill.until_empty()
+        await decode.until_empty()
+
+
+async def test_what_was_staged_before_the_pull_comes_over_the_network() -> None:
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
+        transfer_id = new_transfer_id()
+        source = prefill.blocks.take(SHAPE, 100)
+        prefill.offer(transfer_id, 100)
+        prefill.send(transfer_id, 1, range(100), source, 100)
+        prefill.compute(5, 1, 0, range(100), source)
+        await until(lambda: prefill.staged_bytes > 0)
+        target = decode.pull(prefill.peer, transfer_id, 100)
+        await until(lambda: decode.count(FIRST_BYTE, transfer_id) == 1)
+        staged = prefill.staged_bytes
+        for layer in (1, 2):
+            prefill.compute(5, 1, layer, range(100), source)
+        await decode.until_all(RECEIVED, transfer_id)
+        assert prefill.staged_bytes == staged
+        decode.check(5, range(100), target)
+        decode.release(prefill.peer, transfer_id)
+        await prefill.until_all(RELEASED, transfer_id)
+        await prefill.until_empty()
+
+
+async def test_only_missing_tokens_are_copied() -> None:
+    async with Loopback(SHAPE, layout(block_size=64), data="cuda_ipc") as (prefill, decode):
+        transfer_id = new_transfer_id()
+        source = prefill.blocks.take(SHAPE, 100)
+        prefill.compute_all(4, 100, source)
+        target = decode.pull(prefill.peer, transfer_id, 100, first_token=35)
+        prefill.offer(transfer_id, 100, held=32)
+        await until(lambda: prefill.senders[0].num_pulls > 0)
+        prefill.send(transfer_id, -1, range(100), source, 100)
+        await decode.until_all(RECEIVED, transfer_id)
+        decode.check(4, range(35, 100), target)
+
+
+@pytest.mark.parametrize("setting", ["grpc", "auto"])
+async def test_one_side_that_does_not_allow_it_is_enough(setting: str) -> None:
+    """On CPU `auto` means over the network."""
+    loopback = Loopback(SHAPE, SHAPE, data="cuda_ipc")
+    loopback.producer = LoopbackProducer(
+        KVTransferConfig(kv_role="kv_producer", chunk_bytes=2048, transport=setting), SHAPE
+    )
+    async with loopback as (prefill, decode):
+        transfer_id, target = await pulled_then_offered(prefill, decode, 1, 60)
+        await prefill.until_all(STAGED, transfer_id)
+        await decode.until_all(RECEIVED, transfer_id)
+        decode.check(1, range(60), target)
+        assert len(decode.receivers[0]._peer_caches) == 0
+
+
+async def test_a_cache_that_cannot_be_mapped_comes_over_the_network(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
+        prefill.views[0].handle = KVCacheHandle(rank=0, pid=os.getpid(), fd=9999, num_blocks=64)
+        for seed in range(2):
+            transfer_id, target = await pulled_then_offered(prefill, decode, seed, 60)
+            await decode.until_all(RECEIVED, transfer_id)
+            decode.check(seed, range(60), target)
+            decode.release(prefill.peer, transfer_id)
+            await prefill.until_all(RELEASED, transfer_id)
+        warnings = [record for record in caplog.records if "cannot be mapped" in record.message]
+        assert len(warnings) == 1
+
+
+async def test_the_holder_aborts_before_the_last_layer() -> None:
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
+        transfer_id = new_transfer_id()
+        source = prefill.blocks.take(SHAPE, 100)
+        decode.pull(prefill.peer, transfer_id, 100)
+        prefill.offer(transfer_id, 100)
+        await until(lambda: prefill.senders[0].num_pulls > 0)
+        prefill.send(transfer_id, 1, range(100), source, 100)
+        prefill.compute(5, 1, 0, range(100), source)
+        await until(lambda: decode.count(FIRST_BYTE, transfer_id) == 1)
+        prefill.abort(transfer_id)
+        (event,) = await decode.until_all(FAILED, transfer_id)
+        assert event.retryable
+        await until(lambda: prefill.senders[0].num_pulls == 0)
+        await prefill.until_empty()
+        await decode.until_empty()
+
+
+HOLDER = """
+import sys
+from kv_transfer.host.memory_file import MemoryFile
+memory = MemoryFile.create("test-kv", int(sys.argv[1]))
+print(memory.fd, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_holder(num_bytes: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(num_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+async def test_the_memory_of_a_dead_process_is_let_go(in_use: bool) -> None:
+    """A GPU's memory is not free while anybody maps it; users keep it until they are done."""
+    num_bytes = SHAPE.num_layers * 4 * SHAPE.block_bytes
+    holder = start_holder(num_bytes)
+    try:
+        assert holder.stdout is not None
+        handle = KVCacheHandle(
+            rank=0, pid=holder.pid, fd=int(holder.stdout.readline()), num_blocks=4
+        )
+        caches = PeerCaches(HostDevice())
+        peer = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
+        cache = caches.acquire(peer, handle)
+        assert cache is not None and caches.acquire(peer, handle) is cache
+        caches.release(cache)
+        if not in_use:
+            caches.release(cache)
+        holder.kill()
+        await until(lambda: not caches._mapped)
+        assert len(caches) == int(in_use)
+        if in_use:
+            assert caches.acquire(peer, handle) is None
+            caches.release(cache)
+        assert len(caches) == 0
+        caches.close()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+async def test_closing_lets_everything_go() -> None:
+    own = RankCache(SHAPE, 0, 4)
+    caches = PeerCaches(HostDevice())
+    peer = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
+    assert caches.acquire(peer, own.handle) is not None
+    await asyncio.sleep(0)
+    caches.close()
+    assert len(caches) == 0
+    own.close()
