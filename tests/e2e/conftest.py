@@ -348,5 +348,15 @@ def complete(http: aiohttp.ClientSession) -> Complete:
 
 
 @pytest.fixture
+def router_metrics() -> Callable[..., Awaitable[dict[str, float]]]:
+    """`await router_metrics(http, cluster.url)`: name to value, summed over labels."""
+
+    async def read(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+        return await metrics(session, f"{url}/metrics")
+
+    return read
+
+
+@pytest.fixture
 def find() -> Callable[[int, str], int]:
     return find_process

@@ -1,8 +1,8 @@
 """Two prefill and two decode nodes behind a router: many clients, clients that leave, and every
 kind of process killed, drained and hung under load.
 
-A request that a retry can save does not fail; a stream that has begun ends whole or with an error
-event; afterwards everything is back, and dead services run again.
+As long as one node of a tier lives no request notices; afterwards everything is back, and dead
+services run again.
 """
 
 from __future__ import annotations
@@ -208,29 +208,21 @@ async def test_a_node_of_each_tier_drains_and_no_request_notices(
 # Deaths of decode nodes, and of the router -----------------------------------------------------
 
 
-def check_cut_answers(results: list[Any], expected: list[str]) -> None:
-    """Every answer is whole, or has begun and ends with an error; most are whole."""
-    num_whole = 0
-    for result, text in zip(results, expected, strict=False):
-        if result.error is None:
-            assert result.text == text
-            num_whole += 1
-        else:
-            assert result.status == 200 and result.num_events > 1, result
-            assert result.error["message"] and text.startswith(result.text)
-    assert num_whole >= len(results) // 3
+def check_whole(results: list[Any], expected: list[str]) -> None:
+    assert [r.error for r in results] == [None] * len(results)
+    assert [r.text for r in results] == expected[: len(results)]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", [("decode", 0, WORKER), ("decode", 1, CORE), ("decode", 0)])
-async def test_a_decode_node_dies_and_only_begun_answers_break(
+async def test_a_decode_node_dies_and_the_other_goes_on(
     cluster: Any, complete: Any, expected: list[str], victim: Any, name: Any
 ) -> None:
     load = Load(complete, cluster.url, 24)
     await load.under_way()
     dying = victim(*name)
     dying.strike()
-    check_cut_answers(await load.results(), expected)
+    check_whole(await load.results(), expected)
     await recovered(cluster, [dying])
 
 
@@ -246,7 +238,7 @@ async def test_hung_nodes_are_given_up(
         each.strike(signal.SIGSTOP)
     try:
         async with asyncio.timeout(45):
-            check_cut_answers(await load.results(), expected)
+            check_whole(await load.results(), expected)
     finally:
         for each in hung:
             each.strike()

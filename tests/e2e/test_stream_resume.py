@@ -1,0 +1,92 @@
+"""Real decode nodes killed, frozen and drained in the middle of thirty answers: every answer is
+the one of an undisturbed run, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+NUM_STREAMS = 30
+DECODE = ["--local-prefill-threshold", "8", "--drain-timeout-s", "0.2"]
+ROUTER = ["--stale-after-s", "2", "--down-after-s", "4", "--stream-stall-s", "2.5"]
+
+
+def body(i: int) -> dict[str, Any]:
+    """Request `i`: always the same. Between them they use all that a resume must carry on."""
+    rng = random.Random(i)
+    wish: dict[str, Any] = {
+        "prompt": [10 + i, *(rng.randrange(10, 400) for _ in range(rng.choice([3, 40, 150])))],
+        "max_tokens": rng.choice([60, 120]),
+        "temperature": rng.choice([0.0, 0.8]),
+        "seed": i,
+        "ignore_eos": True,
+    }
+    if i % 3 == 1:
+        wish |= {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    if i % 5 == 2:
+        wish |= {"ignore_eos": False, "min_tokens": 50, "stop": [" the dog", "\n\n\n"]}
+    if i % 7 == 3:
+        wish["logprobs"] = 2
+    return wish
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def cluster(share_cluster: Any) -> Any:
+    return await share_cluster(prefill=2, decode=3, decode_args=DECODE, router_args=ROUTER)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def expected(cluster: Any, complete: Any) -> list[Any]:
+    return await answers(cluster, complete)
+
+
+async def answers(cluster: Any, complete: Any, on_event: Any = None) -> list[Any]:
+    async with asyncio.timeout(100):
+        return await asyncio.gather(
+            *(complete(cluster.url, on_event=on_event, **body(i)) for i in range(NUM_STREAMS))
+        )
+
+
+def summary(answer: Any) -> tuple[Any, ...]:
+    usage = {k: v for k, v in answer.usage.items() if k != "prompt_tokens_details"}
+    return answer.status, answer.error, answer.text, answer.finish_reason, usage
+
+
+@pytest.mark.e2e
+async def test_decode_nodes_that_die_freeze_and_stop_cost_no_token(
+    cluster: Any, complete: Any, http: Any, expected: list[Any], router_metrics: Any
+) -> None:
+    num_events = 0
+    total = sum(answer.num_events for answer in expected)
+    kill, freeze, drain = cluster.decodes
+    frozen: list[int] = []
+
+    def on_event(_: int) -> None:
+        """Thirds of the way."""
+        nonlocal num_events
+        num_events += 1
+        if num_events == total // 6:
+            os.kill(kill.pid, signal.SIGKILL)
+        elif num_events == total // 3:
+            frozen.append(freeze.pid)
+            os.kill(freeze.pid, signal.SIGSTOP)
+        elif num_events == total // 2:
+            os.kill(drain.pid, signal.SIGTERM)
+
+    try:
+        found = await answers(cluster, complete, on_event)
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+    metrics = await router_metrics(http, cluster.url)
+    assert metrics["tandem_router_migrations_total"] >= 3
+    for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert summary(got) == summary(wanted), f"request {i}"
+    await cluster.wait_whole()
+    await cluster.wait_empty()
