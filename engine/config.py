@@ -124,6 +124,7 @@ class DeviceConfig:
         cudagraph_capture_sizes: Batches that get a graph; empty: chosen for `max_num_seqs`.
         attention_backend: On a GPU. `triton`: always our own kernels; `auto`: another's where it
             is faster.
+        deterministic: What a request gets does not depend on what else runs. Slower.
         experiments: Fast ways on a GPU that have not been measured yet.
     """
 
@@ -133,6 +134,7 @@ class DeviceConfig:
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = ()
     attention_backend: AttentionBackend = "auto"
+    deterministic: bool = False
     experiments: tuple[Experiment, ...] = ()
 
 

@@ -150,7 +150,7 @@ class InputBatch:
         """[num_sampled], the last token of each request that samples."""
         return self.query_start_loc[1 : self.num_sampled + 1] - 1
 
-    def attention_metadata(self) -> AttentionMetadata:
+    def attention_metadata(self, fixed_order: bool = False) -> AttentionMetadata:
         return AttentionMetadata(
             block_tables=self.block_tables,
             query_start_loc=self.query_start_loc,
@@ -159,6 +159,7 @@ class InputBatch:
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
             whole_prompt_lens=self.whole_prompt_lens,
+            fixed_order=fixed_order,
         )
 
 

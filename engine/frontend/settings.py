@@ -109,6 +109,11 @@ class EngineSettings(BaseSettings):
         description="On a GPU. triton: our own kernels for everything. auto: cuDNN for long "
         "prompts, where it is faster.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="A request's tokens and KV, to the last bit, do not depend on what else runs "
+        "at the same time, nor on how its prompt is cut into steps. Slower.",
+    )
     experiments: tuple[Experiment, ...] = Field(
         default=(),
         description="On a GPU: fast ways that have not been measured yet.",
@@ -271,6 +276,7 @@ class EngineSettings(BaseSettings):
             enforce_eager=self.enforce_eager,
             cudagraph_capture_sizes=self.cudagraph_capture_sizes,
             attention_backend=self.attention_backend,
+            deterministic=self.deterministic,
             experiments=self.experiments,
         )
 

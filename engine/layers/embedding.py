@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
 
 _ROWS_MULTIPLE = 64
 
@@ -30,6 +31,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = shard.group
         self.shape = (vocab_size, hidden_size)
+        self.deterministic = shard.deterministic
         unit = _ROWS_MULTIPLE * shard.group.size
         self.start, self.num_rows = shard.part(-(-vocab_size // unit) * unit)
         self.num_filled = max(0, min(self.num_rows, vocab_size - self.start))
@@ -59,6 +61,8 @@ class LMHead(VocabParallelEmbedding):
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """float32. On a GPU the product's own sums, without a rounding to half precision."""
+        if self.deterministic:
+            return ops.invariant_linear(hidden, self.weight, None, torch.float32)
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         return F.linear(hidden, self.weight).float()

@@ -8,12 +8,12 @@ so a column layer followed by a row layer needs one all-reduce. `MergedColumnPar
 
 Products of few rows may be computed by kernels of our own (`Shard.narrow_rows`). They fuse what
 follows: the gated activation, and the sum over the pieces of a row layer, which is left to the
-norm behind it.
+norm behind it. In deterministic mode all products are those of `ops.invariant_linear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,13 @@ from engine.layers.shard import CheckpointWeight, Shard
 from kv_transfer.layout import HeadRange
 from tandem_kernels import ops
 from tandem_kernels.narrow_shapes import takes
+
+Product = Callable[..., Tensor]
+"""x [T, in], weight [out, in], bias [out] -> [T, out]."""
+
+
+def product(shard: Shard) -> Product:
+    return ops.invariant_linear if shard.deterministic else F.linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +61,12 @@ class MergedColumnParallelLinear(nn.Module):
         self.weight = shard.parameter(sum(self.sizes), input_size)
         self.bias = shard.parameter(sum(self.sizes)) if bias else None
         self.narrow_rows = shard.narrow_rows
+        self.product = product(shard)
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) <= self.narrow_rows and takes(x, self.weight):
             return ops.narrow_linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
     def checkpoint_weights(self, *prefixes: str) -> Iterator[CheckpointWeight]:
         """`prefixes`: the checkpoint's name of each part, like "model.layers.0.mlp.up_proj"."""
@@ -92,7 +100,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) <= self.narrow_rows and takes(x, self.weight):
             return ops.gate_up_silu(x, self.weight)
-        return ops.silu_and_mul(F.linear(x, self.weight))
+        return ops.silu_and_mul(self.product(x, self.weight))
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -132,11 +140,22 @@ class RowParallelLinear(nn.Module):
         self.shape = (output_size, input_size)
         self.weight = shard.parameter(output_size, count)
         self.narrow_rows = shard.narrow_rows if shard.group.size == 1 else 0
+        self.deterministic = shard.deterministic
+        self.product = product(shard)
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) <= self.narrow_rows and takes(x, self.weight):
             return ops.partial_linear(x, self.weight)
-        return self.group.all_reduce(F.linear(x, self.weight))
+        local = self.product(x, self.weight)
+        return self._sum_in_order(local) if self.deterministic else self.group.all_reduce(local)
+
+    def _sum_in_order(self, local: Tensor) -> Tensor:
+        """Over ranks. Libraries change their way, and with it the order, with the size."""
+        gathered = self.group.all_gather(local)
+        first, *others = torch.split(gathered, self.shape[0], dim=-1)
+        for part in others:
+            first = first + part
+        return first.contiguous()
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield CheckpointWeight(prefix + ".weight", self.weight, self.shape, 1, self.start)

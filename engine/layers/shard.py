@@ -37,12 +37,14 @@ class Shard:
     """One rank's share, and where it lives.
 
     Attributes:
+        deterministic: A row of a product does not depend on the others.
         narrow_rows: Products of at most so many rows are computed by kernels of our own.
     """
 
     group: TensorParallelGroup
     dtype: torch.dtype
     device: torch.device
+    deterministic: bool = False
     narrow_rows: int = 0
 
     def parameter(self, *shape: int) -> nn.Parameter:

@@ -35,6 +35,13 @@ def create_model(
             f"use one of {', '.join(MODELS)}",
         )
     check_tensor_parallel(model, tp.size)
-    narrow = "narrow-products" in config.device.experiments
-    shard = Shard(tp, getattr(torch, model.dtype), torch.device(device), MAX_ROWS if narrow else 0)
+    deterministic = config.device.deterministic
+    narrow = "narrow-products" in config.device.experiments and not deterministic
+    shard = Shard(
+        tp,
+        getattr(torch, model.dtype),
+        torch.device(device),
+        deterministic,
+        MAX_ROWS if narrow else 0,
+    )
     return MODELS[model.architecture](config, shard).eval()

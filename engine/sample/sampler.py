@@ -43,7 +43,14 @@ class SamplerOutput:
 class Sampler:
     """Owns everything about rows that only sampling needs."""
 
-    def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        vocab_size: int,
+        device: torch.device,
+        deterministic: bool = False,
+    ) -> None:
+        self._deterministic = deterministic
         self._params = SamplingStates(max_num_reqs, device)
         self.penalties = PenaltyStates(max_num_reqs, vocab_size, device)
         self._logit_bias = LogitBiasStates(max_num_reqs, device)
@@ -80,7 +87,8 @@ class Sampler:
             self._logit_bias.apply(logits, rows, batch.seq_lens_np[:num_sampled])
         if has_penalties:
             self.penalties.apply(logits, idx_mapping)
-        token_ids = self.draw(logits, idx_mapping, batch.seq_lens[:num_sampled])
+        has_filters = self._params.has_filters(rows)
+        token_ids = self.draw(logits, idx_mapping, batch.seq_lens[:num_sampled], has_filters)
         if has_penalties:
             self.penalties.count(token_ids, idx_mapping)
         return SamplerOutput(token_ids, None if logprobs is None else logprobs.compute(token_ids))
@@ -94,10 +102,15 @@ class Sampler:
         )
 
     def draw(
-        self, logits: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        seq_lens: torch.Tensor,
+        has_filters: bool = True,
     ) -> torch.Tensor:
         """[S] int64 from `logits` [S, V] of the rows `idx_mapping` [S], whose contexts are
-        `seq_lens` [S] long: a new token's index, as all tokens before it are in the context."""
+        `seq_lens` [S] long: a new token's index, as all tokens before it are in the context.
+        `has_filters`: False promises that no row cuts its distribution."""
         params = self._params.gather(idx_mapping)
         return ops.sample(
             logits,
@@ -107,4 +120,6 @@ class Sampler:
             params.min_p,
             params.seeds,
             seq_lens.long(),
+            has_filters,
+            self._deterministic,
         )

@@ -73,6 +73,11 @@ class SamplingStates:
             seeds=self._seeds.tensor.index_select(0, idx_mapping),
         )
 
+    def has_filters(self, rows: Int32Array) -> bool:
+        """Whether any of `rows` cuts its distribution."""
+        _, top_p, min_p = self._floats.np[:, rows]
+        return bool((self._top_k.np[rows] > 0).any() or (top_p < 1).any() or (min_p > 0).any())
+
     def logprobs_wanted(self, rows: Int32Array) -> Int32Array:
         """For each batch position: top log probabilities wanted, or `NO_LOGPROBS`."""
         wanted: Int32Array = self.num_logprobs_np[rows]

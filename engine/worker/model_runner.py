@@ -75,7 +75,7 @@ class ModelRunner:
         self.states = RequestState(rows, max_model_len, device)
         self._block_tables = BlockTables(rows, max_model_len, config.cache.block_size, device)
         self._decode_set = DecodeSet(rows)
-        self.sampler = Sampler(rows, config.model.vocab_size, device)
+        self.sampler = Sampler(rows, config.model.vocab_size, device, config.device.deterministic)
         self._row_tables = self.states.row_tables(self._block_tables)
         self._input_buffers = InputBuffers(
             rows, limits.max_num_batched_tokens, self._block_tables.tensor.shape[1], device
@@ -276,7 +276,7 @@ class ModelRunner:
             batch.positions,
             self.kv_caches,
             batch.slot_mapping,
-            batch.attention_metadata(),
+            batch.attention_metadata(self._config.device.deterministic),
             on_layer,
             self._projected,
         )
@@ -299,7 +299,7 @@ class ModelRunner:
 def _whole_prompts_from(config: EngineConfig, device: torch.device) -> int | None:
     """Shortest prompt that cuDNN attends; None: our kernel attends all."""
     dtype, head_dim = getattr(torch, config.model.dtype), config.model.head_dim
-    wanted = config.device.attention_backend == "auto"
+    wanted = config.device.attention_backend == "auto" and not config.device.deterministic
     if wanted and dense_attention.is_available(dtype, head_dim, device):
         logger.info("attention of whole prompts: cuDNN; of all others: Triton")
         return dense_attention.MIN_TOKENS

@@ -26,6 +26,8 @@ class AttentionMetadata:
         max_seq_len: Upper bound of `seq_lens`, known on the host.
         whole_prompt_lens: Query lengths of the last requests, if they are prompts without a
             cached beginning that may be attended apart. Kernels need not look at it.
+        fixed_order: What a query token attends to is added up in one order, whatever else is in
+            the batch, and however its request's tokens are cut into steps.
     """
 
     block_tables: Tensor
@@ -35,6 +37,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     whole_prompt_lens: tuple[int, ...] = ()
+    fixed_order: bool = False
 
     def without_whole_prompts(self) -> AttentionMetadata:
         """The requests before them."""

@@ -59,6 +59,16 @@ def prefill_tuning(
     return PrefillTuning(rows=128, tile=64, num_warps=4, num_stages=4)
 
 
+def fixed_tuning(head_dim: int, dtype: torch.dtype) -> PrefillTuning:
+    """The same for all shapes of a batch."""
+    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    if row_bytes > 512:
+        return PrefillTuning(rows=16, tile=16, num_warps=4, num_stages=2)
+    if row_bytes > 256:
+        return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
+    return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
+
+
 @triton.jit
 def _advance(
     q: tl.tensor,

@@ -6,8 +6,8 @@
    a token, and the other only where a large E could win, for E >= u.
 3. `row_argmax_kernel`: the best of those.
 
-A row is reduced in one fixed order by programs of its own: its token does not depend on the rest
-of the batch.
+A row is reduced by programs of its own. How they are cut depends on the number of rows, unless a
+fixed order is asked for: then not even equal logits are told apart by the rest of the batch.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     has_filters: bool = True,
+    fixed_order: bool = False,
 ) -> Tensor:
     """See `reference.sampling.sample`."""
     num_rows, vocab_size = logits.shape
@@ -97,7 +98,7 @@ def sample(
     if num_rows == 0:
         return sampled
     floors = filter_floor(logits, temperature, top_k, top_p, min_p) if has_filters else None
-    block = min(1024 if num_rows <= 16 else 4096, triton.next_power_of_2(vocab_size))
+    block = min(1024 if num_rows <= 16 or fixed_order else 4096, triton.next_power_of_2(vocab_size))
     num_blocks = triton.cdiv(vocab_size, block)
     best_values = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     best_ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)

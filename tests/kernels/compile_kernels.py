@@ -25,6 +25,7 @@ from tandem_kernels import (
     batch_prep,
     decode_attention,
     filter_floor,
+    invariant_linear,
     kv_blocks,
     logprobs,
     narrow_linear,
@@ -141,6 +142,23 @@ def narrow_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
+
+
+def invariant_cases(_: int) -> Iterator[Case]:
+    yield Case(
+        invariant_linear.invariant_linear_kernel,
+        "",
+        named("*bf16", "x", "weight", "bias", "out"),
+        {
+            "HAS_BIAS": True,
+            "PRECISION": "tf32",
+            "ROWS": invariant_linear.ROWS,
+            "COLS": invariant_linear.COLS,
+            "DEPTH": invariant_linear.DEPTH,
+            "GROUP": 8,
+        },
+        {"num_warps": 4, "num_stages": 4},
+    )
 
 
 def rope_cases(capability: int) -> Iterator[Case]:
@@ -293,6 +311,7 @@ def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
         narrow_cases,
+        invariant_cases,
         rope_cases,
         attention_cases,
         batch_cases,

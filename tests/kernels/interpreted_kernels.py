@@ -40,6 +40,11 @@ def test_products_of_few_rows() -> None:
 
 
 @dtypes
+def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    check.invariant_linear(ops.invariant_linear.kernel, (70, 150, 100), dtype)
+
+
+@dtypes
 @pytest.mark.parametrize("head_norm", [False, True])
 def test_rope_and_cache(dtype: torch.dtype, head_norm: bool) -> None:
     check.rope_and_cache(

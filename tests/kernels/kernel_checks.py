@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import kernel_oracle as oracle
@@ -80,6 +81,24 @@ def narrow_linear(
     assert oracle.relative_error(gated(x, weight), expected) < 2 * ELEMENTWISE[dtype]
 
 
+def invariant_linear(
+    op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """`shape`: (rows, outputs, inner). A row has the same bits in any company."""
+    rows, outputs, inner = shape
+    x = torch.randn(rows, 2 * inner, device=device).to(dtype)[:, :inner]
+    weight = (torch.randn(outputs, inner, device=device) * inner**-0.5).to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype)
+    exact = x.double() @ weight.double().t()
+    found = op(x, weight, bias)
+    assert oracle.relative_error(found, exact + bias) < ELEMENTWISE[dtype]
+    wide = op(x, weight, None, torch.float32)
+    assert wide.dtype == torch.float32
+    assert oracle.relative_error(wide, exact) < 1e-5
+    for start, end in ((0, 1), (rows // 2, rows // 2 + 3), (1, rows)):
+        assert torch.equal(op(x[start:end], weight, bias), found[start:end])
+
+
 def silu_and_mul(op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
     x = (torch.randn(rows, 2 * width, device=device) * 4).to(dtype)
     gate, up = x.double().chunk(2, -1)
@@ -140,6 +159,35 @@ def paged_attention(op: Op, batch: oracle.PagedBatch) -> None:
     out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale)
     assert out.dtype == batch.q.dtype
     assert oracle.relative_error(out, batch.expected()) < ATTENTION[out.dtype]
+
+
+def attention_in_fixed_order(
+    op: Op, dtype: torch.dtype, block_size: int, device: str = "cpu"
+) -> None:
+    """A request's tokens get the same bits alone and together, whole and in pieces."""
+    shape = {"num_kv_heads": 2, "group": 4, "head_dim": 64, "block_size": block_size}
+    lengths = [70, 300, 1, 33]
+    batch = oracle.paged_batch(lengths, lengths, **shape, dtype=dtype, device=device)
+    metadata = replace(batch.metadata, fixed_order=True)
+    together = op(batch.q, batch.kv_cache, metadata, batch.scale)
+    assert oracle.relative_error(together, batch.expected()) < ATTENTION[dtype]
+    for r, length in enumerate(lengths):
+        begin = sum(lengths[:r])
+        for first, last in ((0, length), (length - 1, length), (length // 3, 2 * length // 3)):
+            if first == last:
+                continue
+            part = replace(
+                metadata,
+                block_tables=metadata.block_tables[r : r + 1],
+                query_start_loc=torch.tensor([0, last - first], device=device).int(),
+                seq_lens=torch.tensor([last], device=device).int(),
+                num_decodes=int(last - first == 1),
+                max_query_len=last - first,
+                max_seq_len=last,
+            )
+            rows = slice(begin + first, begin + last)
+            alone = op(batch.q[rows], batch.kv_cache, part, batch.scale)
+            assert torch.equal(alone, together[rows])
 
 
 NUM_ROWS, MAX_LEN, MAX_TOKENS, BLOCK_SIZE = 6, 40, 64, 4

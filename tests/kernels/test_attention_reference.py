@@ -31,6 +31,12 @@ def test_mixed_batch(dtype: torch.dtype, group: int, head_dim: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fixed_order(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    check.attention_in_fixed_order(ops.paged_attention, dtype, 16)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     decodes=st.lists(st.integers(1, 90), max_size=5),

@@ -42,6 +42,11 @@ def test_products_of_few_rows(dtype: torch.dtype) -> None:
 
 
 @dtypes
+def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    check.invariant_linear(ops.invariant_linear, (40, 96, 80), dtype)
+
+
+@dtypes
 @shapes
 def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype)

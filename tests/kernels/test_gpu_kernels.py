@@ -47,6 +47,20 @@ def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, i
     check.narrow_linear(*columns, (rows, *shape), dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(3, 128, 64), (70, 150, 100), (300, 4096, 4096)])
+def test_products_that_do_not_depend_on_the_batch(
+    dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    check.invariant_linear(ops.invariant_linear, shape, dtype, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_attention_in_fixed_order(dtype: torch.dtype, block_size: int) -> None:
+    check.attention_in_fixed_order(ops.paged_attention, dtype, block_size, "cuda")
+
+
 @halves
 @head_dims
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 16), (2, 7), (8, 4), (12, 1)])

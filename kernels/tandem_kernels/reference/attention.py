@@ -3,7 +3,8 @@
 Decodes of similar length share one batched call: their pages are gathered, the query heads that
 share a KV head become query rows, and what lies beyond a context is zeroed before it is used
 (a page's unwritten tail may hold NaN, and a masked NaN still poisons a sum). Longer queries run
-one request at a time on exactly the tokens of its context.
+one request at a time on exactly the tokens of its context. In fixed order every query token is
+by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def paged_attention(
     """
     out = torch.zeros_like(q)
     seq_lens = metadata.seq_lens.tolist()
-    num_decodes = metadata.num_decodes
+    num_decodes = 0 if metadata.fixed_order else metadata.num_decodes
     for requests in _similar_lengths(seq_lens[:num_decodes], kv_cache.shape[3]):
         _decode(out, q, kv_cache, metadata, requests, scale)
     if num_decodes < len(seq_lens):
@@ -42,7 +43,8 @@ def paged_attention(
             start, end = bounds[r], bounds[r + 1]
             if start < end and seq_lens[r] > 0:
                 k, v = _context(kv_cache, metadata.block_tables[r], seq_lens[r])
-                out[start:end] = _prefill(q[start:end], k, v, scale)
+                attend = _one_by_one if metadata.fixed_order else _prefill
+                out[start:end] = attend(q[start:end], k, v, scale)
     return out
 
 
@@ -127,3 +129,14 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         enable_gqa=True,
     )
     return attended[0].transpose(0, 1)
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """What `_prefill` computes, each token on nothing but what it sees."""
+    first = k.shape[1] - len(q) + 1
+    seen = range(first, k.shape[1] + 1)
+    rows = [
+        _prefill(row[None], k[:, :n].contiguous(), v[:, :n].contiguous(), scale)
+        for row, n in zip(q, seen, strict=True)
+    ]
+    return torch.cat(rows)

@@ -1,11 +1,14 @@
-"""Products of few rows in plain torch."""
+"""Products of few rows, and such as do not depend on the batch, in plain torch."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.reference.elementwise import silu_and_mul
+
+_ROWS = 16
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -21,3 +24,16 @@ def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
 def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
     """[T, K] x [2 I, K] -> [T, I]: `silu(gate) * up`, where gate are the first I outputs."""
     return silu_and_mul(F.linear(x, weight))
+
+
+def invariant_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """[T, K] x [N, K] -> [T, N]: each row has the same bits whatever the others are, and however
+    many. Here by products that all have the same number of rows."""
+    num_rows = len(x)
+    padded = F.pad(x, (0, 0, 0, -num_rows % _ROWS))
+    if out_dtype is not None:
+        padded, weight = padded.to(out_dtype), weight.to(out_dtype)
+    tiles = [F.linear(tile, weight, bias) for tile in torch.split(padded, _ROWS)]
+    return torch.cat(tiles)[:num_rows] if tiles else x.new_empty((0, len(weight)))

@@ -81,6 +81,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     has_filters: bool = True,
+    fixed_order: bool = False,
 ) -> Tensor:
     """Draw one token per row by the Gumbel-max trick, keyed by (seed, position, token id).
 
@@ -100,6 +101,7 @@ def sample(
         seeds: [S] int64.
         positions: [S] int64, index that the token will have in its sequence.
         has_filters: False promises that no row has a filter, and saves looking for one.
+        fixed_order: Rows are reduced in one order, however many there are.
 
     Returns:
         [S] int64 token ids.

@@ -232,11 +232,12 @@ def make_prompt() -> Callable[[int, int], list[int]]:
 
 @pytest.fixture
 def make_runner(checkpoint: Path) -> Iterator[Callable[..., ModelRunner]]:
-    """Runners over caches of their own; takes a connector."""
+    """Runners over caches of their own; takes a connector and fields of `DeviceConfig`."""
     with ExitStack() as closers:
 
-        def make(connector: KVConnector | None = None) -> ModelRunner:
+        def make(connector: KVConnector | None = None, **device: Any) -> ModelRunner:
             config, cpu = tiny_config(checkpoint), torch.device("cpu")
+            config = replace(config, device=replace(config.device, **device))
             model = create_model(config, TensorParallelGroup(0, 1), cpu)
             load_weights(model, config, lambda fraction: None)
             runner = ModelRunner(config, model, connector or KVConnector(), cpu)

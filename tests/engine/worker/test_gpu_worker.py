@@ -188,6 +188,36 @@ def test_experiments_give_the_same_tokens(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("experiments", [(), ("prefill-graphs", "chained-launches")])
+def test_deterministic_mode(
+    weights: Path, make_driver, make_prompt, dtype: str, experiments: tuple[Experiment, ...]
+) -> None:
+    """A request alone, and cut into chunks beside others: the same tokens and log probabilities."""
+    config = _config(weights, dtype=dtype, deterministic=True, experiments=experiments)
+    with started(config) as worker:
+        driver = make_driver(worker.execute_model)
+        prompt, logged = make_prompt(37, 3), SamplingParams(temperature=0.7, seed=1, logprobs=5)
+        driver.add("alone", 0, prompt, logged)
+        driver.step({"alone": 37})
+        expected = [driver.last.logprobs[0]]
+        for _ in range(8):
+            driver.step()
+            expected.append(driver.last.logprobs[0])
+        driver.remove("alone")
+        for row, length in enumerate((40, 3, 20), 1):
+            driver.add(str(row), row, make_prompt(length, row), KINDS[row])
+        driver.add("together", 5, prompt, logged)
+        driver.step({"1": 40, "together": 5})
+        driver.step({"2": 3, "together": 31})
+        driver.step({"3": 20, "together": 1})
+        found = [driver.last.logprobs[5]]
+        for _ in range(8):
+            driver.step()
+            found.append(driver.last.logprobs[5])
+        assert found == expected
+
+
 def test_a_graph_with_prompts_equals_single_launches_bit_for_bit(
     weights: Path, make_driver, make_prompt
 ) -> None:
