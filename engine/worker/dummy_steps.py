@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.sampling_params import SamplingParams
 
-_SHORT_PROMPTS = (2, 16)
+_SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
 _FEWEST_PROMPTS = 16
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, 20)

@@ -5,7 +5,8 @@
     3. `load_model`             weights of this rank
     4. `determine_num_blocks`   a profiling run says how large the cache may be
     5. `initialize_kv_cache`    with the least of all ranks' answers
-    6. `capture_model`          on a GPU: kernels are compiled, CUDA graphs recorded
+    6. `capture_model`          on a GPU: kernels are compiled, CUDA graphs recorded; a kernel that
+                                is compiled later is logged
     7. `start_step`             once for each step, on all ranks alike; the next may be started
                                 before its result is read
     8. `shutdown`
@@ -37,6 +38,7 @@ from engine.worker.kv_connector import create_kv_connector
 from engine.worker.memory import MemoryProfiler
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.base import KVCacheHandle
+from tandem_kernels.compile_guard import CompileGuard
 from tandem_kernels.device import chain_launches
 
 _CPU_SHARE_OF_FREE_MEMORY = 0.1
@@ -76,6 +78,7 @@ class Worker:
         self._closers = ExitStack()
         """What has been started, to be ended in reverse order."""
         self._closers.callback(self._connector.shutdown)
+        self.compile_guard = CompileGuard()
 
     def init_device(self) -> None:
         """Meets the other ranks.
@@ -132,6 +135,8 @@ class Worker:
             # Graphs hold collectives: they must end before the group does.
             self._closers.callback(self.runner.drop_graphs)
             self.runner.capture_model(lambda fraction: report("recording CUDA graphs", fraction))
+        self.compile_guard.start()
+        self._closers.callback(self.compile_guard.stop)
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step and waits for its tokens. Raises like `start_step`."""

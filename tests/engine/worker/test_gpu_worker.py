@@ -299,6 +299,7 @@ def test_no_step_waits_for_the_device(
             return output.get_output()
 
         conversation(make_driver(execute), make_prompt)
+        assert worker.compile_guard.late == []
 
 
 class TwoDeep:

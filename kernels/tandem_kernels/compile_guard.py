@@ -1,0 +1,41 @@
+"""Notices kernels that are compiled while somebody waits for a step.
+
+1. `start()` when warm-up has ended: from now on no kernel should be new
+2. each kernel that is compiled nevertheless is logged and listed in `late`: it took a second
+   or more of somebody's time, and warm-up should have known its arguments
+3. `stop()`
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class CompileGuard:
+    """`late`: what was compiled since `start`, by name and arguments."""
+
+    def __init__(self) -> None:
+        self.late: list[str] = []
+        self._before: Any = None
+
+    def start(self) -> None:
+        """Imports triton."""
+        from triton import knobs
+
+        self._before = knobs.runtime.jit_post_compile_hook
+        knobs.runtime.jit_post_compile_hook = self._compiled
+
+    def stop(self) -> None:
+        from triton import knobs
+
+        knobs.runtime.jit_post_compile_hook = self._before
+
+    def _compiled(self, **details: Any) -> bool | None:
+        """Triton's hook; what it returns is ignored."""
+        name = str(details["repr"])
+        self.late.append(name)
+        logger.warning("a kernel was compiled in the middle of serving: %s", name)
+        return None if self._before is None else bool(self._before(**details))
