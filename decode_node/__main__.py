@@ -11,6 +11,7 @@ from decode_node.server import serve
 from engine.errors import EngineDeadError
 from engine.frontend.node_grpc import PortInUse
 from engine.frontend.node_process import setup_logging
+from engine.frontend.settings import SettingsError
 from engine.frontend.tokenizer import TokenizerError
 from engine.models.checkpoint import CheckpointError
 
@@ -22,7 +23,14 @@ def main() -> int:
     setup_logging(settings.log_level)
     try:
         return uvloop.run(serve(settings))
-    except (CheckpointError, EngineDeadError, PortInUse, TokenizerError, OSError) as error:
+    except (
+        CheckpointError,
+        EngineDeadError,
+        PortInUse,
+        SettingsError,
+        TokenizerError,
+        OSError,
+    ) as error:
         print(f"decode node: {error}", file=sys.stderr)
         return 1
 

@@ -23,7 +23,7 @@ from engine.core.core import EngineCore
 from engine.core.core_config import CoreProcConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import PollSource
-from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.executor.factory import create_executor
 from engine.messages import (
     EngineCoreOutputs,
     EngineDead,
@@ -56,7 +56,7 @@ class EngineCoreProc:
         self._client = connect_socket(self._context, zmq.DEALER, config.client_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._messages = msgspec.msgpack.Decoder(ToEngineCore)
-        self._executor = MultiprocExecutor(config.engine, self._context)
+        self._executor = create_executor(config.engine, self._context)
         self._core: EngineCore | None = None
         self._stats = SchedulerStats()
         self._stats_sent_at = 0.0

@@ -1,0 +1,24 @@
+"""Which executor an engine gets. Imports Ray only where it is used."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.executor.abstract import Executor
+from engine.executor.multiproc_executor import MultiprocExecutor
+from kv_transfer.host.local_socket import Context
+
+
+def create_executor(config: EngineConfig, context: Context) -> Executor:
+    """`--distributed-executor-backend`. Raises EngineDeadError when Ray is not installed."""
+    if config.parallel.distributed_executor_backend == "mp":
+        return MultiprocExecutor(config, context)
+    try:
+        from engine.executor.ray_executor import RayExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise EngineDeadError(
+            "the executor backend ray needs Ray on every host: pip install 'tandem[ray]'"
+        ) from error
+    return RayExecutor(config, context)

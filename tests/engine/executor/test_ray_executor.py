@@ -1,0 +1,159 @@
+"""One tensor-parallel group over two Ray hosts: tokens, KV transfer, and the end of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.request_stream import RequestStream
+from engine.messages import LoadProgress
+from kv_transfer.config import KVRole, KVTransferConfig
+from kv_transfer.metadata import KVTransferParams
+from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until, until_empty
+from tests.engine.executor.ray_hosts import OTHER, RayHosts, ray_hosts
+from tests.processes import is_alive, is_gone
+
+NUM_REQUESTS = 12
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[RayHosts]:
+    with ray_hosts() as hosts, pytest.MonkeyPatch.context() as patch:
+        for name, value in hosts.env.items():
+            patch.setenv(name, value)
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    oracle = Oracle()
+    yield oracle
+    oracle.close()
+
+
+def ray_config(hosts: RayHosts, kv_role: KVRole | None = None) -> EngineConfig:
+    config = tiny_config(2, async_scheduling=True)
+    parallel = replace(
+        config.parallel,
+        distributed_executor_backend="ray",
+        ray_address=hosts.address,
+        ray_timeout_s=60,
+    )
+    return replace(config, parallel=parallel, kv_transfer=transfer_config(kv_role))
+
+
+def transfer_config(kv_role: KVRole | None) -> KVTransferConfig | None:
+    return KVTransferConfig(kv_role=kv_role, num_streams=2) if kv_role else None
+
+
+async def tokens(stream: RequestStream) -> list[int]:
+    return [token for output in [o async for o in stream] for token in output.token_ids]
+
+
+async def until_ended(llm: AsyncLLM, hosts: RayHosts) -> None:
+    """No process of the engine is left, on either host, nor what Ray started for it."""
+    pids = [llm.core_pid, *llm.ready.worker_pids, *llm.ready.transfer_pids]
+    await until(lambda: all(not is_alive(pid) for pid in pids), "the end of all processes")
+    assert is_gone(llm.core_pid)
+    await until(lambda: not any(node.actors() for node in hosts.nodes), "the end of all actors")
+
+
+async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle) -> None:
+    """Requests that the group computes alone, and requests whose KV both hosts send to a decode
+    engine; then the group is shut down in peace, and the next one finds all places free."""
+    progress: list[LoadProgress] = []
+    prefill, decode = await asyncio.gather(
+        AsyncLLM.start(ray_config(hosts, "kv_producer"), progress.append),
+        AsyncLLM.start(replace(tiny_config(), kv_transfer=transfer_config("kv_consumer"))),
+    )
+    try:
+        stages = [one.stage for one in progress]
+        assert "loading weights" in stages and progress[-1].fraction <= 1
+        peer = prefill.ready.peer
+        assert peer is not None
+        listening = [addresses[0].rpartition(":")[0] for addresses in peer.endpoints]
+        assert listening == ["127.0.0.1", OTHER], "each rank's KV is at its own host"
+
+        async def alone(seed: int) -> None:
+            found = await tokens(prefill.generate(make_request(f"alone-{seed}", seed)))
+            assert found == oracle.tokens(seed), seed
+
+        async def joined(seed: int) -> None:
+            request_id, transfer_id = f"joined-{seed}", f"{seed:032x}"
+            offer = make_request(request_id, seed, max_tokens=1)
+            offer.kv_transfer_params = KVTransferParams(
+                do_remote_decode=True, transfer_id=transfer_id
+            )
+            pull = make_request(request_id, seed)
+            pull.kv_transfer_params = KVTransferParams(
+                do_remote_prefill=True, transfer_id=transfer_id, peer=peer
+            )
+            stream = decode.generate(pull)
+            received = asyncio.create_task(decode.wait_kv_result(request_id))
+            for token_id in await tokens(prefill.generate(offer)):
+                decode.supply_first_token(request_id, token_id)
+            assert (await prefill.wait_kv_result(request_id)).ok
+            assert await tokens(stream) == oracle.tokens(seed), seed
+            result = await received
+            assert result.ok and result.stats.num_bytes > 0
+
+        await asyncio.gather(*(alone(seed) for seed in range(NUM_REQUESTS)))
+        await asyncio.gather(*(joined(seed) for seed in range(NUM_REQUESTS)))
+        await until_empty(prefill)
+        os.kill(prefill.ready.transfer_pids[1], signal.SIGKILL)
+        await until(
+            lambda: (
+                prefill.stats.kv_transfer["process_restarts"] == 1
+                and prefill.stats.kv_transfer["processes_ready"] == 2
+            ),
+            "the other host's transfer process again",
+        )
+    finally:
+        await asyncio.gather(prefill.shutdown(), decode.shutdown())
+    await until_ended(prefill, hosts)
+
+
+@asynccontextmanager
+async def doomed_engine(hosts: RayHosts) -> AsyncIterator[AsyncLLM]:
+    llm = await AsyncLLM.start(ray_config(hosts))
+    try:
+        yield llm
+        assert llm.is_dead
+    finally:
+        await llm.shutdown()
+    await until_ended(llm, hosts)
+
+
+async def reason_of_death(llm: AsyncLLM, pid: int) -> str:
+    """What a stream is told that ran when `pid` was killed."""
+    stream = llm.generate(make_request("long", 1, max_tokens=90))
+    with pytest.raises(EngineDeadError) as error:
+        await anext(stream)
+        os.kill(pid, signal.SIGKILL)
+        await tokens(stream)
+    assert await llm.wait_dead() == str(error.value)
+    return str(error.value)
+
+
+async def test_killed_actor(hosts: RayHosts) -> None:
+    async with doomed_engine(hosts) as llm:
+        (actor,) = hosts.nodes[1].actors()
+        reason = await reason_of_death(llm, actor)
+        assert reason.startswith(f"worker 1 on {OTHER} was "), reason
+
+
+async def test_killed_raylet(hosts: RayHosts) -> None:
+    """The end of a host. Too few hosts are left for another engine, which says so."""
+    async with doomed_engine(hosts) as llm:
+        reason = await reason_of_death(llm, hosts.nodes[1].raylet)
+        assert re.match(rf"worker 1 on {OTHER} was lost with its Ray actor or host", reason), reason
