@@ -29,22 +29,22 @@
 - name: models
 {{- if eq $storage.type "pvc" }}
   persistentVolumeClaim:
-    claimName: {{ default (include "tandem.name" (dict "root" . "component" "models")) $storage.pvc.existingClaim }}
+    claimName: {{ default (include "tandem.name" (dict "root" . "component" "models")) $storage.pvc.existingClaim | quote }}
     {{- if include "tandem.modelIsLocal" . }}
     readOnly: true
     {{- end }}
 {{- else if eq $storage.type "hostPath" }}
   hostPath:
-    path: {{ $storage.hostPath.path }}
-    type: {{ $storage.hostPath.type }}
+    path: {{ $storage.hostPath.path | quote }}
+    type: {{ $storage.hostPath.type | quote }}
 {{- else if eq $storage.type "image" }}
   image:
-    reference: {{ $storage.image.reference }}
-    pullPolicy: {{ $storage.image.pullPolicy }}
+    reference: {{ $storage.image.reference | quote }}
+    pullPolicy: {{ $storage.image.pullPolicy | quote }}
 {{- else }}
   emptyDir:
     {{- if $storage.emptyDir.sizeLimit }}
-    sizeLimit: {{ $storage.emptyDir.sizeLimit }}
+    sizeLimit: {{ $storage.emptyDir.sizeLimit | quote }}
     {{- else }} {}
     {{- end }}
 {{- end }}
@@ -73,8 +73,8 @@
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
-      key: {{ $hub.secretKey }}
+      name: {{ . | quote }}
+      key: {{ $hub.secretKey | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -21,10 +21,10 @@
 
 {{/* What selectors select on: never a version, because selectors cannot change. */}}
 {{- define "tandem.selectorLabels" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
-app.kubernetes.io/component: {{ . }}
+app.kubernetes.io/component: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -34,7 +34,7 @@ app.kubernetes.io/component: {{ . }}
 app.kubernetes.io/part-of: tandem
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" | quote }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
@@ -42,8 +42,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{/* metadata of an object: root, component, name (default: the component's), labels, annotations */}}
 {{- define "tandem.metadata" -}}
-name: {{ default (include "tandem.name" .) .name }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ default (include "tandem.name" .) .name | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "tandem.labels" . | nindent 2 }}
   {{- with .labels }}

@@ -1,6 +1,6 @@
 {{/* What all pods share, at the level of a pod's spec: root, component, settings of scheduling */}}
 {{- define "tandem.podCommon" -}}
-serviceAccountName: {{ include "tandem.serviceAccountName" . }}
+serviceAccountName: {{ include "tandem.serviceAccountName" . | quote }}
 # A Service named tandem-router would put TANDEM_ROUTER_PORT into every container, which is one of
 # our own settings.
 enableServiceLinks: false
@@ -9,13 +9,13 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 securityContext: {{- toYaml .of.podSecurityContext | nindent 2 }}
 {{- with .of.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .of.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .of.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- with .of.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -48,7 +48,7 @@ affinity:
 {{- define "tandem.spread" -}}
 {{- with .of.topology.spreadKey }}
 topologySpreadConstraints:
-  - topologyKey: {{ . }}
+  - topologyKey: {{ . | quote }}
     maxSkew: 1
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:

