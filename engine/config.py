@@ -17,6 +17,7 @@ Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "triton"]
+ExecutorBackend = Literal["mp", "ray"]
 Experiment = Literal["chained-launches", "narrow-products", "projected-attention", "prefill-graphs"]
 
 
@@ -85,9 +86,20 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Tensor parallelism within one node."""
+    """Tensor parallelism of one engine.
+
+    Attributes:
+        distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
+            cluster.
+        ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else the cluster that
+            this host belongs to.
+        ray_timeout_s: The hosts of all ranks must be there after this time.
+    """
 
     tensor_parallel_size: int = 1
+    distributed_executor_backend: ExecutorBackend = "mp"
+    ray_address: str | None = None
+    ray_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

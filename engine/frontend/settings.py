@@ -23,6 +23,7 @@ from engine.config import (
     Device,
     DeviceConfig,
     EngineConfig,
+    ExecutorBackend,
     Experiment,
     LoadFormat,
     ModelConfig,
@@ -79,6 +80,21 @@ class EngineSettings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Workers that share each layer, one for each GPU."
+    )
+    distributed_executor_backend: ExecutorBackend = Field(
+        default="mp",
+        description="Where the workers run. mp: on this host. ray: on the hosts of a running Ray "
+        "cluster that this host belongs to.",
+    )
+    ray_address: str | None = Field(
+        default=None,
+        description="host:port of the Ray cluster's head. Default: RAY_ADDRESS, else the cluster "
+        "that runs on this host.",
+    )
+    ray_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="With ray, the hosts of all workers must have joined after so many seconds.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where to compute. auto: cuda where there is a GPU, else cpu."
@@ -220,6 +236,7 @@ class EngineSettings(BaseSettings):
         """What `--check` does; the exit code. Reads no checkpoint. Secrets are masked."""
         try:
             self._kv_host(kv_role)
+            self._parallel_config()
         except SettingsError as error:
             print(f"wrong settings: {error}", file=sys.stderr)
             return 2
@@ -251,7 +268,7 @@ class EngineSettings(BaseSettings):
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 memory_utilization=self.memory_utilization,
             ),
-            parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            parallel=self._parallel_config(),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
@@ -266,6 +283,19 @@ class EngineSettings(BaseSettings):
             ),
             device=device,
             kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
+        )
+
+    def _parallel_config(self) -> ParallelConfig:
+        if self.distributed_executor_backend == "ray" and self.first_gpu:
+            raise SettingsError(
+                "with ray as --distributed-executor-backend Ray hands out the GPUs: leave "
+                "--first-gpu, and give `ray start` the GPUs to use in CUDA_VISIBLE_DEVICES"
+            )
+        return ParallelConfig(
+            tensor_parallel_size=self.tensor_parallel_size,
+            distributed_executor_backend=self.distributed_executor_backend,
+            ray_address=self.ray_address,
+            ray_timeout_s=self.ray_timeout_s,
         )
 
     def _device_config(self) -> DeviceConfig:
