@@ -166,6 +166,8 @@ def try_prefill(model: VariantModel) -> list[dict[str, object]]:
             for chained in (False, True):
                 label = name + (", chained" if chained else "")
                 trial.measure(Variant(label, chained=chained), model.prefill_step(lengths, *way))
+        ordered = Variant("deterministic", deterministic=True)
+        trial.measure(ordered, model.prefill_step(lengths, False, False))
         rows += trial.rows
     return rows
 
@@ -183,6 +185,7 @@ def compile_part(arguments: argparse.Namespace) -> None:
     index, count = map(int, arguments.compile.split("/"))
     model = VariantModel(arguments.shape, num_layers=1, most_bytes=1 << 30)
     work = [(batch, variant) for batch in DECODE_BATCHES for variant in decode_variants()]
+    work.append((16, Variant("deterministic", deterministic=True)))
     kinds = narrow_variants().values()
     work += [(16, variant) for variants in kinds for variant in variants]
     for batch, variant in work[index::count]:
@@ -223,13 +226,16 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--parts", default="decode,prefill", help="comma separated")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--only-compile", action="store_true", help="fill the cache of kernels")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.compile:
         compile_part(arguments)
         return
     if not arguments.dry_run and "decode" in arguments.parts:
-        compile_all(arguments, min(14, os.cpu_count() or 1))
+        compile_all(arguments, min(12, os.cpu_count() or 1))
+    if arguments.only_compile:
+        return
     started = time.perf_counter()
     model = VariantModel(arguments.shape, tiny=arguments.dry_run)
     print(f"{model.num_blocks} blocks, ready in {time.perf_counter() - started:.0f} s", flush=True)

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
+import torch.nn.functional as F
 from torch import nn
 
 from engine.models.llama import LlamaForCausalLM
-from tandem_kernels import decode_attention, device, narrow_linear
+from tandem_kernels import decode_attention, device, narrow_linear, ops
 from tandem_kernels.decode_attention import DecodeTuning
 from tandem_kernels.narrow_linear import NarrowTuning
 from tandem_kernels.narrow_shapes import MAX_ROWS
@@ -32,6 +33,7 @@ class Variant:
     decode: DecodeTuning | None = None
     narrow: tuple[Narrow, ...] = ()
     chained: bool = False
+    deterministic: bool = False
 
 
 _DECODE = [
@@ -102,7 +104,7 @@ def combinations(decode: Variant, narrow: dict[str, Narrow], has_few_rows: bool)
             replace(everything, name="the same, nothing asked for ahead", narrow=no_asking),
             replace(everything, name="the same, twice as much ahead", narrow=more_asking),
         ]
-    return [*found, Variant("present again")]
+    return [*found, Variant("deterministic", deterministic=True), Variant("present again")]
 
 
 @contextmanager
@@ -122,6 +124,7 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     ours = tuple(PRODUCTS[product] for product in how)
     layers = [module for name, module in model.named_modules() if ours and name.endswith(ours)]
     _set_narrow(layers, MAX_ROWS)
+    _set_deterministic(model, variant.deterministic)
     device.chain_launches(variant.chained)
     try:
         with patch.object(narrow_linear, "narrow_tuning", narrow_tuning):
@@ -132,9 +135,17 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
                     yield
     finally:
         device.chain_launches(False)
+        _set_deterministic(model, False)
         _set_narrow(layers, 0)
 
 
 def _set_narrow(layers: list[nn.Module], rows: int) -> None:
     for layer in layers:
         layer.narrow_rows = rows  # type: ignore[assignment]
+
+
+def _set_deterministic(model: LlamaForCausalLM, enabled: bool) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "product"):
+            layer.product = ops.invariant_linear if enabled else F.linear
+    model.lm_head.deterministic = enabled

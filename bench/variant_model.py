@@ -88,9 +88,15 @@ class VariantModel:
             1, self.config.model.vocab_size, (len(positions),), generator=generator,
             dtype=torch.int32, device=self.device,
         )  # fmt: skip
-        return lambda: self.model(
-            ids, positions, self.kv_caches, slots, metadata, lambda layer: None, projected
-        )
+
+        def run() -> Tensor:
+            ordered = replace(metadata, fixed_order=self.model.lm_head.deterministic)
+            hidden: Tensor = self.model(
+                ids, positions, self.kv_caches, slots, ordered, lambda layer: None, projected
+            )
+            return hidden
+
+        return run
 
     def _metadata(
         self, seq_lens: list[int], query_lens: list[int], in_order: bool
