@@ -164,7 +164,8 @@ class ApiServer:
         wants_bookmarks = request.query.get("allowWatchBookmarks") in ("true", "1")
         while True:
             try:
-                event = await asyncio.wait_for(queue.get(), _BOOKMARK_S)
+                async with asyncio.timeout(_BOOKMARK_S):
+                    event = await queue.get()
             except TimeoutError:
                 if wants_bookmarks:
                     yield self._bookmark(target.resource, {})
@@ -257,8 +258,9 @@ def _verb(request: web.Request, target: Target) -> str:
         return "watch" if request.query.get("watch") in ("true", "1") else "list"
     if request.method == "DELETE":
         return "delete" if target.name else "deletecollection"
-    verb = _VERBS.get(request.method)
-    if verb is None or (verb == "create") == bool(target.name and not target.subresource):
+    verb = _VERBS.get(request.method, "")
+    fits = bool(target.name) if verb != "create" else bool(not target.name or target.subresource)
+    if not verb or not fits:
         raise MethodNotAllowed(f"{request.method} {request.path}")
     return verb
 

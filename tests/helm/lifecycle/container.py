@@ -98,7 +98,8 @@ class Container:
         if self._process is None:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._pre_stop(grace_s), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._pre_stop(grace_s)
         left_s = max(_LAST_GRACE_S, deadline - time.monotonic())
         await self._process.terminate(left_s)
 

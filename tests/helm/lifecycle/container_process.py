@@ -84,7 +84,8 @@ class ContainerProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self._process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
         except TimeoutError:
             self.kill()
             await self._process.wait()
@@ -99,7 +100,8 @@ async def run_to_end(command: Command, folder: Path, timeout_s: float) -> int:
     """Exit code of a probe's or hook's command; 124 when its time was over."""
     process = await _spawn(command, folder, asyncio.subprocess.DEVNULL)
     try:
-        return await asyncio.wait_for(process.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await process.wait()
     except TimeoutError:
         return 124
     finally:

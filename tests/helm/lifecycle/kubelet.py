@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+from pathlib import Path
 
 from tests.helm.lifecycle.machine import Machine
 from tests.helm.lifecycle.object_store import Event, ObjectStore
@@ -68,6 +69,10 @@ class Kubelet:
             for path in sorted(self._pods_folder.glob("*/*.log"))
         ]
         return "\n".join(texts)
+
+    def claims(self, name: str) -> list[Path]:
+        """The files of a persistent volume claim."""
+        return sorted((self._machine.claims / name).rglob("*"))
 
     def log(self, pod: Object) -> str:
         return "\n".join(c.log() for c in self._workers[pod["metadata"]["uid"]].containers)

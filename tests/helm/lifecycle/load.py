@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 
-_PAUSE_S = 0.05
-_NUM_CLIENTS = 3
+_PAUSE_S = 0.1
+_NUM_CLIENTS = 2
 _ANSWER_S = 60.0
 
 

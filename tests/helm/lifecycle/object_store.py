@@ -62,6 +62,7 @@ class ObjectStore:
         self._version = _FIRST_VERSION
         self._oldest = _FIRST_VERSION
         self._queues: set[asyncio.Queue[Event]] = set()
+        self._observers: list[Callable[[], None]] = []
 
     @property
     def version(self) -> int:
@@ -99,6 +100,7 @@ class ObjectStore:
         """Raises `AlreadyExists`, `Invalid`, and `NotFound` for a namespace that is not there."""
         obj = copy.deepcopy(obj)
         resource = resource_of(obj["kind"])
+        obj["apiVersion"] = resource.api_version
         meta = obj["metadata"]
         if "name" not in meta and "generateName" in meta:
             meta["name"] = meta["generateName"] + uuid.uuid4().hex[:5]
@@ -119,7 +121,7 @@ class ObjectStore:
         key = self._key(resource, obj)
         before = self._find(key)
         self._keep_identity(resource, before, obj)
-        if _same(before, obj):
+        if before == obj:
             return copy.deepcopy(before)
         if before.get("spec") != obj.get("spec"):
             obj["metadata"]["generation"] += 1
@@ -192,6 +194,15 @@ class ObjectStore:
             yield queue
         finally:
             self.unsubscribe(queue)
+
+    @contextmanager
+    def observed_by(self, observer: Callable[[], None]) -> Iterator[None]:
+        """`observer` is called after every single write: nothing happens in between."""
+        self._observers.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.remove(observer)
 
     async def events(self, kinds: Iterable[str]) -> AsyncIterator[Event]:
         """Everything of these kinds: first ADDED for what is there, then as it happens."""
@@ -270,10 +281,8 @@ class ObjectStore:
             self._oldest = self._history.popleft().version
         for queue in self._queues:
             queue.put_nowait(frozen)
-
-
-def _same(before: Object, after: Object) -> bool:
-    return before == after
+        for observer in self._observers:
+            observer()
 
 
 def _waits(obj: Object) -> bool:
