@@ -15,10 +15,12 @@ somebody waits for leave marks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from kv_transfer.host.memory_file import MemoryFile
+from kv_transfer.memory.device import DeviceError
 from kv_transfer.metadata import StepProgress
 
 _MARK_BYTES = 4
@@ -119,5 +121,7 @@ class StreamMarker(LayerMarker):
         )
 
     def close(self) -> None:
-        """The stream must have come to rest."""
-        self._driver.unregister_host(self._host_address)
+        """Waits for the device. One that has failed holds nothing any more."""
+        with suppress(DeviceError):
+            self._driver.synchronize_context()
+            self._driver.unregister_host(self._host_address)

@@ -79,6 +79,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxGetDevice": (c_void_p,),
+    "cuCtxSynchronize": (),
     "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
     "cuIpcOpenMemHandle_v2": (c_void_p, _IpcHandle, c_uint),
@@ -166,6 +167,10 @@ class CudaDriver:
         context = c_void_p()
         self._do("cuDevicePrimaryCtxRetain", byref(context), device)
         self._do("cuCtxSetCurrent", context)
+
+    def synchronize_context(self) -> None:
+        """Waits for all work of this process on the device."""
+        self._do("cuCtxSynchronize")
 
     def _device(self, index: int) -> int:
         device = c_int()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,8 @@ def prompt_kv(
 class RankCache:
     """One rank's cache in a memory file. Bytes that nobody wrote are UNTOUCHED."""
 
+    current_stream: Callable[[], int] | None = None
+
     def __init__(self, shape: KVLayout, rank: int, num_blocks: int) -> None:
         self.layout = shape
         self.rank = rank
@@ -90,9 +93,10 @@ class RankCache:
     def check(self, seed: int, tokens: range, block_ids: list[int]) -> None:
         """Tokens are there in every layer; all else in these blocks is as it was."""
         size = self.layout.block_size
-        untouched = int.from_bytes(bytes([UNTOUCHED]) * self.words.itemsize, "little")
+        dtype = word_dtype(self.layout)
+        untouched = int.from_bytes(bytes([UNTOUCHED]) * dtype.itemsize, "little")
         for layer in range(self.layout.num_layers):
-            blocks = self.words[layer, block_ids]
+            blocks = self.blocks(layer, block_ids)
             flat = np.moveaxis(blocks, 0, 2).reshape(
                 2, self.heads.count, len(block_ids) * size, self.layout.head_dim
             )
@@ -101,6 +105,10 @@ class RankCache:
                 seed, layer, self.heads, tokens, self.layout
             )
             np.testing.assert_array_equal(flat, expected)
+
+    def blocks(self, layer: int, block_ids: list[int]) -> WordArray:
+        """A copy, `[n, 2, heads, block_size, head_dim]`."""
+        return self.words[layer, block_ids]
 
     def untouched_except(self, block_ids: list[int]) -> bool:
         others = np.delete(self.words, block_ids, axis=1)

@@ -65,17 +65,18 @@ class KVNode:
         shape: KVLayout,
         num_blocks: int = 64,
         epoch: int = 7,
+        cache_type: type[RankCache] = RankCache,
     ) -> None:
         self.config = config
         self.layout = shape
         self.blocks = Blocks(num_blocks)
-        self.caches = [RankCache(shape, rank, num_blocks) for rank in range(shape.tp_size)]
+        self.caches = [cache_type(shape, rank, num_blocks) for rank in range(shape.tp_size)]
         engine_id = f"test-{uuid.uuid4().hex[:12]}"
         self.workers: list[KVConnectorWorker] = [
             create_worker_connector(config, engine_id, rank) for rank in range(shape.tp_size)
         ]
         handles = [
-            worker.register_kv_caches(cache.tensors)
+            worker.register_kv_caches(cache.tensors, cache.current_stream)
             for worker, cache in zip(self.workers, self.caches, strict=True)
         ]
         self.connector = GrpcConnectorScheduler(config, engine_id, epoch, shape, handles)

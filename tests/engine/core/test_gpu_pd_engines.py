@@ -1,0 +1,100 @@
+"""Prefill and decode engines on one GPU give the tokens of one engine, over either transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from engine.config import DeviceConfig, EngineConfig
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.input_processor import GenerationRequest
+from engine.sampling_params import SamplingParams
+from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName
+from kv_transfer.metadata import KVTransferParams
+from tests.engine.core.tiny_engine import VOCAB, tiny_config, until
+from tests.processes import is_gone
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+LENGTHS = [1, 7, 8, 9, 40, 63, 64, 65, 130, 200]
+
+
+def config(kv_role: KVRole | None, transport: KVTransportName = "auto") -> EngineConfig:
+    """A budget of 64 tokens cuts longer prompts into chunks."""
+    base = tiny_config(
+        hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_layers=3, max_model_len=256,
+        dtype="bfloat16", async_scheduling=True,
+    )  # fmt: skip
+    transfer = None
+    if kv_role is not None:
+        transfer = KVTransferConfig(
+            kv_role=kv_role, num_streams=2, transport=transport, staging_bytes=32 << 20
+        )
+    return replace(
+        base,
+        cache=replace(base.cache, num_blocks=512, enable_prefix_caching=False),
+        device=DeviceConfig(device="cuda", enforce_eager=True),
+        kv_transfer=transfer,
+    )
+
+
+def request(name: str, length: int, **sampling: object) -> GenerationRequest:
+    prompt = [1 + (length * 31 + i * 7) % (VOCAB - 1) for i in range(length)]
+    settings = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **sampling}
+    return GenerationRequest(name, prompt, SamplingParams(**settings))
+
+
+async def tokens_of(llm: AsyncLLM, wanted: GenerationRequest) -> list[int]:
+    return [token async for output in llm.generate(wanted) for token in output.token_ids]
+
+
+async def ended(llm: AsyncLLM) -> None:
+    pids = [llm.core_pid, *llm.ready.worker_pids, *llm.ready.transfer_pids]
+    await llm.shutdown()
+    await until(lambda: all(is_gone(pid) for pid in pids), "the end of all processes")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_node() -> AsyncIterator[dict[int, list[int]]]:
+    """By prompt length."""
+    llm = await AsyncLLM.start(config(None))
+    yield {length: await tokens_of(llm, request(f"o{length}", length)) for length in LENGTHS}
+    await ended(llm)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "grpc"])
+async def test_two_engines_on_one_gpu_equal_one(
+    one_node: dict[int, list[int]], transport: KVTransportName
+) -> None:
+    prefill, decode = await asyncio.gather(
+        AsyncLLM.start(config("kv_producer", transport)),
+        AsyncLLM.start(config("kv_consumer", transport)),
+    )
+    for number, length in enumerate(LENGTHS):
+        offer, pull = request(f"r{number}", length, max_tokens=1), request(f"r{number}", length)
+        offer.kv_transfer_params = KVTransferParams(
+            do_remote_decode=True, transfer_id=f"{number:032x}"
+        )
+        pull.kv_transfer_params = KVTransferParams(
+            do_remote_prefill=True, transfer_id=f"{number:032x}", peer=prefill.ready.peer
+        )
+        stream = decode.generate(pull)
+        async for output in prefill.generate(offer):
+            for token_id in output.token_ids:
+                decode.supply_first_token(pull.request_id, token_id)
+        received = await decode.wait_kv_result(pull.request_id)
+        assert received.ok, received
+        assert (await prefill.wait_kv_result(offer.request_id)).ok
+        found = [token async for output in stream for token in output.token_ids]
+        assert found == one_node[length], length
+    for llm in (prefill, decode):
+        await until(lambda: llm.stats.kv_transfer["live_transfers"] == 0, "no transfer")  # noqa: B023
+        await ended(llm)

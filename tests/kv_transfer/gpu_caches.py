@@ -1,0 +1,81 @@
+"""KV caches on a GPU with known contents, computed by a stream that may be slow."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from kv_caches import UNTOUCHED, RankCache, WordArray, prompt_kv, word_dtype
+
+from kv_transfer.layout import KVLayout
+
+SLOW_CYCLES = 40_000_000
+"""About 20 ms of a GPU."""
+
+
+def gpu_layout(*, tp_size: int = 1, block_size: int = 16, num_kv_heads: int = 8) -> KVLayout:
+    """64 blocks of half of its heads take more than torch puts together with anything else: a
+    process cannot map one allocation twice."""
+    return KVLayout(
+        model_hash="model",
+        dtype="bfloat16",
+        num_layers=8,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        block_size=block_size,
+        tp_size=tp_size,
+    )
+
+
+class GpuRankCache(RankCache):
+    """`slow_cycles`: the stream does nothing for so long before it writes a layer."""
+
+    slow_cycles = 0
+
+    def __init__(self, shape: KVLayout, rank: int, num_blocks: int) -> None:
+        self.layout = shape
+        self.rank = rank
+        self.heads = shape.heads_of_rank(rank)
+        self.num_blocks = num_blocks
+        size = (
+            shape.num_layers,
+            num_blocks,
+            2,
+            shape.local_kv_heads,
+            shape.block_size,
+            shape.head_dim,
+        )
+        torch.cuda.empty_cache()
+        fill = int.from_bytes(bytes([UNTOUCHED] * 2), "little", signed=True)
+        self.tensor = torch.full(size, fill, dtype=torch.int16, device="cuda")
+        self._uploads = torch.cuda.Stream()
+        self._kept: list[torch.Tensor] = []
+        self.current_stream = lambda: torch.cuda.current_stream().cuda_stream
+        torch.cuda.synchronize()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self.tensor.unbind())
+
+    def write(self, seed: int, layer: int, tokens: range, block_ids: list[int]) -> None:
+        """Returns before it is written."""
+        if len(tokens) == 0:
+            return
+        values = prompt_kv(seed, layer, self.heads, tokens, self.layout).view(np.int16)
+        places = np.array([divmod(token, self.layout.block_size) for token in tokens])
+        with torch.cuda.stream(self._uploads):  # an upload waits for its stream
+            on_device = torch.from_numpy(values).permute(2, 0, 1, 3).contiguous().cuda()
+            blocks = torch.tensor(np.array(block_ids)[places[:, 0]]).cuda()
+            offsets = torch.tensor(places[:, 1]).cuda()
+        self._kept += [on_device, blocks, offsets]
+        if self.slow_cycles:
+            torch.cuda._sleep(self.slow_cycles)
+        self.tensor[layer, blocks, :, :, offsets] = on_device
+
+    def blocks(self, layer: int, block_ids: list[int]) -> WordArray:
+        found = self.tensor[layer, torch.tensor(block_ids, device="cuda")].cpu().numpy()
+        return found.view(word_dtype(self.layout))
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        del self.tensor
+        self._kept.clear()
