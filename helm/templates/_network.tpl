@@ -11,3 +11,11 @@
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
+
+{{/* Hosts of one node: Ray, collectives and queues, on many ports. Whoever reaches Ray can run
+  programs, so only the tier itself does. of, peer, side (from or to) */}}
+{{- define "tandem.groupPolicy" -}}
+{{- if gt (int .of.parallelism.hosts) 1 }}
+- {{ .side }}: {{- toYaml (list .peer) | nindent 4 }}
+{{- end }}
+{{- end -}}

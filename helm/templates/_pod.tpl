@@ -53,14 +53,16 @@ topologySpreadConstraints:
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels: {{- include "tandem.selectorLabels" (dict "root" $.root "component" $.component) | nindent 8 }}
+    {{- if not $.part }}
     # Each version of the pods spreads on its own: old ones that still drain do not count.
     matchLabelKeys: [pod-template-hash]
+    {{- end }}
 {{- end }}
 {{- end -}}
 
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selectorLabels" . }}
-{{- if ne .component "router" }}
+{{- if and (ne .component "router") (ne .part "worker") }}
 # What endpoint pickers of gateways look for.
 llm-d.ai/inference-serving: "true"
 llm-d.ai/role: {{ .component }}

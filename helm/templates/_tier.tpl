@@ -1,5 +1,6 @@
-{{/* The pod of a tier, for every kind of workload: root, component (prefill or decode), of (the
-  tier's values). One template for both tiers; where they differ, it says so. */}}
+{{/* The pod of a tier: root, component (prefill or decode), of (the tier's values), and `part`, if
+  a node spans hosts: leader, which serves, or worker. One template for all; where they differ,
+  it says so. */}}
 {{- define "tandem.tierPod" -}}
 metadata:
   labels: {{- include "tandem.podLabels" . | nindent 4 }}
@@ -17,12 +18,17 @@ spec:
     - name: engine
       image: {{ include "tandem.image" (dict "root" .root "image" .root.Values.image.engine) | quote }}
       imagePullPolicy: {{ .root.Values.image.engine.pullPolicy | quote }}
-      command: [tandem, {{ .component }}]
+      command: {{- include "tandem.tierCommand" . | trim | nindent 8 }}
+      {{- if ne .part "worker" }}
       args: {{- include "tandem.tierArgs" . | trim | nindent 8 }}
+      {{- end }}
       env: {{- include "tandem.tierEnv" . | trim | nindent 8 }}
       {{- with .of.envFrom }}
       envFrom: {{- toYaml . | nindent 8 }}
       {{- end }}
+      {{- if eq .part "worker" }}
+      {{- include "tandem.rayWorkerLife" . | nindent 6 }}
+      {{- else }}
       ports: {{- include "tandem.tierPorts" . | trim | nindent 8 }}
       {{- include "tandem.tierProbes" . | nindent 6 }}
       {{- if .of.drain.preStopSeconds }}
@@ -30,6 +36,7 @@ spec:
         preStop:
           exec:
             command: [sleep, {{ .of.drain.preStopSeconds | int | quote }}]
+      {{- end }}
       {{- end }}
       resources: {{- include "tandem.tierResources" . | nindent 8 }}
       securityContext: {{- toYaml .of.securityContext | nindent 8 }}
@@ -53,9 +60,18 @@ spec:
 {{- end }}
 {{- end }}
 - --tensor-parallel-size={{ int $tier.parallelism.tensor }}
+{{- if .part }}
+- --distributed-executor-backend=ray
+- --ray-address=$(POD_IP):6379
+{{- end }}
 - --device={{ ternary "cuda" "cpu" $tier.gpu.enabled }}
 - --drain-timeout-s={{ int $tier.drain.drainSeconds }}
 {{- include "tandem.flags" $tier.settings }}
+{{- end -}}
+
+{{/* Decode nodes that serve ask for the key. */}}
+{{- define "tandem.hasNodeKey" -}}
+{{- if and (eq .component "decode") (ne .part "worker") -}}{{ include "tandem.nodeKeySecret" .root }}{{- end -}}
 {{- end -}}
 
 {{- define "tandem.tierEnv" -}}
@@ -98,7 +114,7 @@ livenessProbe:
 {{- define "tandem.tierResources" -}}
 {{- $resources := deepCopy .of.resources -}}
 {{- if .of.gpu.enabled -}}
-{{- $gpus := int .of.parallelism.tensor -}}
+{{- $gpus := div (int .of.parallelism.tensor) (int .of.parallelism.hosts) | int -}}
 {{- range $side := list "limits" "requests" -}}
 {{- $amounts := default (dict) (get $resources $side) -}}
 {{- $_ := set $amounts $.of.gpu.resourceName $gpus -}}
@@ -120,7 +136,7 @@ livenessProbe:
   mountPath: /cache
 - name: tmp
   mountPath: /tmp
-{{- if and (eq .component "decode") (include "tandem.nodeKeySecret" .root) }}
+{{- if include "tandem.hasNodeKey" . }}
 - name: node-key
   mountPath: /etc/tandem/node-key
   readOnly: true
@@ -140,7 +156,7 @@ livenessProbe:
   emptyDir: {}
 - name: tmp
   emptyDir: {}
-{{- if and (eq .component "decode") (include "tandem.nodeKeySecret" .root) }}
+{{- if include "tandem.hasNodeKey" . }}
 - name: node-key
   secret:
     secretName: {{ include "tandem.nodeKeySecret" .root | quote }}

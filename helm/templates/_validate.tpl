@@ -50,7 +50,7 @@
 {{- end -}}
 {{- if eq $storage.type "pvc" -}}
 {{- $pods := 0 -}}
-{{- range $tier := .tiers -}}{{- $pods = add $pods (include "tandem.maxPods" $tier | int) -}}{{- end -}}
+{{- range $tier := .tiers -}}{{- $pods = add $pods (mul (include "tandem.maxPods" $tier | int) (int $tier.parallelism.hosts)) -}}{{- end -}}
 {{- $modes := $storage.pvc.accessModes -}}
 {{- $shared := or (has "ReadWriteMany" $modes) (has "ReadOnlyMany" $modes) -}}
 {{- if not $shared -}}{{- if gt (int $pods) 1 -}}
@@ -70,7 +70,7 @@
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.ports.grpc and %s.ports.http are both %d: choose two" $name $name (int $tier.ports.grpc))) -}}
 {{- end -}}
 {{- if hasKey (default (dict) $tier.resources.limits) $tier.gpu.resourceName -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resources.limits counts %s, which follows from %s.parallelism.tensor (%d): remove it" $name $tier.gpu.resourceName $name (int $tier.parallelism.tensor))) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resources.limits counts %s, which follows from %s.parallelism: remove it" $name $tier.gpu.resourceName $name)) -}}
 {{- end -}}
 {{- if $tier.topology.colocateRequired -}}{{- if not $tier.topology.colocateKey -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.topology.colocateRequired needs %s.topology.colocateKey, the label of a domain" $name $name)) -}}
@@ -78,8 +78,29 @@
 {{- if $tier.topology.colocateKey -}}{{- if $tier.affinity -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.affinity replaces what %s.topology.colocateKey would make: set one of them" $name $name)) -}}
 {{- end -}}{{- end -}}
+{{- include "tandem.mistakes.hosts" . -}}
 {{- include "tandem.mistakes.autoscaling" . -}}
 {{- include "tandem.mistakes.pod" (dict "found" $found "name" $name "of" $tier) -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.hosts" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $tensor := int .tier.parallelism.tensor -}}
+{{- $hosts := int .tier.parallelism.hosts -}}
+{{- if gt $hosts 1 -}}
+{{- if mod $tensor $hosts -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.parallelism.tensor (%d) cannot be spread evenly over %d hosts: set it to a multiple" $name $tensor $hosts)) -}}
+{{- end -}}
+{{- $storage := .root.Values.model.storage -}}
+{{- if eq $storage.type "emptyDir" -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s spans %d hosts, which must all read the checkpoint, but an emptyDir is one pod's: set model.storage.type to pvc, hostPath or image" $name $hosts)) -}}
+{{- else if eq $storage.type "hostPath" -}}{{- if not $storage.path -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s spans %d hosts, and only the first would download: set model.storage.path to the checkpoint's folder, which every host must have" $name $hosts)) -}}
+{{- end -}}{{- end -}}
+{{- else if .tier.topology.groupKey -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.topology.groupKey is for nodes that span hosts: raise %s.parallelism.hosts, or use colocateKey" $name $name)) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.mistakes.autoscaling" -}}

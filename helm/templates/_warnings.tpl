@@ -37,6 +37,9 @@ Please note:
 {{- $tiers := dict -}}
 {{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
 {{- range $name, $tier := $tiers -}}
+{{- if gt (int $tier.parallelism.hosts) 1 }}
+{{ $name }}.parallelism.hosts: leaderworkerset.x-k8s.io/v1
+{{- end -}}
 {{- if eq $tier.autoscaling.kind "keda" }}
 {{ $name }}.autoscaling.kind: keda.sh/v1alpha1
 {{- end -}}

@@ -219,7 +219,7 @@ class HelmCli:
             },
         )
         if done.returncode:
-            raise HelmError(done.stderr)
+            raise HelmError(done.stderr + done.stdout)
         return done.stdout
 
     def render(

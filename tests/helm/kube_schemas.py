@@ -31,6 +31,13 @@ def errors(manifest: Manifest, kube_version: str) -> Iterator[str]:
     for error in found:
         yield f"{name} {'.'.join(map(str, error.path))}: {error.message}"
     yield from (f"{name} {place}: is null" for place in _nulls(manifest))
+    if manifest["kind"] == "LeaderWorkerSet":
+        group = manifest["spec"]["leaderWorkerTemplate"]
+        for part in ("leaderTemplate", "workerTemplate"):
+            # What an object of Kubernetes that holds the same template would be told.
+            metadata = {"name": f"{manifest['metadata']['name']}-{part}"}
+            pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": metadata}
+            yield from errors({**pod, "template": group[part]}, kube_version)
 
 
 def _nulls(node: Any, place: str = "") -> Iterator[str]:
@@ -176,7 +183,29 @@ _INFERENCE_POOL = _object(
     ),
 )
 
+_COUNT_OR_PERCENT = {"anyOf": [NUMBER, {"type": "string", "pattern": "^[0-9]+%$"}]}
+_LEADER_WORKER_SET = _object(
+    "leaderWorkerTemplate",
+    replicas=NUMBER,
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    rolloutStrategy=_object(
+        "type",
+        type={"const": "RollingUpdate"},
+        rollingUpdateConfiguration=_object(
+            maxSurge=_COUNT_OR_PERCENT, maxUnavailable=_COUNT_OR_PERCENT
+        ),
+    ),
+    leaderWorkerTemplate=_object(
+        "size workerTemplate",
+        size=NUMBER,
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
+        leaderTemplate={"type": "object"},
+        workerTemplate={"type": "object"},
+    ),
+)
+
 CUSTOM = {
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _LEADER_WORKER_SET,
     ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
     ("monitoring.coreos.com/v1", "PodMonitor"): _POD_MONITOR,
     ("monitoring.coreos.com/v1", "PrometheusRule"): _PROMETHEUS_RULE,

@@ -16,7 +16,6 @@ SCENARIOS = {
 }
 FIRST_KUBE_VERSION = {"image-volume": "1.34"}
 """Of scenarios that need a newer Kubernetes than the chart."""
-POD_KINDS = {"Deployment": ("spec", "template"), "Pod": ()}
 
 
 @cache
@@ -36,21 +35,49 @@ def supports(name: str, kube_version: str) -> bool:
     return key(kube_version) >= key(FIRST_KUBE_VERSION.get(name, "1.28"))
 
 
-def pod_of(manifest: Manifest) -> Manifest:
-    """The pod, or the template of a workload's pods."""
-    found = manifest
-    for key in POD_KINDS[manifest["kind"]]:
-        found = found[key]
+WORKLOADS = ("Deployment", "LeaderWorkerSet")
+_WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+
+
+def templates_of(manifest: Manifest) -> dict[str, Manifest]:
+    """Part to pod: one, or the leader's and the worker's of a group. Nothing for other kinds."""
+    if manifest["kind"] == "Pod":
+        return {"": manifest}
+    if manifest["kind"] == "Deployment":
+        return {"": manifest["spec"]["template"]}
+    if manifest["kind"] != "LeaderWorkerSet":
+        return {}
+    group = manifest["spec"]["leaderWorkerTemplate"]
+    found = {}
+    for part, index in (("leader", "0"), ("worker", "1")):
+        # The controller adds the label; Services and budgets rely on it.
+        found[part] = deepcopy(group[f"{part}Template"])
+        found[part]["metadata"]["labels"][_WORKER_INDEX] = index
     return found
 
 
-def pods(manifests: Rendered) -> dict[str, Manifest]:
-    """Kind/name to pod, of everything that runs pods."""
+def pods(found: Rendered) -> dict[str, Manifest]:
+    """Kind/name/part to pod, of everything that runs pods."""
     return {
-        f"{manifest['kind']}/{manifest['metadata']['name']}": pod_of(manifest)
-        for manifest in manifests.objects
-        if manifest["kind"] in POD_KINDS
+        f"{manifest['kind']}/{manifest['metadata']['name']}/{part}": pod
+        for manifest in found.objects
+        for part, pod in templates_of(manifest).items()
     }
+
+
+def workloads(found: Rendered) -> list[Manifest]:
+    return [manifest for kind in WORKLOADS for manifest in found.all(kind)]
+
+
+def workload(found: Rendered, component: str) -> Manifest:
+    (manifest,) = [one for kind in WORKLOADS for one in found.all(kind, component)]
+    return manifest
+
+
+def serving_pod(found: Rendered, component: str) -> Manifest:
+    """The pod that answers: of a group, the leader."""
+    templates = templates_of(workload(found, component))
+    return templates.get("leader", templates.get("", {}))
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def containers(rendered: Rendered) -> dict[str, Manifest]:
     found = {}
     for pod in pods(rendered).values():
         for container in pod["spec"]["containers"]:
-            if container["command"][0] == "tandem":
-                found[container["command"][1]] = container
+            if "tandem" in container["command"]:
+                found[container["command"][-1]] = container
     return found
 
 

@@ -25,8 +25,21 @@ BETWEEN_VALUES = [
     ({"prefill": {"ports": {"grpc": 8100}}}, "prefill.ports.grpc and prefill.ports.http"),
     (
         {"decode": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
-        "follows from decode.parallelism.tensor (1): remove it",
+        "follows from decode.parallelism: remove it",
     ),
+    (
+        {"decode": {"parallelism": {"tensor": 3, "hosts": 2}}},
+        "cannot be spread evenly over 2 hosts",
+    ),
+    ({"decode": {"parallelism": {"tensor": 2, "hosts": 2}}}, "an emptyDir is one pod's"),
+    (
+        {
+            "decode": {"parallelism": {"tensor": 2, "hosts": 2}},
+            "model": {"storage": {"type": "hostPath", "hostPath": {"path": "/m"}}},
+        },
+        "which every host must have",
+    ),
+    ({"decode": {"topology": {"groupKey": "k"}}}, "raise decode.parallelism.hosts"),
     ({"prefill": {"topology": {"colocateRequired": True}}}, "needs prefill.topology.colocateKey"),
     (
         {"prefill": {"topology": {"colocateKey": "zone"}, "affinity": {"podAffinity": {}}}},

@@ -9,18 +9,23 @@ from typing import Any
 import pytest
 
 from tests.helm.helm_engine import CHART, HelmSdk, Manifest, Rendered
-from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
+from tests.helm.scenarios import (
+    SCENARIOS,
+    overlay,
+    rendered,
+    templates_of,
+    values_of,
+    workloads,
+)
 
 BASE = values_of("default")
 
 
 def templates(found: Rendered) -> dict[str, Manifest]:
-    """Component to its pod template: a Deployment restarts its pods when this changes."""
+    """Component to its pod templates: a workload restarts its pods when these change."""
     return {
-        deployment["metadata"]["labels"]["app.kubernetes.io/component"]: deployment["spec"][
-            "template"
-        ]
-        for deployment in found.all("Deployment")
+        one["metadata"]["labels"]["app.kubernetes.io/component"]: templates_of(one)
+        for one in workloads(found)
     }
 
 

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from tests.helm.helm_engine import HelmCli, HelmSdk, Manifest, Rendered
-from tests.helm.scenarios import SCENARIOS, overlay, pods, rendered, values_of
-from tests.helm.service_settings import check, containers
+from tests.helm.scenarios import (
+    SCENARIOS,
+    overlay,
+    pods,
+    rendered,
+    serving_pod,
+    templates_of,
+    values_of,
+    workload,
+    workloads,
+)
+from tests.helm.service_settings import POD_IP, check, containers
 
 TIERS = ("prefill", "decode")
 each_scenario = pytest.mark.parametrize("name", SCENARIOS)
 
 
 def labels_of_pods(found: Rendered) -> list[Mapping[str, str]]:
-    hooks = [pod["metadata"]["labels"] for pod in found.all("Pod")]
-    return hooks + [d["spec"]["template"]["metadata"]["labels"] for d in found.all("Deployment")]
+    return [pod["metadata"]["labels"] for pod in pods(found).values()]
 
 
 def selected(found: Rendered, labels: Mapping[str, str]) -> list[Mapping[str, str]]:
@@ -30,7 +43,7 @@ def component(manifest: Manifest) -> str:
 
 
 def ports_of(found: Rendered, name: str) -> dict[str, int]:
-    pod = found.one("Deployment", name)["spec"]["template"]["spec"]
+    pod = serving_pod(found, name)["spec"]
     return {p["name"]: p["containerPort"] for c in pod["containers"] for p in c["ports"]}
 
 
@@ -130,7 +143,7 @@ def test_probes_ask_ports_that_are_open(name: str) -> None:
             known = {p["name"] for p in ports} | {p["containerPort"] for p in ports}
             for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
                 probe = container.get(kind, {})
-                for how in ("grpc", "httpGet"):
+                for how in ("grpc", "httpGet", "tcpSocket"):
                     if how in probe:
                         assert probe[how]["port"] in known
 
@@ -178,7 +191,7 @@ def test_the_kubelet_waits_for_the_whole_drain(name: str) -> None:
     found = rendered(name)
     graces = {}
     for service, container in containers(found).items():
-        pod = found.one("Deployment", service)["spec"]["template"]["spec"]
+        pod = serving_pod(found, service)["spec"]
         settings = check(service, container)
         hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
         slept = int(hook[1]) if hook else 0
@@ -196,8 +209,8 @@ def test_slow_loads_are_not_killed(name: str) -> None:
         probe = container["startupProbe"]
         if service in TIERS:
             assert probe["failureThreshold"] * probe["periodSeconds"] >= seconds
-            deployment = rendered(name).one("Deployment", service)
-            assert deployment["spec"]["progressDeadlineSeconds"] > seconds
+            for deployment in rendered(name).all("Deployment", service):
+                assert deployment["spec"]["progressDeadlineSeconds"] > seconds
 
 
 @each_scenario
@@ -214,7 +227,7 @@ def test_rollouts_on_a_full_cluster_can_begin(name: str) -> None:
 def test_budgets_protect_what_has_more_than_one_pod(name: str) -> None:
     found = rendered(name)
     protected = {component(pdb) for pdb in found.all("PodDisruptionBudget")}
-    for deployment in found.all("Deployment"):
+    for deployment in workloads(found):
         scaled = found.all("HorizontalPodAutoscaler", component(deployment)) + found.all(
             "ScaledObject", component(deployment)
         )
@@ -222,9 +235,12 @@ def test_budgets_protect_what_has_more_than_one_pod(name: str) -> None:
             assert not scaled
             assert (component(deployment) in protected) == (deployment["spec"]["replicas"] > 1)
         else:
-            assert [s["spec"]["scaleTargetRef"]["name"] for s in scaled] == [
-                deployment["metadata"]["name"]
-            ]
+            (target,) = [s["spec"]["scaleTargetRef"] for s in scaled]
+            assert (target["kind"], target["name"]) == (
+                deployment["kind"],
+                deployment["metadata"]["name"],
+            )
+            assert target["apiVersion"] == deployment["apiVersion"]
             assert component(deployment) in protected
 
 
@@ -301,9 +317,10 @@ def test_no_pod_has_rights_that_it_does_not_use(name: str) -> None:
             assert rule["apiGroups"] == ["discovery.k8s.io"]
             assert rule["resources"] == ["endpointslices"]
     with_rights = {component(role) for role in found.all("Role")}
-    for deployment in found.all("Deployment"):
-        token = deployment["spec"]["template"]["spec"]["automountServiceAccountToken"]
-        assert token == (component(deployment) in with_rights)
+    for deployment in workloads(found):
+        for pod in templates_of(deployment).values():
+            token = pod["spec"]["automountServiceAccountToken"]
+            assert token == (component(deployment) in with_rights)
 
 
 @each_scenario
@@ -326,10 +343,12 @@ def test_secrets_are_referred_to_never_written(name: str) -> None:
 def test_gpus_follow_from_the_ranks(name: str) -> None:
     for service, container in containers(rendered(name)).items():
         settings, resources = check(service, container), container["resources"]
+        hosts = workload(rendered(name), service)["spec"].get("leaderWorkerTemplate", {})
         gpus = resources.get("limits", {}).get("nvidia.com/gpu", 0)
         assert gpus == resources.get("requests", {}).get("nvidia.com/gpu", 0)
         on_gpu = service in TIERS and settings["device"] == "cuda"
-        assert gpus == (settings["tensor_parallel_size"] if on_gpu else 0)
+        ranks = settings["tensor_parallel_size"] // hosts.get("size", 1) if on_gpu else 0
+        assert gpus == ranks
 
 
 def flows(found: Rendered) -> set[tuple[str, str, int | None]]:
@@ -369,6 +388,63 @@ def test_policies_let_through_what_the_services_need_and_agree_on_both_ends() ->
         ("decode", "prefill", None),
     }
     assert flows(found) - {("test", "router", 8000)} == needed == egress_flows(found)
+
+
+def test_a_node_over_several_hosts_talks_within_its_tier_and_answers_by_its_leader() -> None:
+    found = rendered("multi-host")
+    assert ("decode", "decode", None) in flows(found) & egress_flows(found)
+    assert ("prefill", "prefill", None) not in flows(found) | egress_flows(found)
+    group = workload(found, "decode")["spec"]["leaderWorkerTemplate"]
+    assert group["size"] == 2
+    leader, worker = (templates_of(workload(found, "decode"))[p] for p in ("leader", "worker"))
+    grace = leader["spec"]["terminationGracePeriodSeconds"]
+    assert worker["spec"]["terminationGracePeriodSeconds"] == grace
+    # Workers stay until the leader has drained; Ray's first port is the leader's.
+    (stay,) = [c["lifecycle"]["preStop"]["exec"]["command"] for c in worker["spec"]["containers"]]
+    assert "ray health-check" in stay[-1]
+    settings = check("decode", containers(found)["decode"])
+    assert (settings["distributed_executor_backend"], settings["ray_address"]) == (
+        "ray",
+        f"{POD_IP}:6379",
+    )
+
+
+def ray_lines(name: str) -> list[list[str]]:
+    """Calls of the ray command in the shell of a group's containers."""
+    found = []
+    for pod in templates_of(workload(rendered(name), "decode")).values():
+        shell = pod["spec"]["containers"][0]["command"][2]
+        for line in re.findall(r"\bray (?:start|health-check) [^;&\n]*", shell):
+            found.append(shlex.split(line.replace('"$(cat /tmp/leader):6379"', "10.0.0.1:6379")))
+    return found
+
+
+def test_ray_takes_the_flags_it_is_given() -> None:
+    """By Ray's own parser, which runs nothing here."""
+    lines = ray_lines("multi-host")
+    assert [line[1] for line in lines] == ["start", "health-check", "start"]
+    code = (
+        "import json, sys\n"
+        "from ray.scripts.scripts import cli\n"
+        "for line in json.load(sys.stdin):\n"
+        "    command = cli.commands[line[1]]\n"
+        "    command.make_context(line[1], line[2:])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("part", ["leader", "worker"])
+def test_the_shell_of_a_group_parses(part: str) -> None:
+    pod = templates_of(workload(rendered("multi-host"), "decode"))[part]
+    shell = pod["spec"]["containers"][0]["command"][2]
+    assert subprocess.run(["sh", "-n", "-c", shell], check=False).returncode == 0
 
 
 def test_the_node_key_is_made_once_per_render_and_never_shown() -> None:

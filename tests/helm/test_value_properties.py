@@ -15,7 +15,7 @@ from tests.helm.service_settings import check, containers
 from tests.helm.value_strategies import paths, schema, values
 
 CALM = settings(
-    max_examples=40,
+    max_examples=25,
     phases=[Phase.generate],  # to shrink would render hundreds of charts more
     deadline=None,
     derandomize=True,
