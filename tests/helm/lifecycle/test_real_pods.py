@@ -7,8 +7,9 @@ decode node, booted from the chart alone.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ import pytest_asyncio
 from tests.helm.lifecycle.cluster import Cluster
 from tests.helm.lifecycle.helm_release import CliRelease, Release
 from tests.helm.lifecycle.load import Load, body, stream
+from tests.helm.lifecycle.resources import Object
 from tests.processes import is_alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 _NUM_REQUESTS = 8
 START_S = 90.0
-_LONG = 600
-"""Tokens of an answer during which there is time to do something."""
+LONG_WISHES = [body(i, max_tokens=400) for i in range(4)]
+"""During these answers there is time to do something."""
 
 
 def values(revision: int = 1, **replicas: int) -> dict[str, Any]:
@@ -64,12 +66,13 @@ def values(revision: int = 1, **replicas: int) -> dict[str, Any]:
 
 @dataclass
 class Serving:
-    """An installed release. `expected`: what it answers to requests 0, 1, …"""
+    """An installed release. `expected`: what it answers to requests 0, 1, …, and to long ones."""
 
     cluster: Cluster
     release: Release
     url: str
-    expected: list[str]
+    expected: list[str] = field(default_factory=list)
+    long_expected: list[str] = field(default_factory=list)
 
     async def wait_known(self, **nodes: int) -> None:
         """The router uses so many nodes of each tier."""
@@ -81,18 +84,35 @@ class Serving:
                     return
                 await asyncio.sleep(0.05)
 
-    async def begin_long_answers(self) -> tuple[list[str], list[asyncio.Task[str]]]:
-        """What they will say, and the answers, each of which has begun."""
-        wishes = [body(i, max_tokens=_LONG) for i in range(4)]
-        expected = await asyncio.gather(*(stream(self.url, wish) for wish in wishes))
-        begun = [asyncio.Event() for _ in wishes]
+    async def begin_long_answers(self) -> tuple[Object, list[asyncio.Task[str]]]:
+        """A decode pod, and answers that have begun, some of them there."""
+        if not self.long_expected:
+            self.long_expected = [await stream(self.url, wish) for wish in LONG_WISHES]
+        begun = [asyncio.Event() for _ in LONG_WISHES]
         answers = [
             asyncio.create_task(stream(self.url, wish, event))
-            for wish, event in zip(wishes, begun, strict=True)
+            for wish, event in zip(LONG_WISHES, begun, strict=True)
         ]
         async with asyncio.timeout(START_S):
             await asyncio.gather(*(event.wait() for event in begun))
-        return expected, answers
+            running = {
+                await num_open(pod["status"]["podIP"]): pod
+                for pod in self.cluster.pods("decode")
+            }
+        assert max(running) > 0, "no answer is under way"
+        return running[max(running)], answers
+
+
+async def num_open(address: str) -> float:
+    """Requests that a decode node is answering."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{address}:8100/metrics") as response,
+    ):
+        text = await response.text()
+    found = re.search(r"^tandem_open_requests(?:{.*})? (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -105,7 +125,7 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
             await cluster.wait_ready(START_S, router=1, prefill=1, decode=1)
             service = cluster.get("Service", "tandem-router")["spec"]
             url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
-            serving = Serving(cluster, release, url, [])
+            serving = Serving(cluster, release, url)
             await serving.wait_known(prefill=1, decode=1)
             for i in range(_NUM_REQUESTS):
                 serving.expected.append(await stream(url, body(i)))
@@ -139,9 +159,9 @@ async def test_scaling_one_tier_under_load_loses_nothing(serving: Serving) -> No
 
 
 async def test_deleting_a_decode_pod_lets_its_answers_end(serving: Serving) -> None:
-    expected, answers = await serving.begin_long_answers()
-    serving.cluster.delete_pod(serving.cluster.pods("decode")[0])
-    assert await asyncio.gather(*answers) == expected
+    pod, answers = await serving.begin_long_answers()
+    serving.cluster.delete_pod(pod)
+    assert await asyncio.gather(*answers) == serving.long_expected
 
 
 async def test_rolling_everything_under_load_loses_nothing(serving: Serving) -> None:
@@ -164,6 +184,12 @@ async def test_losing_a_prefill_pod_under_load_loses_nothing(serving: Serving) -
         serving.cluster.lose_pod(serving.cluster.pods("prefill")[0])
         await load.answers(20)
     assert not load.faults
+
+
+async def test_losing_a_decode_pod_lets_its_answers_go_on_elsewhere(serving: Serving) -> None:
+    pod, answers = await serving.begin_long_answers()
+    serving.cluster.lose_pod(pod)
+    assert await asyncio.gather(*answers) == serving.long_expected
 
 
 async def test_uninstall_stops_everything(serving: Serving) -> None:
