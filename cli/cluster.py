@@ -10,7 +10,10 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
+from cli.gpu_placement import placement_args
 from cli.supervisor import ServiceSpec
+from engine.frontend.settings import detect_device
+from kv_transfer.memory.cuda_driver import cuda_driver
 
 _LOWEST_PORT = 10_000
 
@@ -39,6 +42,13 @@ class UpSettings(BaseSettings):
     decode: int = Field(default=1, ge=1, description="Decode nodes.")
     tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks of each node.")
     device: str = Field(default="auto", description="cpu, cuda, or auto: cuda where there is one.")
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that each node may use. Default: 0.9, divided by the "
+        "number of nodes that share a GPU.",
+    )
     host: str = Field(default="127.0.0.1", description="Address the router listens on.")
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port of the router. 0: any free one."
@@ -75,6 +85,9 @@ def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpe
     requests first.
 
     Ports are chosen here and stay the same when a process is started again.
+
+    Raises:
+        DeviceError: Nodes shall compute on GPUs, but the driver does not answer.
     """
     common = [
         "--model",
@@ -86,8 +99,11 @@ def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpe
         *(["--served-model-name", "demo"] if settings.model == str(DEMO_CHECKPOINT) else []),
         *node_args,
     ]
-    prefills = [_prefill_spec(i, common) for i in range(settings.prefill)]
-    decodes = [_decode_spec(i, common) for i in range(settings.decode)]
+    places = _places(settings, node_args)
+    prefills = [_prefill_spec(i, [*common, *places[i]]) for i in range(settings.prefill)]
+    decodes = [
+        _decode_spec(i, [*common, *places[settings.prefill + i]]) for i in range(settings.decode)
+    ]
     port = settings.port or free_ports(1)[0]
     router = ServiceSpec(
         name="router",
@@ -105,6 +121,16 @@ def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpe
         endpoint=f"http://{settings.host}:{port}",
     )
     return [router, *(spec for spec, _ in decodes), *(spec for spec, _ in prefills)]
+
+
+def _places(settings: UpSettings, node_args: list[str]) -> list[list[str]]:
+    """Flags that tell each node its GPUs, prefill nodes first. Who names GPUs means them."""
+    num_nodes = settings.prefill + settings.decode
+    device = detect_device() if settings.device == "auto" else settings.device
+    if device != "cuda" or any(arg.startswith("--first-gpu") for arg in node_args):
+        return [[] for _ in range(num_nodes)]
+    num_gpus = len(cuda_driver().device_uuids())
+    return placement_args(num_nodes, settings.tp, num_gpus, settings.gpu_memory_utilization)
 
 
 def _prefill_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:

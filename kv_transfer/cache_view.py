@@ -19,7 +19,8 @@ from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import DTYPE_BYTES, HeadRange, KVLayout
 from kv_transfer.memory.copy_queue import CopyQueue
 from kv_transfer.memory.copy_stream import CopyStream
-from kv_transfer.memory.device import MemoryDevice, device_of
+from kv_transfer.memory.device import MemoryDevice
+from kv_transfer.memory.devices import device_of
 from kv_transfer.memory.inbox import Inbox
 
 

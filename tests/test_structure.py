@@ -49,6 +49,8 @@ TORCH_FREE = [
     "decode_node",
     "cli",
     "kv_transfer.host",
+    "kv_transfer.memory",
+    "kv_transfer.process",
     "kv_transfer.base",
     "kv_transfer.metadata",
     "kv_transfer.layout",

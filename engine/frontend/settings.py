@@ -32,7 +32,7 @@ from engine.config import (
     SchedulingPolicy,
 )
 from engine.models.checkpoint import load_model_config, resolve_model
-from kv_transfer.config import KVRole, KVTransferConfig
+from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
 _EPOCH_BITS = 63
@@ -176,6 +176,12 @@ class EngineSettings(BaseSettings):
         description="Address of this host at which decode nodes fetch KV from a prefill node. "
         "Default: --host.",
     )
+    kv_transport: KVTransportName = Field(
+        default="auto",
+        description="How KV gets from a prefill to a decode node. grpc: over the network. "
+        "cuda_ipc: where both are on one host, decode copies it itself, from GPU to GPU. auto: "
+        "cuda_ipc for KV on GPUs, else grpc.",
+    )
     kv_processes: int = Field(default=1, ge=1, description="KV transfer processes of each worker.")
     kv_streams: int = Field(
         default=4, ge=1, le=64, description="Connections over which one request's KV is pulled."
@@ -314,6 +320,7 @@ class EngineSettings(BaseSettings):
         return KVTransferConfig(
             kv_role=kv_role,
             host=self._kv_host(kv_role),
+            transport=self.kv_transport,
             num_processes=self.kv_processes,
             num_streams=self.kv_streams,
             chunk_bytes=self.kv_chunk_bytes,

@@ -1,9 +1,4 @@
-"""A kind of memory that holds KV: what opens it, pins host memory for it, and copies.
-
-1. `device_of(handle)` in a process that maps a worker's KV cache
-2. `open_cache`, `pin`, `new_stream`
-3. `close` ends with the process
-"""
+"""A kind of memory that holds KV: what opens it, pins host memory for it, and copies."""
 
 from __future__ import annotations
 
@@ -16,8 +11,7 @@ import numpy.typing as npt
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.errors import KVTransferError
-from kv_transfer.host.memory_file import MemoryFile
-from kv_transfer.memory.copy_stream import CopyStream, HostCopyStream
+from kv_transfer.memory.copy_stream import CopyStream
 
 
 class DeviceError(KVTransferError):
@@ -50,29 +44,3 @@ class MemoryDevice(ABC):
 
     @abstractmethod
     def new_stream(self) -> CopyStream: ...
-
-
-class HostDevice(MemoryDevice):
-    """Caches are memory files."""
-
-    is_gpu = False
-    copies_at_once = True
-
-    def open_cache(self, handle: KVCacheHandle) -> Mapping:
-        memory = MemoryFile.attach(handle.pid, handle.fd)
-        return Mapping(memory.address, memory.size, memory.close)
-
-    def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        return
-
-    def new_stream(self) -> CopyStream:
-        return HostCopyStream()
-
-
-def device_of(handle: KVCacheHandle) -> MemoryDevice:
-    """Raises `DeviceError` when this host has no such device."""
-    if handle.cuda is None:
-        return HostDevice()
-    from kv_transfer.memory.cuda_device import CudaDevice
-
-    return CudaDevice(handle.cuda.device_uuid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cli.cluster import UpSettings, cluster_specs, free_ports
+from cli.gpu_placement import placement_args
 from cli.up import split_node_args
 
 
@@ -54,3 +55,32 @@ def test_node_arguments_follow_two_dashes() -> None:
 
 def test_free_ports_are_distinct() -> None:
     assert len(set(free_ports(20))) == 20
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "tp_size", "num_gpus", "expected"),
+    [
+        (2, 1, 1, [(0, 0.45), (0, 0.45)]),
+        (2, 1, 2, [(0, None), (1, None)]),
+        (3, 1, 2, [(0, 0.45), (1, 0.45), (0, 0.45)]),
+        (2, 2, 4, [(0, None), (2, None)]),
+        (2, 2, 3, [(0, 0.45), (0, 0.45)]),
+        (1, 4, 2, [(0, None)]),
+    ],
+)
+def test_nodes_have_gpus_of_their_own_or_share_their_memory(
+    num_nodes: int, tp_size: int, num_gpus: int, expected: list[tuple[int, float | None]]
+) -> None:
+    found = []
+    for flags in placement_args(num_nodes, tp_size, num_gpus, None):
+        named = dict(zip(flags[::2], flags[1::2], strict=True))
+        share = named.get("--memory-utilization")
+        found.append((int(named["--first-gpu"]), float(share) if share else None))
+    assert found == expected
+    for flags in placement_args(num_nodes, tp_size, num_gpus, 0.3):
+        assert flags[-2:] == ["--memory-utilization", "0.300"]
+
+
+def test_on_cpu_no_node_hears_of_gpus() -> None:
+    for spec in cluster_specs(UpSettings(device="cpu", gpu_memory_utilization=0.4), []):
+        assert "--first-gpu" not in spec.argv

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.memory.copy_stream import CopyStream, Fence, HostCopyStream
-from kv_transfer.memory.device import HostDevice
+from kv_transfer.memory.host_device import HostDevice
 
 
 class LateFence(Fence):

@@ -17,7 +17,8 @@ from late_device import LateDevice
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.memory.device import HostDevice, MemoryDevice
+from kv_transfer.memory.device import MemoryDevice
+from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, TransferEventKind
 from kv_transfer.peer_caches import PeerCaches
 

@@ -1,0 +1,28 @@
+"""Host memory as a place for KV: caches are memory files, the processor copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.host.memory_file import MemoryFile
+from kv_transfer.memory.copy_stream import CopyStream, HostCopyStream
+from kv_transfer.memory.device import Mapping, MemoryDevice
+
+
+class HostDevice(MemoryDevice):
+    """Caches are memory files."""
+
+    is_gpu = False
+    copies_at_once = True
+
+    def open_cache(self, handle: KVCacheHandle) -> Mapping:
+        memory = MemoryFile.attach(handle.pid, handle.fd)
+        return Mapping(memory.address, memory.size, memory.close)
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> None:
+        return
+
+    def new_stream(self) -> CopyStream:
+        return HostCopyStream()
