@@ -7,6 +7,7 @@ import sys
 import uvloop
 from pydantic import ValidationError
 
+from router.api_keys import ApiKeys
 from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.node_address import NodeRole, parse_node_list
@@ -21,7 +22,10 @@ def main(argv: list[str] | None = None) -> int:
         if settings.check:
             return print_checked(settings)
         listener = bind(settings.host, settings.port)
-        server = RouterServer(settings, listener)
+        admin_listener = None
+        if settings.admin_port is not None:
+            admin_listener = bind(settings.admin_host, settings.admin_port)
+        server = RouterServer(settings, listener, admin_listener=admin_listener)
     except ValidationError as error:
         for problem in error.errors():
             print(f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", file=sys.stderr)
@@ -30,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: cannot listen on {settings.host}:{settings.port}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     uvloop.run(server.run_until_drained())
     return 0
@@ -40,6 +44,7 @@ def print_checked(settings: RouterSettings) -> int:
     """What `--check` does; the exit code. Secrets are masked. Raises `ConfigurationError`."""
     parse_node_list(NodeRole.PREFILL, settings.prefill)
     parse_node_list(NodeRole.DECODE, settings.decode)
+    ApiKeys(file=settings.api_key_file)
     print(settings.model_dump_json(indent=2))
     return 0
 

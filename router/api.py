@@ -2,9 +2,8 @@
 
     POST /v1/completions, /v1/chat/completions    passed on to a decode node
     GET  /v1/models, /v1/models/{id}              put together from the decode nodes
-    GET  /health                                  200 while the process lives
-    GET  /ready                                   200 while requests would be served, else 503
-    GET  /metrics                                 Prometheus
+
+What operators ask is in `router.admin_api`.
 
 The two POST paths are a plain ASGI endpoint, because they carry every streamed byte.
 """
@@ -13,10 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -32,10 +30,9 @@ from router.errors import ModelNotFound, NoNodeAvailable, Overloaded, RouterErro
 from router.forward import Forwarder
 from router.metrics import RouterMetrics
 from router.models_catalog import ModelCard, ModelCatalog
-from router.node_address import NodeRole
-from router.node_registry import NodeRegistry
 from router.relay import AnswerBroken
 from router.request_info import read_request_info
+from router.tenants import Tenant
 from router.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -70,6 +67,7 @@ class ProxyEndpoint:
             self.metrics.open_requests.set(self.num_open)
             self.metrics.duration.observe(time.monotonic() - started)
         self.metrics.requests.labels(scope["path"], status).inc()
+        self.metrics.by_tenant.add((_tenant(scope).name,), str(status))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, rid: str) -> int:
         """The status that the client got, or would have got."""
@@ -90,35 +88,12 @@ class ProxyEndpoint:
             raise Overloaded("The router has too many open requests. Try again shortly.")
         headers = request_headers(scope)
         body = await read_body(headers, receive, self.max_body_bytes, self.body_timeout_s)
-        info = read_request_info(scope["path"], rid, headers, body)
+        info = read_request_info(scope["path"], rid, headers, body, _tenant(scope))
         return ClientRequest(info, headers, body, TraceContext.from_headers(headers))
 
 
-def info_routes(
-    registry: NodeRegistry,
-    catalog: ModelCatalog,
-    metrics: RouterMetrics,
-    is_draining: Callable[[], bool],
-) -> APIRouter:
-    """Everything but the proxied paths."""
+def model_routes(catalog: ModelCatalog) -> APIRouter:
     routes = APIRouter()
-
-    @routes.get("/health")
-    async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
-
-    @routes.get("/ready")
-    async def ready() -> JSONResponse:
-        counts = {f"{role}_nodes": len(registry.usable(role)) for role in NodeRole}
-        if is_draining():
-            return JSONResponse({"status": "draining", **counts}, status_code=503)
-        if not counts["decode_nodes"]:
-            return JSONResponse({"status": "no decode node", **counts}, status_code=503)
-        return JSONResponse({"status": "ready", **counts})
-
-    @routes.get("/metrics")
-    async def scrape() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/v1/models")
     async def list_models() -> JSONResponse:
@@ -132,6 +107,11 @@ def info_routes(
         raise ModelNotFound(f"The model {model_id!r} does not exist here.")
 
     return routes
+
+
+def _tenant(scope: Scope) -> Tenant:
+    tenant: Tenant = scope["state"]["tenant"]
+    return tenant
 
 
 async def _models(catalog: ModelCatalog) -> list[ModelCard]:

@@ -15,17 +15,21 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Lifespan
 
-from router.api import PROXIED_PATHS, ProxyEndpoint, info_routes
+from router.admin_api import admin_routes, probe_routes, readiness
+from router.api import PROXIED_PATHS, ProxyEndpoint, model_routes
 from router.api_keys import ApiKeyGate, ApiKeys
 from router.attempts import Attempts
 from router.client_connection import request_headers, request_id
+from router.closing_connections import ClosingConnections
 from router.config import RouterSettings
+from router.decision_log import DecisionLog
 from router.discovery import Discovery, Resolver, resolve_host
 from router.errors import RouterError, error_body
 from router.forward import Forwarder
@@ -43,6 +47,9 @@ from router.placement.spill import spill_rule
 from router.placement.tandem_policy import TandemParameters
 from router.retry_budget import RetryBudget
 from router.silence_watch import SilenceWatch
+from router.status_page import RouterView
+from router.tenants import ANYONE
+from router.traffic_meter import TrafficMeter
 from router.transport import HttpTransport, Transport
 
 
@@ -66,15 +73,27 @@ class Services:
     monitor: LoadMonitor
     discovery: Discovery
     forwarder: Forwarder
+    keys: ApiKeys
+    meter: TrafficMeter
     draining: bool = False
+
+    def view(self) -> RouterView:
+        by_tenant = self.metrics.by_tenant
+        names = sorted(tenant.name for tenant in self.keys.tenants | {ANYONE})
+        return RouterView(
+            state=readiness(self.registry, self.draining),
+            registry=self.registry,
+            decisions=self.forwarder.attempts.decisions,
+            rates=self.meter.per_second(),
+            totals=self.metrics.totals(),
+            tenants=[(name, by_tenant.of((name,))) for name in names],
+        )
 
 
 def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> FastAPI:
     """Raises `ConfigurationError` when a node list cannot be read."""
     services = make_services(settings, world or OuterWorld())
-    app = FastAPI(
-        title="tandem router", lifespan=_lifespan, docs_url=None, redoc_url=None, openapi_url=None
-    )
+    app = _bare_app(_lifespan)
     app.state.services = services
     endpoint = ProxyEndpoint(
         forwarder=services.forwarder,
@@ -89,19 +108,45 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         transport=services.transport,
         node_api_key=settings.node_api_key.get_secret_value(),
     )
-    app.include_router(
-        info_routes(services.registry, catalog, services.metrics, lambda: services.draining)
+    app.include_router(model_routes(catalog))
+    app.include_router(_probe_routes(services))
+    open_paths = {"/health", "/ready"}
+    if settings.admin_port is None:
+        app.include_router(admin_routes(services.metrics, services.view))
+        open_paths.add("/metrics")
+    app.add_middleware(ApiKeyGate, keys=services.keys, open_paths=open_paths)
+    app.add_middleware(ClosingConnections, is_draining=lambda: services.draining)
+    return app
+
+
+def create_admin_app(services: Services) -> FastAPI:
+    """For `admin_port`. Asks for no key."""
+    app = _bare_app()
+    app.include_router(_probe_routes(services))
+    app.include_router(admin_routes(services.metrics, services.view))
+    return app
+
+
+def _bare_app(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    app = FastAPI(
+        title="tandem router", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    app.add_middleware(ApiKeyGate, keys=ApiKeys.from_text(settings.api_keys.get_secret_value()))
     app.add_exception_handler(RouterError, _answer_router_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_bug)
     return app
 
 
+def _probe_routes(services: Services) -> APIRouter:
+    return probe_routes(services.registry, lambda: services.draining)
+
+
 def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     registry = _make_registry(settings)
-    metrics = RouterMetrics(registry)
+    keys = ApiKeys(settings.api_keys.get_secret_value(), settings.api_key_file)
+    metrics = RouterMetrics(
+        registry, lambda: {tenant.name for tenant in keys.tenants} | {ANYONE.name}
+    )
     monitor = LoadMonitor(
         registry, metrics, settings.watch_interval_s, world.open_channel, world.rng
     )
@@ -115,12 +160,15 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         metrics=metrics,
         budget=RetryBudget(settings.retry_budget, settings.retry_burst),
         silence=SilenceWatch(registry=registry, stall_s=settings.stream_stall_s),
+        decisions=DecisionLog(),
         max_attempts=settings.max_attempts,
         node_api_key=settings.node_api_key.get_secret_value(),
         wants_journal=settings.max_migrations > 0,
     )
     return Services(
         registry=registry,
+        keys=keys,
+        meter=TrafficMeter(metrics.totals),
         metrics=metrics,
         transport=transport,
         monitor=monitor,
@@ -209,10 +257,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await services.transport.open()
         stack.push_async_callback(services.transport.close)
         stack.push_async_callback(services.monitor.close)
-        discovering = asyncio.create_task(services.discovery.run(), name="discovery")
-        stack.push_async_callback(_stop, discovering)
-        giving_up = asyncio.create_task(services.forwarder.attempts.silence.run())
-        stack.push_async_callback(_stop, giving_up)
+        for work in (
+            services.discovery.run(),
+            services.forwarder.attempts.silence.run(),
+            services.keys.watch(),
+            services.meter.run(),
+        ):
+            stack.push_async_callback(_stop, asyncio.create_task(work))
         yield
 
 

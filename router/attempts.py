@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.client_request import ClientRequest
+from router.decision_log import DecisionLog
 from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable, RouterError
 from router.exchange import Exchange
 from router.journal import JOURNAL_HEADER
@@ -54,6 +55,7 @@ class Attempts:
     metrics: RouterMetrics
     budget: RetryBudget
     silence: SilenceWatch
+    decisions: DecisionLog
     max_attempts: int = 3
     node_api_key: str = ""
     wants_journal: bool = True
@@ -66,7 +68,7 @@ class Attempts:
         """
         self.budget.add_request()
         tried: list[Node] = []
-        placement = self.place(request.info, tried)
+        placement = self.place(request, tried)
         while True:
             headers = self.node_headers(request, placement)
             exchange = Exchange(placement, self.silence.exchanges)
@@ -74,7 +76,7 @@ class Attempts:
             if failure is None:
                 return exchange
             tried.append(placement.decode)
-            following = self._next_placement(request.info, tried)
+            following = self._next_placement(request, tried)
             if following is None:
                 return _last_word(exchange, failure, len(tried))
             exchange.close()
@@ -95,6 +97,7 @@ class Attempts:
             exchange.close()
             raise
         if exchange.status in _REFUSALS:
+            self.note(decode, Failure.REFUSED)
             return Failure.REFUSED
         outcome = PrefillOutcome.from_headers(exchange.node_headers())
         self.policy.observe(info, exchange.placement, outcome)
@@ -105,6 +108,7 @@ class Attempts:
             "request %s: decode node %s: %s (%s)", info.request_id, node.address, failure, reason
         )
         self.metrics.node_failures.labels(failure).inc()
+        self.note(node, failure)
         if self.registry.record_failure(node):
             self.metrics.ejections.labels(node.address.role).inc()
         return failure
@@ -116,11 +120,17 @@ class Attempts:
             self.node_failed(decode, Failure.FAULT, f"status {exchange.status}", info)
         elif exchange.status not in _REFUSALS:
             self.registry.record_success(decode)
+            self.note(decode, "answered")
 
-    def place(self, info: RequestInfo, tried: Sequence[Node]) -> Placement:
+    def note(self, node: Node, outcome: str) -> None:
+        self.metrics.by_node.add((node.address.role, node.address.target), outcome)
+
+    def place(self, request: ClientRequest, tried: Sequence[Node]) -> Placement:
         """Raises `RouterError`."""
+        info = request.info
         placement = self.policy.place(info, tried)
         self.metrics.placements.labels(placement.choice, info.session_source).inc()
+        self.decisions.note(info, placement, len(tried), request.trace.trace_id)
         return placement
 
     def node_headers(self, request: ClientRequest, placement: Placement) -> dict[str, str]:
@@ -144,12 +154,12 @@ class Attempts:
             headers["authorization"] = f"Bearer {self.node_api_key}"
         return headers
 
-    def _next_placement(self, info: RequestInfo, tried: Sequence[Node]) -> Placement | None:
+    def _next_placement(self, request: ClientRequest, tried: Sequence[Node]) -> Placement | None:
         """Where to try again; None when the request has had its chances."""
         if len(tried) >= self.max_attempts:
             return None
         try:
-            placement = self.place(info, tried)
+            placement = self.place(request, tried)
         except RouterError:
             return None
         return placement if self.budget.try_take() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr
@@ -30,6 +31,16 @@ class RouterSettings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port. 0: any free one.")
+    admin_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of /metrics and /status alone, without keys; the API's port then has "
+        "neither. 0: any free one. Not set: both are on the API's port.",
+    )
+    admin_host: str = Field(
+        default="127.0.0.1", description="Address that the admin port listens on."
+    )
     prefill: str = Field(
         default="",
         description="Prefill nodes: host:port or dns://name:port, comma separated.",
@@ -42,6 +53,11 @@ class RouterSettings(BaseSettings):
     api_keys: SecretStr = Field(
         default=SecretStr(""),
         description="Keys that clients may use, comma separated. Empty: no key is asked for.",
+    )
+    api_key_file: Path | None = Field(
+        default=None,
+        description="TOML file of tenants: names, SHA-256 digests of their keys (two at most), "
+        "rates, priority. Read again when it changes.",
     )
     node_api_key: SecretStr = Field(
         default=SecretStr(""),
@@ -148,8 +164,7 @@ class RouterSettings(BaseSettings):
     num_routers: int = Field(
         default=1,
         ge=1,
-        description="Router replicas in front of these nodes. A session leaves its home less "
-        "readily when others also place requests, and limits are shared between the replicas.",
+        description="Router replicas in front of these nodes. Limits are shared between them.",
     )
     decode_choices: int = Field(
         default=2, ge=1, description="Decode nodes drawn at random; the least loaded is taken."
@@ -161,7 +176,7 @@ class RouterSettings(BaseSettings):
         default=8000.0, gt=0, description="Assumed until prompts have been served."
     )
     own_work_weight: float = Field(
-        default=2.0,
+        default=3.0,
         ge=1,
         description="How much the computing of a prompt counts against the waiting before it, "
         "when prefill nodes are compared: it also delays those that come after.",
@@ -175,7 +190,7 @@ class RouterSettings(BaseSettings):
     max_index_entries: int = Field(
         default=300_000,
         ge=0,
-        description="Pairs of prompt block (about 512 tokens) and node that the router remembers, "
+        description="Pairs of prompt block (about 1024 tokens) and node that the router remembers, "
         "about 200 bytes each.",
     )
 
@@ -184,6 +199,20 @@ class RouterSettings(BaseSettings):
     )
     body_timeout_s: float = Field(
         default=30.0, gt=0, description="Time a client has to send its request body."
+    )
+    header_timeout_s: float = Field(
+        default=10.0, gt=0, description="Time a client has to send the head of a request."
+    )
+    max_header_bytes: int = Field(
+        default=16 << 10,
+        ge=1024,
+        description="Largest request line and headers together; more is answered with 431.",
+    )
+    max_connections_per_address: int = Field(
+        default=0,
+        ge=0,
+        description="Connections that one client address may have open. 0: any number, which is "
+        "right behind a load balancer.",
     )
     max_open_requests: int = Field(
         default=4096, ge=1, description="Requests in flight; more are answered with 503."

@@ -2,11 +2,13 @@
 
     RouterError                     answered to the client with an OpenAI error body
       BadRequest            400     the body cannot be read
+      BadHead               400     the request line or headers cannot be trusted
       Unauthorized          401     API key missing or unknown
       ModelNotFound         404     no node serves the model
       RequestTimeout        408     the client was too slow to send its body
       BodyTooLarge          413
       UnsupportedEncoding   415     compressed bodies are not taken
+      HeadTooLarge          431     request line and headers
       Overloaded            503     too many requests in flight
       NoNodeAvailable       503     nobody to serve it now
     NodeUnreachable                 no connection to a node: nothing was sent
@@ -44,6 +46,18 @@ class BadRequest(RouterError):
     status = 400
     error_type = "invalid_request_error"
     code = "invalid_json"
+
+
+class BadHead(RouterError):
+    status = 400
+    error_type = "invalid_request_error"
+    code = "invalid_http"
+
+
+class HeadTooLarge(RouterError):
+    status = 431
+    error_type = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class Unauthorized(RouterError):

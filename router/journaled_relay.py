@@ -160,6 +160,8 @@ class JournaledRelay:
         metrics = self.attempts.metrics
         if interruption is Interruption.GAP:
             self._lost(lost, "entries of the journal are missing")
+        elif interruption is Interruption.HANDED_OVER:
+            self.attempts.note(lost.placement.decode, interruption)
         following = await self.migrations.resume(
             self.request, self.journal, lost.placement, num_before
         )

@@ -6,7 +6,7 @@ at each scrape, so they vanish together with their node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from router.node import NodeState
 from router.node_address import NodeRole
 from router.node_registry import NodeRegistry
+from router.tally import Tally
 
 # fmt: off
 _FIRST_BYTE_BUCKETS = (
@@ -77,9 +78,27 @@ class NodeCollector(Collector):
 
 
 class RouterMetrics:
-    def __init__(self, nodes: NodeRegistry) -> None:
+    """`tenants` gives the names of those that exist now."""
+
+    def __init__(self, nodes: NodeRegistry, tenants: Callable[[], Iterable[str]] = tuple) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(NodeCollector(nodes))
+        self.by_node = Tally(
+            "tandem_router_node_answers",
+            "Attempts to have a decode node answer, by what became of them",
+            ["tier", "node"],
+            "outcome",
+            lambda: [(n.address.role, n.address.target) for n in nodes.all_nodes()],
+        )
+        self.by_tenant = Tally(
+            "tandem_router_tenant_requests",
+            "Answers given, by tenant and status; 499: the client left first",
+            ["tenant"],
+            "status",
+            lambda: [(name,) for name in tenants()],
+        )
+        self.registry.register(self.by_node)
+        self.registry.register(self.by_tenant)
         ProcessCollector(registry=self.registry)
         self._make_request_metrics()
         self._make_event_metrics()
@@ -161,5 +180,29 @@ class RouterMetrics:
             registry=self.registry,
         )
 
+    def totals(self) -> dict[str, float]:
+        """The figures that a person looks at first."""
+        return {
+            "requests": _sum(self.requests),
+            "retries before the first byte": _sum(self.retries),
+            "answers moved to another node": _sum(self.migrations),
+            "broken answers": _sum(self.broken_streams),
+            "placements at the session's home": _sum(self.placements, choice="home"),
+            "placements elsewhere to spare a wait": _sum(self.placements, choice="spill"),
+            "placements without a session's home": _sum(self.placements)
+            - _sum(self.placements, choice="home")
+            - _sum(self.placements, choice="spill"),
+        }
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _sum(counter: Counter, **labels: str) -> float:
+    """Over all children that have `labels`."""
+    return sum(
+        sample.value
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total") and labels.items() <= sample.labels.items()
+    )

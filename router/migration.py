@@ -71,7 +71,7 @@ class Migrations:
         """None: there is nobody. Nodes of another model or KV layout are added to `tried`."""
         while True:
             try:
-                placement = self.attempts.place(request.info, tried)
+                placement = self.attempts.place(request, tried)
             except RouterError:
                 return None
             if placement.decode.fingerprint == fingerprint:

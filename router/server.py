@@ -10,16 +10,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from router.app import OuterWorld, Services, create_app
+from router.app import OuterWorld, Services, create_admin_app, create_app
 from router.config import RouterSettings
+from router.guarded_protocol import ConnectionLimits, guarded_protocol
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +32,49 @@ _KEEP_ALIVE_S = 75
 was just being sent would be lost with the connection."""
 
 
+_SEND_BUFFER_BYTES = 256 << 10
+"""Of each connection: what a client that reads slowly may leave lying with the kernel."""
+
+
+class AdminServer(uvicorn.Server):
+    """Of `/metrics` and `/status`, when they have a port of their own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The router's server has them."""
+        yield
+
+
 class RouterServer(uvicorn.Server):
+    """`admin_listener`: where `/metrics` and `/status` are, if not with the API."""
+
     def __init__(
-        self, settings: RouterSettings, listener: socket.socket, world: OuterWorld | None = None
+        self,
+        settings: RouterSettings,
+        listener: socket.socket,
+        world: OuterWorld | None = None,
+        admin_listener: socket.socket | None = None,
     ) -> None:
         app = create_app(settings, world)
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="httptools",
+                http=guarded_protocol(_limits(settings)),
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -54,13 +91,28 @@ class RouterServer(uvicorn.Server):
         self._listener = listener
         self._closing: asyncio.TimerHandle | None = None
 
+        self._admin: uvicorn.Server | None = None
+        self._admin_listener = admin_listener
+
     async def run_until_drained(self) -> None:
-        await self.serve(sockets=[self._listener])
+        """The admin port stays open until the last answer has ended."""
+        if self._admin_listener is None:
+            await self.serve(sockets=[self._listener])
+            return
+        self._admin = AdminServer(create_admin_app(self.services))
+        serving = asyncio.create_task(self._admin.serve(sockets=[self._admin_listener]))
+        try:
+            await self.serve(sockets=[self._listener])
+        finally:
+            self._admin.should_exit = True
+            await serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         ready = {"event": "ready", "role": "router", "host": host, "port": port}
+        if self._admin_listener is not None:
+            ready["admin_port"] = self._admin_listener.getsockname()[1]
         print(json.dumps(ready), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -77,6 +129,14 @@ class RouterServer(uvicorn.Server):
         self.should_exit = True
 
 
+def _limits(settings: RouterSettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        header_timeout_s=settings.header_timeout_s,
+        max_header_bytes=settings.max_header_bytes,
+        max_per_address=settings.max_connections_per_address,
+    )
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Raises `OSError` when the address cannot be had.
 
@@ -85,11 +145,12 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     try:
         listener.bind((host, port))
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
 
 

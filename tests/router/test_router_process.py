@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,29 +13,13 @@ from aiohttp import web
 from router.config import RouterSettings
 from tests.router.router_cluster import TIMEOUT_S, Cluster
 from tests.router.router_fakes import event, open_stream
+from tests.router.router_processes import ready_line, router_process
 
-ROOT = Path(__file__).resolve().parents[2]
 BODY = {"model": "demo", "prompt": "hello", "stream": True}
 
 
-@asynccontextmanager
-async def router_process(*args: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router", "--port", "0", *args, cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
 async def _ready(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    async with asyncio.timeout(TIMEOUT_S):
-        line = json.loads(await process.stdout.readline())
+    line = await ready_line(process)
     assert line["event"] == "ready"
     return f"http://{line['host']}:{line['port']}"
 

@@ -161,12 +161,13 @@ def texts(answer: str, num_choices: int = 1) -> list[str]:
     return found
 
 
-async def main() -> None:
-    node = FakeDecodeNode(sys.argv[1], TokenHandler(gap_s=float(sys.argv[2])))
+async def main(gap_s: float, port: int = 0, status_port: int = 0) -> None:
+    node = FakeDecodeNode("token-server", TokenHandler(gap_s=gap_s))
+    node.port, node.status_port = port, status_port
     await node.start()
     print(json.dumps({"port": node.port, "status_port": node.status_port}), flush=True)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(float(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -1,0 +1,149 @@
+"""The status page and the admin port."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import aiohttp
+import pytest
+
+from router.config import RouterSettings
+from router.decision_log import DecisionLog
+from router.node_registry import NodeRegistry
+from router.status_page import RouterView, render_status
+from router.traffic_meter import TrafficMeter
+from tests.router.router_cluster import Cluster
+from tests.router.router_factories import address, report
+from tests.router.router_processes import ready_line, router_process
+from tests.router.token_server import TokenHandler
+
+BODY = {"model": "demo", "prompt": "hello", "seed": 7, "max_tokens": 3, "stream": True}
+
+
+class Page(HTMLParser):
+    """Cells by table, and every tag that a page of ours has no use for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.titles: list[str] = []
+        self.rows: list[list[str]] = []
+        self.strange: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "img", "iframe", "link", "a", "form", "b"):
+            self.strange.append(tag)
+        if any(name.startswith("on") for name, _ in attrs):
+            self.strange.append(f"{tag} {attrs}")
+        if tag == "tr":
+            self.rows.append([])
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+        if self._open and self._open[-1] == "h2":
+            self.titles.append(data)
+
+
+async def test_the_page_shows_nodes_traffic_tenants_and_decisions(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(handler=TokenHandler())
+    router = await cluster.router(prefill, decode)
+    await router.text(BODY, x_request_id="request-7")
+    async with router.client.get(router.url + "/status") as response:
+        assert response.status == 200
+        assert response.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        page = Page(await response.text())
+    assert page.titles == [
+        "Traffic", "Prefill nodes", "Decode nodes", "Tenants", "Recent placements",
+    ]  # fmt: skip
+    assert not page.strange
+    cells = [cell for row in page.rows for cell in row]
+    assert "request-7" in cells
+    assert any(prefill.target in cell for cell in cells)
+    assert any(decode.target in cell for cell in cells)
+    assert ["default", "1", "200: 1"] in page.rows
+
+
+def test_what_nodes_say_of_themselves_is_only_text() -> None:
+    evil = '"><script>alert(1)</script><b onclick=x>'
+    registry = NodeRegistry()
+    node = address("a")
+    registry.set_members([node])
+    registry.apply_report(node, report(model_name=evil, fingerprint=evil))
+    view = RouterView(
+        state="ready",
+        registry=registry,
+        decisions=DecisionLog(),
+        rates={},
+        totals={"requests": 1.0},
+        tenants=[(evil, {evil: 1})],
+    )
+    page = Page(render_status(view))
+    assert not page.strange
+    assert sum(cell.count("<script>") for row in page.rows for cell in row) >= 3
+
+
+def test_rates_are_those_of_the_last_minute() -> None:
+    totals = {"requests": 0.0}
+    meter = TrafficMeter(lambda: totals)
+    assert meter.per_second() == {"requests": 0.0}
+    for second in range(100):
+        meter.sample(float(second))
+        totals["requests"] += 2.0 if second < 30 else 5.0
+    assert meter.per_second() == {"requests": pytest.approx(5.0)}
+
+
+async def test_metrics_of_a_node_go_with_it(cluster: Cluster) -> None:
+    stays, goes = await cluster.decode("a"), await cluster.decode("b")
+    router = await cluster.router(stays, goes)
+    while not (stays.requests and goes.requests):
+        await router.text(BODY)
+    registry = router.services.registry
+    assert goes.target in router.services.metrics.render().decode()
+    registry.set_members(
+        [n.address for n in registry.all_nodes() if n.address.target == stays.target]
+    )
+    text = router.services.metrics.render().decode()
+    assert stays.target in text
+    assert goes.target not in text
+
+
+async def test_the_page_needs_a_key_where_clients_are(cluster: Cluster) -> None:
+    router = await cluster.router(api_keys="secret")
+    for path, status in (("/status", 401), ("/metrics", 200)):
+        async with router.client.get(router.url + path) as response:
+            assert response.status == status
+
+
+async def test_an_admin_port_has_what_the_api_s_port_has_not() -> None:
+    async with (
+        router_process("--decode", "127.0.0.1:1/2", "--admin-port", "0") as process,
+        aiohttp.ClientSession() as client,
+    ):
+        ready = await ready_line(process)
+        api, admin = (f"http://127.0.0.1:{ready[name]}" for name in ("port", "admin_port"))
+        for path in ("/metrics", "/status"):
+            async with client.get(admin + path) as response:
+                assert response.status == 200
+            async with client.get(api + path) as response:
+                assert response.status == 404
+        for path, status in (("/health", 200), ("/ready", 503)):
+            for base in (api, admin):
+                async with client.get(base + path) as response:
+                    assert response.status == status
+        async with client.post(admin + "/v1/completions", json=BODY) as response:
+            assert response.status == 404
+
+
+def test_the_admin_port_is_off_unless_it_is_asked_for() -> None:
+    settings = RouterSettings()
+    assert settings.admin_port is None
+    assert settings.admin_host == "127.0.0.1"
