@@ -96,6 +96,7 @@ class RayCluster:
         bundles = [here] + [{self._resource: 1.0}] * (num_ranks - 1)
         group = placement_group(bundles, strategy="PACK", name=self._name)
         deadline = time.monotonic() + self._config.ray_timeout_s
+        report("waiting for hosts", min(1.0, self._total() / num_ranks))
         while not group.wait(_LOOK_INTERVAL_S):
             if time.monotonic() > deadline:
                 remove_placement_group(group)

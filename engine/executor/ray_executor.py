@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import ray
+
 from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
 from engine.executor.message_queue import MessageQueueWriter
 from engine.executor.process_executor import ProcessExecutor, log_level
 from engine.executor.ray_cluster import RayCluster
-from engine.executor.ray_host import RayHost
+from engine.executor.ray_host import RayHost, describe
 from engine.executor.remote_queue import RemoteQueueWriter
 from engine.executor.worker_messages import WorkerProcConfig
 from kv_transfer.host.local_socket import Context
@@ -58,7 +61,13 @@ class RayExecutor(ProcessExecutor):
 
     def _find_hosts(self, report: ReportProgress) -> Sequence[ProcessHost]:
         self._cluster.connect()
-        self._hosts = self._cluster.reserve(self._key, report)
+        try:
+            self._hosts = self._cluster.reserve(self._key, report)
+        except ray.exceptions.RayError as error:
+            raise EngineDeadError(
+                f"Ray could not start the workers: {describe(error)}; the logs of its processes "
+                f"are under /tmp/ray on the hosts"
+            ) from error
         self._open_queues()
         return self._hosts
 

@@ -141,7 +141,7 @@ class RayProcess:
         error = ended.exception()
         with self._lock:
             if error is not None:
-                self._loss = _describe(error)
+                self._loss = describe(error)
             self._code = ended.result() if error is None else _LOST
             if self.sentinel >= 0:
                 os.eventfd_write(self.sentinel, 1)
@@ -212,7 +212,7 @@ class RayHost:
         return RayProcess(self.actor, name, started)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Ray's messages are many lines long; the first says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

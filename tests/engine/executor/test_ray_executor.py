@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from engine.messages import LoadProgress
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until, until_empty
-from tests.engine.executor.ray_hosts import OTHER, RayHosts, ray_hosts
+from tests.engine.executor.ray_hosts import OTHER, ROOT, RayHosts, ray_hosts
 from tests.processes import is_alive, is_gone
 
 NUM_REQUESTS = 12
@@ -78,7 +79,7 @@ async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle
     )
     try:
         stages = [one.stage for one in progress]
-        assert "loading weights" in stages and progress[-1].fraction <= 1
+        assert "waiting for hosts" in stages and "loading weights" in stages
         peer = prefill.ready.peer
         assert peer is not None
         listening = [addresses[0].rpartition(":")[0] for addresses in peer.endpoints]
@@ -145,15 +146,45 @@ async def reason_of_death(llm: AsyncLLM, pid: int) -> str:
     return str(error.value)
 
 
-async def test_killed_actor(hosts: RayHosts) -> None:
-    async with doomed_engine(hosts) as llm:
+async def test_hanging_worker_then_killed_actor(hosts: RayHosts) -> None:
+    driver = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.engine.executor.ray_driver", hosts.address),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert driver.stdin is not None and driver.stdout is not None
+
+    async def answer() -> object:
+        assert driver.stdout is not None
+        while not (line := await driver.stdout.readline()).startswith((b'"', b"[")):
+            assert line, "the driver has ended"
+        return json.loads(line)
+
+    try:
+        reason = await answer()
+        stopped = "has not taken the step (process state T)"
+        assert str(reason).startswith(
+            f"a step did not finish within 0.5 s: worker 0 {stopped}, worker 1 on {OTHER} {stopped}"
+        )
         (actor,) = hosts.nodes[1].actors()
-        reason = await reason_of_death(llm, actor)
-        assert reason.startswith(f"worker 1 on {OTHER} was "), reason
+        os.kill(actor, signal.SIGKILL)
+        driver.stdin.write(b"\n")
+        reason = await answer()
+        assert str(reason).startswith(f"worker 1 on {OTHER} was lost with its Ray actor or host")
+        pids = await answer()
+        assert isinstance(pids, list) and len(pids) == 2
+        assert await driver.wait() == 0
+    finally:
+        if driver.returncode is None:
+            driver.kill()
+            await driver.wait()
+    await until(lambda: not any(is_alive(pid) for pid in pids), "the end of all workers")
+    await until(lambda: not any(node.actors() for node in hosts.nodes), "the end of all actors")
 
 
 async def test_killed_raylet(hosts: RayHosts) -> None:
     """The end of a host. Too few hosts are left for another engine, which says so."""
     async with doomed_engine(hosts) as llm:
         reason = await reason_of_death(llm, hosts.nodes[1].raylet)
-        assert re.match(rf"worker 1 on {OTHER} was lost with its Ray actor or host", reason), reason
+        assert reason.startswith(f"worker 1 on {OTHER} was lost with its Ray actor or host")
