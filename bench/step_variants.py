@@ -1,6 +1,6 @@
 """Other ways to compute a step, tried beside the present one on the same device and weights.
 
-    python -m bench.step_variants                    # decode, then prefill
+    python -m bench.step_variants                    # prefill, then decode
     python -m bench.step_variants --parts prefill
     python -m bench.step_variants --dry-run          # a tiny model on the CPU: does everything run
 
@@ -35,6 +35,7 @@ from bench.variant_list import (
     narrow_variants,
 )
 from bench.variant_model import VariantModel
+from engine.layers import dense_attention
 from tandem_kernels.narrow_shapes import MAX_ROWS
 
 _LARGEST_ERROR = 3e-2
@@ -43,7 +44,17 @@ _FLOORS_MS = {1: 3.52, 16: 4.0, 64: 5.6, 256: 14.1}
 _MUST_MS = {1: 4.8, 16: 5.4, 64: 7.5, 256: 17.5}
 _BUSY_MS = {1: 0.04, 16: 0.04, 64: 0.06, 256: 0.1}
 """What sampling and bookkeeping add to a step of the engine, about."""
-_PROMPTS = ((8192,), (2048,) * 4, (1536, 512, 4096, 2048))
+_NEVER = 1 << 30
+_PREFILL_WAYS = (
+    ("present", dense_attention.MIN_TOKENS, False),
+    ("triton", _NEVER, False),
+    ("projected from 4096", 4096, True),
+    ("projected from 2048", 2048, True),
+    ("projected from 1024", 1024, True),
+    ("gathered from 2048", 2048, False),
+)
+"""Name, length from which prompts are attended apart, whether from the projection."""
+_PROMPTS = ((8192,), (2048,) * 4, (1024,) * 8, (1536, 512, 4096, 2048))
 
 
 def step_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Tensor, bool]:
@@ -159,15 +170,18 @@ def try_prefill(model: VariantModel) -> list[dict[str, object]]:
     for lengths in _PROMPTS:
         lengths = tuple(min(length, model.longest) for length in lengths)
         trial = Trial(model, f"prefill {lengths}", eager_ms)
-        ways = {"gathered": (True, False), "projected": (True, True), "triton": (False, False)}
-        for name, way in ways.items():
-            if name != "triton" and max(lengths) < model.shortest_apart:
+        tried = set()
+        for name, apart_from, projected in _PREFILL_WAYS:
+            apart = (tuple(n for n in lengths if n >= apart_from), projected)
+            if apart in tried or (not apart[0] and ((), not projected) in tried):
                 continue
+            tried.add(apart)
+            step = model.prefill_step(lengths, apart_from, projected)
             for chained in (False, True):
                 label = name + (", chained" if chained else "")
-                trial.measure(Variant(label, chained=chained), model.prefill_step(lengths, *way))
+                trial.measure(Variant(label, chained=chained), step)
         ordered = Variant("deterministic", deterministic=True)
-        trial.measure(ordered, model.prefill_step(lengths, False, False))
+        trial.measure(ordered, model.prefill_step(lengths, _NEVER, False))
         rows += trial.rows
     return rows
 
@@ -186,6 +200,7 @@ def compile_part(arguments: argparse.Namespace) -> None:
     model = VariantModel(arguments.shape, num_layers=1, most_bytes=1 << 30)
     work = [(batch, variant) for batch in DECODE_BATCHES for variant in decode_variants()]
     work.append((16, Variant("deterministic", deterministic=True)))
+    work += [(batch, Variant("ahead", None, (), True, 8 << 20)) for batch in (16, 64)]
     kinds = narrow_variants().values()
     work += [(16, variant) for variants in kinds for variant in variants]
     for batch, variant in work[index::count]:
@@ -194,6 +209,29 @@ def compile_part(arguments: argparse.Namespace) -> None:
                 model.decode_step(batch, True)()
         except Exception as error:
             print(variant.name, type(error).__name__, str(error)[:100], flush=True)
+
+
+def recommended(rows: list[dict[str, object]]) -> list[str]:
+    """Experiments that the figures speak for, as the setting takes them."""
+
+    def ms(case: str, variant: str) -> float:
+        found = [row.get("ms") for row in rows if (row["case"], row["variant"]) == (case, variant)]
+        return float(str(found[0])) if found and found[0] is not None else float("inf")
+
+    case, chosen = "decode 16", ["prefill-graphs"]
+    chained = ms(case, "chained, decode")
+    ahead = ms(case, "decode, 4 MB ahead, chained")
+    narrow = ms(case, "chained, decode, narrow as it is")
+    if min(chained, ahead, narrow) < ms(case, "present"):
+        chosen.append("chained-launches")
+    if narrow < min(chained, ahead):
+        chosen.append("narrow-products")
+    elif ahead < chained:
+        chosen.append("weights-ahead")
+    case = "prefill (8192,)"
+    if ms(case, "projected from 4096") < ms(case, "present"):
+        chosen.append("projected-attention")
+    return chosen
 
 
 def print_table(rows: list[dict[str, object]]) -> None:
@@ -224,15 +262,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--parts", default="decode,prefill", help="comma separated")
+    parser.add_argument("--parts", default="prefill,decode", help="comma separated")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--compiled", action="store_true", help="the cache of kernels is filled")
     parser.add_argument("--only-compile", action="store_true", help="fill the cache of kernels")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.compile:
         compile_part(arguments)
         return
-    if not arguments.dry_run and "decode" in arguments.parts:
+    if not arguments.dry_run and not arguments.compiled and "decode" in arguments.parts:
         compile_all(arguments, min(12, os.cpu_count() or 1))
     if arguments.only_compile:
         return
@@ -241,12 +280,14 @@ def main() -> None:
     print(f"{model.num_blocks} blocks, ready in {time.perf_counter() - started:.0f} s", flush=True)
     tries = {"decode": try_decode, "prefill": try_prefill}
     rows: list[dict[str, object]] = []
-    with torch.inference_mode():
-        for part in arguments.parts.split(","):
+    for part in arguments.parts.split(","):
+        with torch.inference_mode():
             rows += tries[part](model)
+        if not arguments.dry_run:
+            figures = {"shape": arguments.shape, "rows": rows, "recommended": recommended(rows)}
+            print(write_result("step_variants", figures), flush=True)
     print_table(rows)
-    if not arguments.dry_run:
-        print(write_result("step_variants", {"shape": arguments.shape, "rows": rows}))
+    print(",".join(recommended(rows)))
 
 
 if __name__ == "__main__":

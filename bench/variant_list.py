@@ -33,6 +33,7 @@ class Variant:
     decode: DecodeTuning | None = None
     narrow: tuple[Narrow, ...] = ()
     chained: bool = False
+    ahead_bytes: int = 0
     deterministic: bool = False
 
 
@@ -95,6 +96,16 @@ def combinations(decode: Variant, narrow: dict[str, Narrow], has_few_rows: bool)
     everything = Variant("best", decode.decode, products, True)
     found = [Variant("chained, decode", decode.decode, (), True)]
     if has_few_rows:
+        found += [
+            Variant(
+                f"decode, {size} MB ahead" + (", chained" if chained else ""),
+                decode.decode,
+                (),
+                chained,
+                size << 20,
+            )
+            for size, chained in ((4, False), (8, False), (4, True), (8, True))
+        ]
         default = tuple((product, default_tuning(product)) for product in PRODUCTS)
         found.append(Variant("chained, decode, narrow as it is", decode.decode, default, True))
     if products and has_few_rows:
@@ -126,6 +137,7 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     _set_narrow(layers, MAX_ROWS)
     _set_deterministic(model, variant.deterministic)
     device.chain_launches(variant.chained)
+    device.ask_ahead(variant.ahead_bytes)
     try:
         with patch.object(narrow_linear, "narrow_tuning", narrow_tuning):
             if variant.decode is None:
@@ -135,6 +147,7 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
                     yield
     finally:
         device.chain_launches(False)
+        device.ask_ahead(0)
         _set_deterministic(model, False)
         _set_narrow(layers, 0)
 

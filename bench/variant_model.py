@@ -39,7 +39,6 @@ class VariantModel:
         self.model = create_model(config, TensorParallelGroup(0, 1), self.device)
         load_weights(self.model, config, lambda fraction: None)
         self.context, self.longest = (40, 512) if tiny else (1088, 8192)
-        self.shortest_apart = min(dense_attention.MIN_TOKENS, self.longest)
         block_bytes = config.kv_layout.local_kv_heads * self._block_size * model.head_dim * 2 * 2
         block_bytes *= model.num_layers
         free = 1 << 28 if tiny else torch.cuda.mem_get_info()[0]
@@ -62,16 +61,15 @@ class VariantModel:
         return lambda: self.model.compute_logits(step())
 
     def prefill_step(
-        self, lengths: tuple[int, ...], whole: bool, projected: bool
+        self, lengths: tuple[int, ...], apart_from: int, projected: bool
     ) -> Callable[[], Tensor]:
-        """Prompts without a cached beginning; gives the logits of their last tokens. `whole`: long
-        ones are attended apart, as the runner has it."""
+        """Prompts without a cached beginning; gives the logits of their last tokens. Prompts of
+        `apart_from` tokens and more are attended apart, as the runner has it."""
         lengths = tuple(sorted(lengths))
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
         metadata = self._metadata(list(lengths), list(lengths), False)
-        if whole:
-            apart = tuple(n for n in lengths if n >= self.shortest_apart)
-            metadata = replace(metadata, whole_prompt_lens=apart)
+        apart = tuple(n for n in lengths if n >= apart_from)
+        metadata = replace(metadata, whole_prompt_lens=apart)
         step = self._step(positions, metadata, projected)
         last = metadata.query_start_loc[1:].long() - 1
         return lambda: self.model.compute_logits(step().index_select(0, last))

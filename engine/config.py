@@ -18,7 +18,9 @@ LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "triton"]
 ExecutorBackend = Literal["mp", "ray"]
-Experiment = Literal["chained-launches", "narrow-products", "projected-attention", "prefill-graphs"]
+Experiment = Literal[
+    "chained-launches", "weights-ahead", "narrow-products", "projected-attention", "prefill-graphs"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ from tandem_kernels import ops
 BUCKET = 256
 MIN_TOKENS = 4096
 """Shorter prompts take less time together in our own kernel."""
+PROJECTED_MIN_TOKENS = 2048
+"""The same where nothing has to be gathered."""
 
 
 def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
@@ -92,7 +94,8 @@ def prepare_plans(num_heads: int, kv_cache: Tensor, max_tokens: int, projected: 
     blocks = torch.zeros(
         -(-padded_length(max_tokens) // block_size), dtype=torch.int32, device=kv_cache.device
     )
-    for length in range(MIN_TOKENS, max_tokens + 1, BUCKET):
+    shortest = PROJECTED_MIN_TOKENS if projected else MIN_TOKENS
+    for length in range(shortest, max_tokens + 1, BUCKET):
         heads = (length, num_heads + 2 * num_kv_heads, head_dim)
         projection = torch.zeros(heads, dtype=kv_cache.dtype, device=kv_cache.device)
         if projected:

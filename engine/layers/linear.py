@@ -96,11 +96,13 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard)
+        self.ahead: Tensor | None = None
+        """Weights that the product behind this layer reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) <= self.narrow_rows and takes(x, self.weight):
             return ops.gate_up_silu(x, self.weight)
-        return ops.silu_and_mul(self.product(x, self.weight))
+        return ops.silu_and_mul(self.product(x, self.weight), self.ahead)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):

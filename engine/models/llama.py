@@ -83,6 +83,7 @@ class LlamaMLP(nn.Module):
             config.hidden_size, config.intermediate_size, shard
         )
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, shard)
+        self.gate_up_proj.ahead = self.down_proj.weight.data
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj(x))
@@ -103,6 +104,8 @@ class LlamaDecoderLayer(nn.Module):
         self.self_attn = LlamaAttention(config, kv_heads, shard)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, shard)
         self.mlp = LlamaMLP(config, shard)
+        self.input_layernorm.ahead = self.self_attn.qkv_proj.weight.data
+        self.post_attention_layernorm.ahead = self.mlp.gate_up_proj.weight.data
 
     def forward(
         self, x: Tensor, residual: Tensor | None, kv_cache: Tensor, inputs: AttentionInputs

@@ -302,6 +302,8 @@ def _whole_prompts_from(config: EngineConfig, device: torch.device) -> int | Non
     wanted = config.device.attention_backend == "auto" and not config.device.deterministic
     if wanted and dense_attention.is_available(dtype, head_dim, device):
         logger.info("attention of whole prompts: cuDNN; of all others: Triton")
+        if "projected-attention" in config.device.experiments:
+            return dense_attention.PROJECTED_MIN_TOKENS
         return dense_attention.MIN_TOKENS
     logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
     return None

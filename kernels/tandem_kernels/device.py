@@ -23,6 +23,7 @@ def has_copy_engine(device: torch.device) -> bool:
 
 
 _chained = False
+_ahead_bytes = 0
 
 
 def chain_launches(enabled: bool) -> None:
@@ -34,3 +35,14 @@ def chain_launches(enabled: bool) -> None:
 def chains_launches(device: torch.device) -> bool:
     """Whether a small kernel is launched before its predecessor has drained."""
     return _chained and overlaps_launches(device)
+
+
+def ask_ahead(num_bytes: int) -> None:
+    """For this process: how much of the next product's weights small kernels ask for."""
+    global _ahead_bytes
+    _ahead_bytes = num_bytes
+
+
+def ahead_bytes(device: torch.device) -> int:
+    """0: nothing, as on devices without a large cache."""
+    return _ahead_bytes if overlaps_launches(device) else 0

@@ -24,10 +24,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import overlaps_launches
+from tandem_kernels.prefetch import LINE, ask_for
 
 Kind = Literal["plain", "partial", "gated"]
-_LINE = 64
-"""Half-precision elements of a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +60,7 @@ def narrow_tuning(kind: Kind, num_outputs: int, inner: int) -> NarrowTuning:
 def _ask_for(rows: tl.tensor, AHEAD: tl.constexpr, LINE: tl.constexpr) -> None:
     """The first AHEAD elements of each of `rows` [COLS] come to the cache."""
     line = tl.arange(0, AHEAD // LINE) * LINE
-    address = (rows[:, None] + line[None, :]).to(tl.uint64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [address],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    ask_for(rows[:, None] + line[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -176,7 +167,7 @@ def _launch(
         GATED=gated,
         HAS_BIAS=bias is not None,
         AHEAD=tuning.ahead,
-        LINE=_LINE,
+        LINE=LINE,
         OVERLAP=overlap,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

@@ -12,15 +12,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import chains_launches
+from tandem_kernels.device import ahead_bytes, chains_launches
+from tandem_kernels.narrow_shapes import MAX_ROWS
+from tandem_kernels.prefetch import PROGRAMS, ask_for_rows, lines_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    ahead: tl.tensor,
+    num_rows: tl.tensor,
+    ahead_rows: tl.tensor,
+    ahead_inner: tl.tensor,
     x_stride: tl.tensor,
     part_stride: tl.tensor,
     residual_stride: tl.tensor,
@@ -30,9 +36,23 @@ def rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One row a program. With a residual, its row becomes the sum, and the sum is normalised."""
+    """One row a program. With a residual, its row becomes the sum, and the sum is normalised.
+
+    Programs behind the rows ask for LINES lines of each row of `ahead`.
+    """
+    if LINES > 0:
+        spare = tl.program_id(0) - num_rows
+        if spare >= 0:
+            if OVERLAP:
+                gdc_launch_dependents()
+            others = tl.num_programs(0) - num_rows
+            ask_for_rows(ahead, spare, others, ahead_rows, ahead_inner, LINES, 256)
+            if OVERLAP:
+                gdc_wait()
+            return
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size
@@ -69,11 +89,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.elementwise.fused_add_rms_norm`. The norm lands in the memory of `x`."""
     if x.shape[0] > 0:
-        _launch(x[None], residual, weight, x, eps)
+        _launch(x[None], residual, weight, x, eps, ahead)
     return x, residual
 
 
@@ -87,15 +107,28 @@ def add_parts_rms_norm(
     return out, residual
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    ahead: Tensor | None = None,
+) -> None:
     num_parts, num_rows, hidden_size = x.shape
+    lines = lines_of(ahead, ahead_bytes(x.device)) if num_rows <= MAX_ROWS else 0
+    spare = PROGRAMS if lines > 0 else 0
     block = triton.next_power_of_2(hidden_size)
     overlap = chains_launches(x.device)
-    rms_norm_kernel[(num_rows,)](
+    rms_norm_kernel[(num_rows + spare,)](
         x,
         residual,
         weight,
         out,
+        ahead if lines > 0 else None,
+        num_rows,
+        ahead.shape[0] if ahead is not None else 0,
+        ahead.shape[1] if ahead is not None else 0,
         x.stride(1),
         x.stride(0),
         0 if residual is None else residual.stride(0),
@@ -105,6 +138,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         HAS_RESIDUAL=residual is not None,
         PARTS=num_parts,
         BLOCK=block,
+        LINES=lines,
         OVERLAP=overlap,
         num_warps=min(max(block // 512, 1), 16),
         **({"launch_pdl": True} if overlap else {}),

@@ -77,7 +77,9 @@ def named(kind: str, *names: str) -> dict[str, str]:
 
 def elementwise_cases(capability: int) -> Iterator[Case]:
     for dtype in DTYPES:
-        pointers = named(f"*{dtype}", "x", "residual", "weight", "out")
+        pointers = named(f"*{dtype}", "x", "residual", "weight", "out", "ahead")
+        lines = 2 if capability >= 90 else 0
+        asking = {"LINES": lines, **({} if lines else {"ahead": None})}
         for fused in (False, True) if dtype == "bf16" else (True,):
             yield Case(
                 rms_norm.rms_norm_kernel,
@@ -88,6 +90,7 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                     "PARTS": 1,
                     "BLOCK": 4096,
                     "OVERLAP": fused and capability >= 90,
+                    **asking,
                 },
                 {"num_warps": 8},
             )
@@ -95,7 +98,7 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
             silu_and_mul.silu_and_mul_kernel,
             dtype,
             pointers,
-            {"BLOCK": 1024, "OVERLAP": capability >= 90},
+            {"BLOCK": 1024, "OVERLAP": capability >= 90, **asking},
         )
         for to_cache in (False, True) if dtype == "bf16" else ():
             yield Case(
@@ -114,7 +117,14 @@ def narrow_cases(capability: int) -> Iterator[Case]:
         rms_norm.rms_norm_kernel,
         "of parts",
         {**named("*bf16", "residual", "weight", "out"), "x": "*fp32", "eps": "fp32"},
-        {"HAS_RESIDUAL": True, "PARTS": 4, "BLOCK": 4096, "OVERLAP": overlap},
+        {
+            "HAS_RESIDUAL": True,
+            "PARTS": 4,
+            "BLOCK": 4096,
+            "LINES": 0,
+            "ahead": None,
+            "OVERLAP": overlap,
+        },
         {"num_warps": 8},
     )
     kinds: tuple[tuple[narrow_linear.Kind, int], ...] = (

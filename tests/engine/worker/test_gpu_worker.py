@@ -56,7 +56,7 @@ PENALISED = SamplingParams(
 KINDS = [GREEDY, SEEDED, FILTERED, PENALISED]
 ROWS = 6
 EXPERIMENTS: list[tuple[Experiment, ...]] = [
-    ("chained-launches",),
+    ("chained-launches", "weights-ahead"),
     ("prefill-graphs",),
     ("narrow-products",),
     ("chained-launches", "narrow-products", "prefill-graphs"),
