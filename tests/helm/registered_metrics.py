@@ -1,0 +1,76 @@
+"""Names of the series that the services expose, from their own registries."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from decode_node.metrics import DecodeMetrics
+from engine.frontend.engine_metrics import EngineCollector
+from engine.outputs import SchedulerStats
+from kv_transfer.scheduler import GrpcConnectorScheduler
+from prefill_node.metrics import PrefillMetrics
+from router.app import OuterWorld, make_services
+from router.config import RouterSettings
+
+
+@cache
+def router_series() -> frozenset[str]:
+    metrics = make_services(RouterSettings(), OuterWorld()).metrics
+    return frozenset(_series(metrics.render().decode()))
+
+
+@cache
+def prefill_series() -> frozenset[str]:
+    return _node_series(PrefillMetrics(_engine().config).registry)
+
+
+@cache
+def decode_series() -> frozenset[str]:
+    metrics = DecodeMetrics(_engine().config)
+    metrics.watch_proxy(SimpleNamespace(open=SimpleNamespace(count=0), num_remote=0, num_queued=0, num_free_blocks=0))  # type: ignore[arg-type]  # fmt: skip  # noqa: E501
+    return _node_series(metrics.registry)
+
+
+def series_of(component: str) -> frozenset[str]:
+    return {"router": router_series, "prefill": prefill_series, "decode": decode_series}[
+        component
+    ]()
+
+
+def _node_series(registry: CollectorRegistry) -> frozenset[str]:
+    registry.register(EngineCollector(_engine()))
+    return frozenset(_series(generate_latest(registry).decode()))
+
+
+def _engine() -> Any:
+    """As much of an engine as its metrics ask for."""
+    counters = dict.fromkeys(_transfer_counters(), 0.0)
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            model=SimpleNamespace(served_model_name="m"), cache=SimpleNamespace(block_size=16)
+        ),
+        stats=SchedulerStats(kv_transfer=counters),
+        ready=SimpleNamespace(num_blocks=1),
+        is_dead=False,
+    )
+
+
+def _transfer_counters() -> set[str]:
+    """The connector needs processes to be made, so its names are read from its source."""
+    getter = GrpcConnectorScheduler.counters.fget
+    return set(re.findall(r'"(\w+)":', inspect.getsource(getter)))
+
+
+def _series(text: str) -> Iterator[str]:
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
+        if kind == "histogram":
+            yield from (f"{name}_bucket", f"{name}_sum", f"{name}_count")
+        else:
+            yield name

@@ -1,0 +1,127 @@
+"""Dashboards, alerts and scalers ask for series that the services have, in PromQL that parses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import promql_parser
+import pytest
+
+from tests.helm.helm_engine import CHART, ROOT
+from tests.helm.registered_metrics import series_of
+from tests.helm.scenarios import SCENARIOS, rendered, serving_pod
+
+COMPONENTS = ("router", "prefill", "decode")
+
+
+def selectors(node: Any) -> Iterator[Any]:
+    """Vector selectors of a parsed query."""
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+    for name in ("expr", "lhs", "rhs", "vector_selector", "param"):
+        child = getattr(node, name, None)
+        if child is not None:
+            yield from selectors(child)
+    for child in getattr(node, "args", None) or ():
+        yield from selectors(child)
+
+
+def unknown_series(query: str) -> list[str]:
+    """Series that their component does not have. Every selector must say the component, or ask
+    for what all nodes have."""
+    wrong = []
+    for selector in selectors(promql_parser.parse(query)):
+        labels = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
+        assert {"namespace", "release"} <= set(labels), f"{query} mixes releases"
+        asked = [labels["component"]] if "component" in labels else ["prefill", "decode"]
+        wrong += [selector.name for name in asked if selector.name not in series_of(name)]
+    return wrong
+
+
+def dashboard_queries() -> Iterator[tuple[str, str]]:
+    for path in sorted((CHART / "files" / "dashboards").glob("*.json")):
+        board = json.loads(path.read_text(encoding="utf-8"))
+        for panel in board["panels"]:
+            for target in panel.get("targets", ()):
+                query = target["expr"].replace("$__rate_interval", "5m")
+                yield panel["title"], query.replace("$namespace", "n").replace("$release", "r")
+
+
+def rules(name: str) -> list[dict[str, Any]]:
+    found = rendered(name).one("PrometheusRule")
+    return [rule for group in found["spec"]["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.parametrize(("title", "query"), list(dashboard_queries()))
+def test_panels_show_series_that_exist(title: str, query: str) -> None:
+    assert unknown_series(query) == []
+
+
+@pytest.mark.parametrize("name", ["production", "decode-only"])
+def test_alerts_watch_series_that_exist(name: str) -> None:
+    assert {rule["alert"]: unknown_series(rule["expr"]) for rule in rules(name)} == {
+        rule["alert"]: [] for rule in rules(name)
+    }
+
+
+def test_alerts_without_a_prefill_tier_ask_for_none() -> None:
+    text = json.dumps(rules("decode-only"))
+    assert 'component=\\"prefill\\"' not in text
+
+
+def test_scalers_ask_for_series_that_exist() -> None:
+    for scaled in rendered("keda").all("ScaledObject"):
+        component = scaled["metadata"]["labels"]["app.kubernetes.io/component"]
+        for trigger in scaled["spec"]["triggers"]:
+            query = trigger["metadata"]["query"]
+            assert unknown_series(query) == [] and f'component="{component}"' in query
+    for scaler in rendered("hpa").all("HorizontalPodAutoscaler"):
+        component = scaler["metadata"]["labels"]["app.kubernetes.io/component"]
+        for metric in scaler["spec"]["metrics"]:
+            if metric["type"] == "Pods":
+                assert metric["pods"]["metric"]["name"] in series_of(component)
+
+
+def test_targets_are_what_the_values_say() -> None:
+    def metric(component: str) -> dict[str, Any]:
+        return rendered("hpa").one("HorizontalPodAutoscaler", component)["spec"]["metrics"][0]
+
+    # 2 seconds of 8000 tokens; three quarters of the KV cache.
+    assert metric("prefill")["pods"]["target"]["averageValue"] == "16000"
+    assert metric("decode")["pods"]["target"]["averageValue"] == "750m"
+    triggers = rendered("keda").one("ScaledObject", "prefill")["spec"]["triggers"][0]["metadata"]
+    assert triggers["query"].endswith("/ 15928 or vector(0)") and triggers["threshold"] == "1.5"
+
+
+def test_an_unknown_series_would_be_found() -> None:
+    labels = '{namespace="n",release="r",component="decode"}'
+    assert unknown_series(f"rate(vllm:no_such_total{labels}[5m])") == ["vllm:no_such_total"]
+    assert unknown_series(f"tandem_router_nodes{labels}") == ["tandem_router_nodes"]
+
+
+def test_labels_that_queries_use_are_given_by_the_monitors() -> None:
+    for monitor in rendered("production").all("PodMonitor"):
+        endpoint = monitor["spec"]["podMetricsEndpoints"][0]
+        assert {rule["targetLabel"] for rule in endpoint["relabelings"]} == {"release", "component"}
+
+
+def test_every_alert_has_a_runbook() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    headings = {line.strip("# ").lower() for line in re.findall(r"^#+ .*$", text, re.MULTILINE)}
+    for rule in rules("production"):
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "docs/operations.md"
+        assert anchor == rule["alert"].lower() and anchor in headings, rule["alert"]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scrapers_find_the_port_they_name(name: str) -> None:
+    found = rendered(name)
+    for monitor in found.all("PodMonitor"):
+        component = monitor["metadata"]["labels"]["app.kubernetes.io/component"]
+        pod = serving_pod(found, component)["spec"]
+        ports = {port["name"] for port in pod["containers"][0]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports

@@ -1,0 +1,97 @@
+"""docs/operations.md and NOTES say what is true: commands, values, files, alerts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+import yaml
+
+from tests.helm.helm_engine import CHART, ROOT, HelmCli, HelmSdk
+from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
+from tests.helm.value_strategies import schema
+
+PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+TOP = {"image", "model", "tierDefaults", "prefill", "decode", "router", "auth", "networkPolicy"} | {
+    "monitoring", "inferencePool", "tests", "global", "serviceAccount",
+}  # fmt: skip
+TIER = {"settings", "parallelism", "topology", "autoscaling", "strategy", "probes", "shm", "drain"}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def helm_commands() -> list[list[str]]:
+    """Words of each `helm` line, lines that go on joined, comments left out."""
+    text = "\n".join(blocks("sh")).replace("\\\n", " ")
+    return [
+        shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("helm")
+    ]
+
+
+def is_value(path: str) -> bool:
+    node = schema()
+    for key in path.split("."):
+        while "$ref" in node:
+            node = schema()["definitions"][node["$ref"].rpartition("/")[2]]
+        if key not in node.get("properties", {}):
+            return False
+        node = node["properties"][key]
+    return True
+
+
+def test_values_that_the_page_names_exist() -> None:
+    named = set(re.findall(r"`([a-zA-Z]+(?:\.[a-zA-Z]+)+)`", PAGE))
+    of_tiers = {path for path in named if path.partition(".")[0] in TIER}
+    whole = {path for path in named if path.partition(".")[0] in TOP}
+    assert len(whole) > 10 and len(of_tiers) > 4
+    assert not {path for path in whole if not is_value(path)}
+    assert not {path for path in of_tiers if not is_value(f"decode.{path}")}
+
+
+def test_helm_commands_of_the_page_render() -> None:
+    commands = helm_commands()
+    assert {command[3] for command in commands} >= {"install", "upgrade", "rollback", "test"}
+    for command in commands:
+        assert command[:3] == ["helm", "-n", "llm"]
+        if command[3] in ("install", "upgrade"):
+            sets = [
+                w for i, word in enumerate(command) if word == "--set" for w in command[i : i + 2]
+            ]
+            flags = sets if "model.name" in str(sets) else [*sets, "--set", "model.name=org/model"]
+            text = HelmCli().run(
+                "template", command[4], CHART, "--kube-version", "1.34.0", "-n", "llm", *flags
+            )
+            assert "kind: Deployment" in text
+
+
+def test_yaml_of_the_page_renders() -> None:
+    for block in blocks("yaml"):
+        HelmSdk.shared().render(overlay(values_of("default"), yaml.safe_load(block)))
+
+
+def test_scenarios_are_listed_and_exist() -> None:
+    named = set(re.findall(r"`([a-z-]+)-values\.yaml`", PAGE))
+    assert named == set(SCENARIOS)
+
+
+def test_objects_that_the_page_and_the_notes_name_are_made() -> None:
+    found = HelmSdk.shared().render(values_of("default"), release="tandem", namespace="llm")
+    made = {f"{o['kind'].lower()}/{o['metadata']['name']}" for o in found.objects}
+    for text in (PAGE, found.notes):
+        named = set(re.findall(r"\b((?:deployment|service)/[a-z0-9-]+)", text))
+        assert named and named <= made
+    notes = rendered("multi-host").notes
+    assert "leaderworkerset/tandem-decode" in notes
+
+
+@pytest.mark.parametrize("kind", ["install", "upgrade"])
+def test_defaults_that_the_page_shows_are_those_of_the_chart(kind: str) -> None:
+    """The table of components."""
+    found = HelmSdk.shared().render(values_of("default"), upgrade=kind == "upgrade")
+    for component, row in re.findall(r"^\| (router|prefill|decode) \|(.*)$", PAGE, re.MULTILINE):
+        pod = found.one("Deployment", component)["spec"]["template"]["spec"]
+        ports = {str(port["containerPort"]) for port in pod["containers"][0]["ports"]}
+        assert ports <= set(re.findall(r"\d{4}", row)), component
