@@ -21,11 +21,11 @@ Values = Mapping[str, Any]
 
 
 class Release(Protocol):
-    """Every method raises `HelmError` with what Helm said. With `wait`, install, upgrade and
-    rollback return when everything is ready."""
+    """Every method raises `HelmError` with what Helm said. Install and upgrade return when all is
+    ready, or fail after `wait_s`; with 0 they do not wait."""
 
-    async def install(self, values: Values, *, wait: bool = True) -> None: ...
-    async def upgrade(self, values: Values, *, wait: bool = True) -> None: ...
+    async def install(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None: ...
+    async def upgrade(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None: ...
     async def rollback(self, revision: int) -> None: ...
     async def test(self) -> None: ...
     async def revisions(self) -> list[str]:
@@ -45,14 +45,14 @@ class CliRelease:
         self._kubeconfig.write_text(cluster.kubeconfig)
         self._kubeconfig.chmod(0o600)
 
-    async def install(self, values: Values, *, wait: bool = True) -> None:
-        await self._run("install", NAME, CHART, *self._values(values), *_wait_flags(wait))
+    async def install(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None:
+        await self._run("install", NAME, CHART, *self._values(values), *_wait_flags(wait_s))
 
-    async def upgrade(self, values: Values, *, wait: bool = True) -> None:
-        await self._run("upgrade", NAME, CHART, *self._values(values), *_wait_flags(wait))
+    async def upgrade(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None:
+        await self._run("upgrade", NAME, CHART, *self._values(values), *_wait_flags(wait_s))
 
     async def rollback(self, revision: int) -> None:
-        await self._run("rollback", NAME, str(revision), *_wait_flags(True))
+        await self._run("rollback", NAME, str(revision), *_wait_flags(TIMEOUT_S))
 
     async def test(self) -> None:
         await self._run("test", NAME, "--timeout", f"{TIMEOUT_S}s")
@@ -87,14 +87,14 @@ class SdkRelease:
         self._helm = HelmSdk.shared()
         self._kubeconfig = cluster.kubeconfig
 
-    async def install(self, values: Values, *, wait: bool = True) -> None:
-        await self._run("install", str(CHART), NAME, dict(values), **_wait_options(wait))
+    async def install(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None:
+        await self._run("install", str(CHART), NAME, dict(values), **_wait_options(wait_s))
 
-    async def upgrade(self, values: Values, *, wait: bool = True) -> None:
-        await self._run("upgrade", str(CHART), NAME, dict(values), **_wait_options(wait))
+    async def upgrade(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None:
+        await self._run("upgrade", str(CHART), NAME, dict(values), **_wait_options(wait_s))
 
     async def rollback(self, revision: int) -> None:
-        await self._run("rollback", NAME, version=revision, **_wait_options(True))
+        await self._run("rollback", NAME, version=revision, **_wait_options(TIMEOUT_S))
 
     async def test(self) -> None:
         await self._run("test", NAME, timeout=TIMEOUT_S)
@@ -114,9 +114,9 @@ class SdkRelease:
 RELEASES = {HelmCli.name: CliRelease, HelmSdk.name: SdkRelease}
 
 
-def _wait_flags(wait: bool) -> list[str]:
-    return ["--wait", "--timeout", f"{TIMEOUT_S}s"] if wait else []
+def _wait_flags(wait_s: int) -> list[str]:
+    return ["--wait", "--timeout", f"{wait_s}s"] if wait_s else []
 
 
-def _wait_options(wait: bool) -> dict[str, Any]:
-    return {"wait": "watcher", "timeout": TIMEOUT_S} if wait else {}
+def _wait_options(wait_s: int) -> dict[str, Any]:
+    return {"wait": "watcher", "timeout": wait_s} if wait_s else {}

@@ -1,7 +1,7 @@
 """A kubelet that runs nothing: every pod that has a node is ready at once, and gone at once.
 
 For tests of what Helm and the controllers do. Pods that are to end by themselves (of Jobs and Helm
-tests) have succeeded.
+tests) have succeeded. Pods whose image has the tag `broken` never become ready.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ def run_hollow_pods(store: ObjectStore) -> None:
     for pod in store.list_kind("Pod"):
         if is_terminating(pod):
             store.delete_object(pod, grace_s=0)
-        elif pod["spec"].get("nodeName") and phase(pod) == "Pending":
+        elif pod["spec"].get("nodeName") and phase(pod) == "Pending" and not _is_broken(pod):
             set_status(store, pod, _status(store, pod))
+
+
+def _is_broken(pod: Object) -> bool:
+    return any(c["image"].endswith(":broken") for c in pod["spec"]["containers"])
 
 
 def _status(store: ObjectStore, pod: Object) -> dict[str, Any]:

@@ -96,8 +96,7 @@ class Serving:
         async with asyncio.timeout(START_S):
             await asyncio.gather(*(event.wait() for event in begun))
             running = {
-                await num_open(pod["status"]["podIP"]): pod
-                for pod in self.cluster.pods("decode")
+                await num_open(pod["status"]["podIP"]): pod for pod in self.cluster.pods("decode")
             }
         assert max(running) > 0, "no answer is under way"
         return running[max(running)], answers
@@ -169,7 +168,7 @@ async def test_rolling_everything_under_load_loses_nothing(serving: Serving) -> 
     cluster = serving.cluster
     before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
     async with Load(serving.url, serving.expected) as load:
-        await serving.release.upgrade(values(2, decode=2), wait=False)
+        await serving.release.upgrade(values(2, decode=2), wait_s=0)
         await cluster.wait(lambda: not before["decode"] & cluster.uids("decode"), START_S)
         await cluster.wait_ready(START_S, router=1, prefill=1, decode=2)
         await load.answers(10)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helm.helm_engine import CI_VALUES, HelmError, load_values
 from tests.helm.lifecycle.cluster import Cluster
-from tests.helm.lifecycle.helm_release import Release
+from tests.helm.lifecycle.helm_release import Release, SdkRelease
 from tests.helm.lifecycle.object_store import ObjectStore
 
 VALUES: dict[str, Any] = {"model": {"name": "example/model"}, "router": {"replicas": 2}}
+BROKEN = {"router": {"tag": "broken"}, "engine": {"tag": "broken"}}
 COMPONENTS = ("router", "prefill", "decode")
 
 
@@ -41,22 +43,21 @@ async def test_install_makes_every_component_ready(cluster: Cluster, release: Re
         assert {p["name"] for p in slice_["ports"]} == {"grpc", "http"}
 
 
-@pytest.mark.parametrize("tier", ["prefill", "decode"])
-async def test_scaling_one_tier_restarts_nothing(
-    cluster: Cluster, release: Release, tier: str
+async def test_scaling_one_tier_touches_no_pod_that_stays(
+    cluster: Cluster, release: Release
 ) -> None:
     await release.install(VALUES)
     before = {name: cluster.uids(name) for name in COMPONENTS}
-    await release.upgrade(changed(**{tier: {"replicas": 3}}))
-    await cluster.wait_ready(**{"router": 2, "prefill": 1, "decode": 1, tier: 3})
-    for name in COMPONENTS:
-        kept = before[name] & cluster.uids(name)
-        assert kept == before[name], f"{name} pods were restarted"
-    await release.upgrade(changed(**{tier: {"replicas": 1}}))
-    await cluster.wait_ready(router=2, prefill=1, decode=1)
-    for name in COMPONENTS:
-        if name != tier:
-            assert cluster.uids(name) == before[name]
+    await release.upgrade(changed(prefill={"replicas": 3}))
+    await cluster.wait_ready(router=2, prefill=3, decode=1)
+    assert cluster.uids("prefill") > before["prefill"]
+    assert cluster.uids("decode") == before["decode"]
+    prefills = cluster.uids("prefill")
+    await release.upgrade(changed(prefill={"replicas": 2}, decode={"replicas": 3}))
+    await cluster.wait_ready(router=2, prefill=2, decode=3)
+    assert cluster.uids("prefill") < prefills
+    assert cluster.uids("decode") > before["decode"]
+    assert cluster.uids("router") == before["router"]
 
 
 async def test_an_upgrade_that_changes_no_pod_restarts_none(
@@ -112,6 +113,23 @@ async def test_an_upgrade_leaves_the_replicas_to_the_autoscaler(
     await cluster.wait_ready(router=2, prefill=1, decode=3)
 
 
+async def test_a_version_that_never_gets_ready_leaves_the_old_one_serving(
+    cluster: Cluster, release: Release
+) -> None:
+    tiers = {"tierDefaults": {"replicas": 2}}
+    await release.install(changed(**tiers))
+    before = {name: cluster.uids(name) for name in COMPONENTS}
+    with pytest.raises(HelmError):
+        await release.upgrade(changed(**tiers, image=BROKEN), wait_s=1)
+    assert cluster.uids("router") >= before["router"]
+    for tier in ("prefill", "decode"):
+        assert len(cluster.uids(tier) & before[tier]) == 1
+    await release.rollback(1)
+    await cluster.wait_ready(router=2, prefill=2, decode=2)
+    for tier in ("prefill", "decode"):
+        assert len(cluster.uids(tier) & before[tier]) == 1
+
+
 async def test_helm_test_and_uninstall_leave_nothing(cluster: Cluster, release: Release) -> None:
     before = names(cluster.store)
     await release.install(VALUES)
@@ -122,11 +140,12 @@ async def test_helm_test_and_uninstall_leave_nothing(cluster: Cluster, release: 
 
 @pytest.mark.parametrize("path", CI_VALUES, ids=lambda path: path.name)
 async def test_every_scenario_installs_and_uninstalls(
-    cluster: Cluster, release: Release, path: Any
+    cluster: Cluster, tmp_path: Path, path: Path
 ) -> None:
     """What is left is only what a user asked to keep."""
+    release = SdkRelease(cluster, tmp_path)
     before = names(cluster.store)
-    await release.install(load_values(path), wait=False)
+    await release.install(load_values(path), wait_s=0)
     await release.uninstall()
     kept = {
         (obj["kind"], obj["metadata"]["name"])
