@@ -3,7 +3,8 @@
 Token i of choice c is a function of (prompt, seed, c, i) alone, and its text names i: `expected`
 says what a client must get. It keeps a journal and resumes as a real node does.
 
-As a process (`python -m tests.router.token_server`) it prints its ports and serves until killed.
+As a process (`python -m tests.router.token_server GAP_S [PORTS]`) it prints its ports and serves
+until it is told to stop.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import random
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -72,10 +74,14 @@ class TokenHandler:
     gap_s: float = 0.0
     fault: Fault | None = None
     forgets: bool = False
+    is_stopping: bool = False
+    """Refuses new answers, and hands over those that are open."""
     resumed_from: list[int] = field(default_factory=list)
     """Tokens that resumed requests came with."""
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
+        if self.is_stopping:
+            return web.json_response({"error": {"message": "stopping"}}, status=503)
         raw = await request.read()
         given: list[list[int]] | None = None
         number = 0
@@ -126,6 +132,9 @@ class TokenHandler:
                     continue
                 if self.fault is not None:
                     await self.fault(writer)
+                if self.is_stopping and wants_journal:
+                    await writer.write(b':! 503\ndata: {"error":{"message":"stopping"}}\n\n')
+                    return
                 lines = b""
                 if wants_journal:
                     if writer.number == 0:
@@ -162,11 +171,21 @@ def texts(answer: str, num_choices: int = 1) -> list[str]:
 
 
 async def main(gap_s: float, port: int = 0, status_port: int = 0) -> None:
-    node = FakeDecodeNode("token-server", TokenHandler(gap_s=gap_s))
+    """SIGTERM: drains, hands over, ends."""
+    handler = TokenHandler(gap_s=gap_s)
+    node = FakeDecodeNode("token-server", handler)
     node.port, node.status_port = port, status_port
     await node.start()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     print(json.dumps({"port": node.port, "status_port": node.status_port}), flush=True)
-    await asyncio.Event().wait()
+    await stop.wait()
+    await node.status.change(draining=True)
+    await asyncio.sleep(0.2)
+    handler.is_stopping = True
+    while node.num_open:
+        await asyncio.sleep(0.01)
+    await node.stop()
 
 
 if __name__ == "__main__":
