@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.helm.lifecycle.api_errors import Conflict
-from tests.helm.lifecycle.object_store import now
+from tests.helm.lifecycle.object_store import copy_of, now
 from tests.helm.lifecycle.patches import merge_key
 from tests.helm.lifecycle.resources import Object, resource_of
 
@@ -77,7 +77,7 @@ def apply(live: Object | None, wanted: Object, manager: str, *, force: bool) -> 
     me = (manager, "Apply")
     others = {name: paths - fields.keys() if force else paths for name, paths in owners.items()}
     mine = others.pop(me, set())
-    result = copy.deepcopy(live) if live else {}
+    result = copy_of(live) if live else {}
     for path in sorted(mine - fields.keys(), key=_is_key):
         if not any(path in paths for paths in others.values()):
             _remove(result, path)

@@ -11,12 +11,11 @@ Addresses are not used again soon, as in a real cluster with a large range.
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 from pathlib import Path
 
 from tests.helm.lifecycle.machine import Machine
-from tests.helm.lifecycle.object_store import Event, ObjectStore
+from tests.helm.lifecycle.object_store import Event, ObjectStore, copy_of
 from tests.helm.lifecycle.pod_state import is_terminating
 from tests.helm.lifecycle.pod_worker import PodWorker
 from tests.helm.lifecycle.resources import Object
@@ -91,7 +90,7 @@ class Kubelet:
             if is_terminating(pod):
                 self._workers[uid].terminate()
         elif pod["spec"].get("nodeName") and not is_terminating(pod):
-            self._start(copy.deepcopy(pod))
+            self._start(copy_of(pod))
 
     def _start(self, pod: Object) -> None:
         uid = pod["metadata"]["uid"]

@@ -9,12 +9,11 @@
 from __future__ import annotations
 
 import base64
-import copy
 from typing import Any
 
 from tests.helm.lifecycle import field_ownership, scale
 from tests.helm.lifecycle.api_errors import Invalid, NotFound, UnsupportedMediaType
-from tests.helm.lifecycle.object_store import ObjectStore
+from tests.helm.lifecycle.object_store import ObjectStore, copy_of
 from tests.helm.lifecycle.patches import json_patch, merge_patch, strategic_merge
 from tests.helm.lifecycle.resources import Object, Target
 
@@ -83,7 +82,7 @@ class Writer:
 
     def _complete(self, target: Target, body: Object) -> Object:
         """`body` with what its URL says; raises `Invalid` where they differ."""
-        obj = copy.deepcopy(body)
+        obj = copy_of(body)
         resource = target.resource
         meta = obj.setdefault("metadata", {})
         if obj.get("kind", resource.kind) != resource.kind:
@@ -102,7 +101,7 @@ class Writer:
     def _save(
         self, target: Target, before: Object, wanted: Object, manager: str, *, dry_run: bool
     ) -> Object:
-        obj = copy.deepcopy(before)
+        obj = copy_of(before)
         if target.subresource == "scale":
             scale.write(obj, wanted)
         elif target.subresource == "status":
