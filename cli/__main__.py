@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.metadata import version
-
-from cli import chat, demo, up
 
 _USAGE = """\
 usage: tandem COMMAND [options]
@@ -25,7 +24,9 @@ tandem COMMAND --help describes each; every option is also an environment variab
 """
 
 _SERVICES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
-_COMMANDS = {"demo": demo.main, "up": up.main, "chat": chat.main}
+_COMMANDS = ("demo", "up", "chat")
+"""Modules of this folder. Only the one asked for is imported: a router's host has not what the
+others need."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     if command in _SERVICES:
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[command], *rest])
     if command in _COMMANDS:
-        return _COMMANDS[command](rest)
+        return int(import_module(f"cli.{command}").main(rest))
     if command in ("--help", "-h", "help"):
         print(_USAGE, end="")
         return 0
