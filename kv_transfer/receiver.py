@@ -230,6 +230,7 @@ class KVReceiver:
         pulls = [stream.run(self._transport) for stream in transfer.streams]
         await _first_of(_all_or_none(pulls), self._watch(transfer))
         await self._cache.copies.settled()
+        transfer.last_byte_at = time.monotonic()
         direct = {stream.address for stream in transfer.streams if stream.peer_cache is not None}
         await _all_or_none([self._peers.check_still_held(address, meta) for address in direct])
 
