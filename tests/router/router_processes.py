@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cli.cluster import free_ports
 from tests.router.router_cluster import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,8 +33,8 @@ async def run_module(module: str, *args: str) -> AsyncIterator[asyncio.subproces
         await process.communicate()
 
 
-def router_process(*args: str) -> Any:
-    return run_module("router", "--port", "0", *args)
+def router_process(*args: str, port: int = 0) -> Any:
+    return run_module("router", "--port", str(port), *args)
 
 
 async def ready_line(process: asyncio.subprocess.Process) -> dict[str, Any]:
@@ -46,10 +47,10 @@ async def ready_line(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 @dataclass
 class TokenProcess:
-    """A `token_server` that comes back at the same ports."""
+    """A `token_server` that comes back at the same ports, which nobody takes in between."""
 
     gap_s: float
-    ports: tuple[int, int] = (0, 0)
+    ports: list[int] = field(default_factory=lambda: free_ports(2))
     process: asyncio.subprocess.Process | None = None
     _stack: list[Any] = field(default_factory=list)
 
@@ -61,8 +62,7 @@ class TokenProcess:
         running = run_module("tests.router.token_server", str(self.gap_s), *map(str, self.ports))
         self.process = await running.__aenter__()
         self._stack.append(running)
-        line = await ready_line(self.process)
-        self.ports = (line["port"], line["status_port"])
+        await ready_line(self.process)
         return self
 
     def signal(self, number: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from cli.cluster import free_ports
 from tests.router.fault_proxy import FaultProxy
 from tests.router.router_cluster import TIMEOUT_S, Cluster, eventually
 from tests.router.router_fakes import stream_forever
@@ -197,19 +198,21 @@ async def test_rolling_the_routers_fails_no_request(
 ) -> None:
     args = ("--decode", entries(nodes), *PATIENCE, "--drain-delay-s", "0.3")
     async with contextlib.AsyncExitStack() as stack:
-        routers = [await stack.enter_async_context(router_process(*args)) for _ in range(2)]
+        ports = free_ports(2)
+        routers = [
+            await stack.enter_async_context(router_process(*args, port=port)) for port in ports
+        ]
         urls = [await url_of(router) for router in routers]
         for url in urls:
             await usable(client, url, 3)
         load = Load(client, urls)
         load.start(16)
-        for i, router in enumerate(routers):
+        for port, router in zip(ports, routers, strict=True):
             await load.reached(load.num_right + 16)
             router.send_signal(signal.SIGTERM)
             async with asyncio.timeout(TIMEOUT_S):
                 assert await router.wait() == 0
-            port = urls[i].rpartition(":")[2]
-            again = await stack.enter_async_context(router_process(*args, "--port", port))
+            again = await stack.enter_async_context(router_process(*args, port=port))
             await usable(client, await url_of(again), 3)
         await load.reached(load.num_right + 16)
         await load.stop()
