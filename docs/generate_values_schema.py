@@ -25,8 +25,8 @@ SOURCE = CHART / "values.schema.yaml"
 SCHEMA = CHART / "values.schema.json"
 
 ROUTER_SETS = {
-    "host", "port", "prefill", "decode", "api_keys", "node_api_key", "drain_delay_s",
-    "drain_timeout_s",
+    "host", "port", "admin_host", "admin_port", "prefill", "decode", "api_key_file",
+    "node_api_key", "drain_delay_s", "drain_timeout_s",
 }  # fmt: skip
 TIER_SETS = {
     "model", "served_model_name", "dtype", "max_model_len", "host", "port", "metrics_port",

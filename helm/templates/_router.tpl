@@ -2,6 +2,11 @@
 {{- $router := .of -}}
 - {{ printf "--host=%s" $router.listen | quote }}
 - --port={{ int $router.ports.http }}
+- {{ printf "--admin-host=%s" $router.listen | quote }}
+- --admin-port={{ int $router.ports.admin }}
+{{- if include "tandem.apiKeySecret" .root }}
+- {{ printf "--api-key-file=/etc/tandem/api-keys/%s" .root.Values.auth.apiKeys.secretKey | quote }}
+{{- end }}
 {{- include "tandem.discoveryFlags" . }}
 - --drain-delay-s={{ int $router.drain.preStopSeconds }}
 - --drain-timeout-s={{ int $router.drain.drainSeconds }}
@@ -35,13 +40,6 @@
 {{- define "tandem.routerEnv" -}}
 {{- include "tandem.podIp" . }}
 {{- $auth := .root.Values.auth }}
-{{- if include "tandem.apiKeySecret" .root }}
-- name: TANDEM_ROUTER_API_KEYS
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "tandem.apiKeySecret" .root | quote }}
-      key: {{ $auth.apiKeys.secretKey | quote }}
-{{- end }}
 {{- if include "tandem.nodeKeySecret" .root }}
 - name: TANDEM_ROUTER_NODE_API_KEY
   valueFrom:

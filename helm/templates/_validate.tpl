@@ -145,6 +145,9 @@
 {{- $found := .found -}}
 {{- $router := .root.Values.router -}}
 {{- $discovery := $router.discovery -}}
+{{- if eq (int $router.ports.http) (int $router.ports.admin) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "router.ports.http and router.ports.admin are both %d: choose two" (int $router.ports.http))) -}}
+{{- end -}}
 {{- if eq $discovery.type "static" -}}
 {{- if not $discovery.decode -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.discovery.type is static: list the decode nodes in router.discovery.decode, as host:http_port/grpc_port") -}}

@@ -5,6 +5,7 @@ A change of a template shows there as what it does to the objects, for whoever r
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import yaml
@@ -18,7 +19,8 @@ NAMES = ("cpu", "default", "keda", "production")
 def text_of(name: str) -> str:
     """All objects of a scenario, in a stable order; long texts of files are left out."""
     objects = sorted(
-        rendered(name).objects, key=lambda o: (o["kind"], o["metadata"]["name"], o["apiVersion"])
+        deepcopy(rendered(name).objects),
+        key=lambda o: (o["kind"], o["metadata"]["name"], o["apiVersion"]),
     )
     for manifest in objects:
         if manifest["kind"] == "ConfigMap":

@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,9 @@ class Rendered:
         """Empty from the command line: `helm template` leaves the notes out."""
         return self.texts.get("templates/NOTES.txt", "")
 
-    @property
+    @cached_property
     def objects(self) -> list[Manifest]:
-        """In the order of template paths."""
+        """In the order of template paths. Parsed once: copy what you change."""
         return [manifest for _, manifest in self.sourced()]
 
     def sourced(self) -> Iterator[tuple[str, Manifest]]:

@@ -4,11 +4,15 @@ service's own program with `--check`."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,10 +20,15 @@ import decode_node.__main__
 import prefill_node.__main__
 import router.__main__
 from tests.helm.helm_engine import Manifest, Rendered
-from tests.helm.scenarios import pods
+from tests.helm.scenarios import pods, rendered
 
 POD_IP = "10.1.2.3"
 SECRET = "from-a-secret"
+_MOUNTS = "/etc/tandem"
+_KEY_FILE = f"""[[tenants]]
+name = "one"
+keys = ["sha256:{hashlib.sha256(SECRET.encode()).hexdigest()}"]
+"""
 PROGRAMS = {
     "prefill": prefill_node.__main__.main,
     "decode": decode_node.__main__.main,
@@ -32,10 +41,10 @@ class WrongSettings(Exception):
     """The service refuses its command line. The message is the service's."""
 
 
-def containers(rendered: Rendered) -> dict[str, Manifest]:
+def containers(objects: Rendered) -> dict[str, Manifest]:
     """Service to its container, of those that run one."""
     found = {}
-    for pod in pods(rendered).values():
+    for pod in pods(objects).values():
         for container in pod["spec"]["containers"]:
             if "tandem" in container["command"]:
                 found[container["command"][-1]] = container
@@ -73,7 +82,7 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
 
 def check(service: str, container: Manifest) -> dict[str, Any]:
     """The settings that the service takes from it. Raises `WrongSettings`."""
-    argv = [service, *arguments(container), "--check"]
+    argv = [service, *_with_key_files(arguments(container)), "--check"]
     out, err = io.StringIO(), io.StringIO()
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
     with (
@@ -88,4 +97,25 @@ def check(service: str, container: Manifest) -> dict[str, Any]:
             code = end.code
     if code != 0:
         raise WrongSettings(f"{service} exits with {code}: {err.getvalue()}")
-    return dict(json.loads(out.getvalue()))
+    return dict(json.loads(out.getvalue().replace(_mounts().name, _MOUNTS)))
+
+
+@cache
+def settings_of(scenario: str) -> dict[str, dict[str, Any]]:
+    """Service to the settings that a scenario gives it."""
+    return {name: check(name, one) for name, one in containers(rendered(scenario)).items()}
+
+
+@cache
+def _mounts() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def _with_key_files(arguments: list[str]) -> list[str]:
+    """Services read their key files at once, so each gets one where its mount would be."""
+    for text in arguments:
+        if text.startswith(f"--api-key-file={_MOUNTS}/"):
+            file = Path(text.partition("=")[2].replace(_MOUNTS, _mounts().name))
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(_KEY_FILE, encoding="utf-8")
+    return [text.replace(f"={_MOUNTS}/", f"={_mounts().name}/") for text in arguments]

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.helm.scenarios import (
     workload,
     workloads,
 )
-from tests.helm.service_settings import POD_IP, check, containers
+from tests.helm.service_settings import POD_IP, containers, settings_of
 
 TIERS = ("prefill", "decode")
 each_scenario = pytest.mark.parametrize("name", SCENARIOS)
@@ -192,7 +193,7 @@ def test_the_kubelet_waits_for_the_whole_drain(name: str) -> None:
     graces = {}
     for service, container in containers(found).items():
         pod = serving_pod(found, service)["spec"]
-        settings = check(service, container)
+        settings = settings_of(name)[service]
         hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
         slept = int(hook[1]) if hook else 0
         spent = slept + settings.get("drain_delay_s", 0) + settings["drain_timeout_s"]
@@ -342,7 +343,7 @@ def test_secrets_are_referred_to_never_written(name: str) -> None:
 @each_scenario
 def test_gpus_follow_from_the_ranks(name: str) -> None:
     for service, container in containers(rendered(name)).items():
-        settings, resources = check(service, container), container["resources"]
+        settings, resources = settings_of(name)[service], container["resources"]
         hosts = workload(rendered(name), service)["spec"].get("leaderWorkerTemplate", {})
         gpus = resources.get("limits", {}).get("nvidia.com/gpu", 0)
         assert gpus == resources.get("requests", {}).get("nvidia.com/gpu", 0)
@@ -402,7 +403,7 @@ def test_a_node_over_several_hosts_talks_within_its_tier_and_answers_by_its_lead
     # Workers stay until the leader has drained; Ray's first port is the leader's.
     (stay,) = [c["lifecycle"]["preStop"]["exec"]["command"] for c in worker["spec"]["containers"]]
     assert "ray health-check" in stay[-1]
-    settings = check("decode", containers(found)["decode"])
+    settings = settings_of("multi-host")["decode"]
     assert (settings["distributed_executor_backend"], settings["ray_address"]) == (
         "ray",
         f"{POD_IP}:6379",
@@ -456,3 +457,17 @@ def test_the_node_key_is_made_once_per_render_and_never_shown() -> None:
         assert len(value) == 60
         others = [manifest for manifest in found.objects if manifest["kind"] != "Secret"]
         assert value not in str(others) and value not in found.notes
+
+
+def test_the_router_reads_its_keys_where_the_secret_is_mounted() -> None:
+    found = rendered("production")
+    container = containers(found)["router"]
+    file = Path(settings_of("production")["router"]["api_key_file"])
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    # A mount of one file (subPath) would never change.
+    assert "subPath" not in mounts[str(file.parent)]
+    volumes = {v["name"]: v for v in serving_pod(found, "router")["spec"]["volumes"]}
+    assert volumes[mounts[str(file.parent)]["name"]]["secret"]["secretName"] == "tandem-api-keys"
+    decode = settings_of("production")["decode"]
+    mounted = [m["mountPath"] for m in containers(found)["decode"]["volumeMounts"]]
+    assert str(Path(decode["api_key_file"]).parent) in mounted

@@ -12,9 +12,16 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings
 
 from docs.generate_values_schema import NOT_OFFERED, SERVICES, offered
-from tests.helm.helm_engine import HelmSdk, Rendered
+from tests.helm.helm_engine import HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
-from tests.helm.service_settings import PREFIXES, WrongSettings, check, containers, environment
+from tests.helm.service_settings import (
+    PREFIXES,
+    WrongSettings,
+    check,
+    containers,
+    environment,
+    settings_of,
+)
 
 LIBRARY_VARIABLES = {"TRITON_CACHE_DIR", "POD_IP", "TZ"} | {
     name for name in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
@@ -25,15 +32,11 @@ scenario's."""
 MINIMAL = {"model": {"name": "org/model"}}
 
 
-def services(found: Rendered) -> dict[str, dict[str, Any]]:
-    return {name: check(name, container) for name, container in containers(found).items()}
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_services_take_what_a_scenario_renders(name: str) -> None:
     values = values_of(name)
     defaults = values.get("tierDefaults", {}).get("settings", {})
-    for service, effective in services(rendered(name)).items():
+    for service, effective in settings_of(name).items():
         wanted = values.get(service, {}).get("settings", {})
         if service != "router":
             wanted = {**defaults, **wanted}
@@ -60,10 +63,11 @@ def test_an_unknown_flag_and_a_wrong_value_would_be_found() -> None:
 
 
 def test_addresses_ports_and_drains_agree_between_the_services() -> None:
-    found = services(rendered("production"))
+    found = settings_of("production")
     prefill, decode, router = found["prefill"], found["decode"], found["router"]
     assert prefill["host"] == prefill["kv_host"] == decode["host"] == "10.1.2.3"
-    assert router["host"] == "0.0.0.0"
+    assert (router["host"], router["admin_host"]) == ("0.0.0.0", "0.0.0.0")
+    assert (router["port"], router["admin_port"]) == (8000, 8001)
     assert router["prefill"] == f"dns://llm-prefill.default.svc.cluster.local:{prefill['port']}"
     assert router["decode"] == (
         f"dns://llm-decode.default.svc.cluster.local:{decode['port']}/{decode['grpc_port']}"
