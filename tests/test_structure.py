@@ -104,6 +104,13 @@ def tree(module: str) -> ast.Module:
     return ast.parse(modules()[module].read_text(encoding="utf-8"))
 
 
+def _names_of_import(node: ast.stmt) -> list[str]:
+    """Modules that a statement imports, if it is an absolute import."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
 def _imported_names(module: str) -> Iterator[str]:
     package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree(module)):
@@ -212,6 +219,16 @@ def test_torch_free_modules_name_no_torch_anywhere_below_them() -> None:
 def test_services_start_without_torch(service: str) -> None:
     code = f"import sys, {service}.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_only_the_ray_executor_knows_ray() -> None:
+    """And nothing imports it before an engine asks for Ray."""
+    own = {module for module in modules() if module.startswith("engine.executor.ray_")}
+    assert own
+    for module in set(modules()) - own:
+        assert "ray" not in library_imports(module), module
+        at_import = {n for node in tree(module).body for n in _names_of_import(node)}
+        assert not at_import & own, module
 
 
 def test_files_stay_readable() -> None:

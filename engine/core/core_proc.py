@@ -22,7 +22,7 @@ import zmq
 from engine.core.core import EngineCore
 from engine.core.core_config import CoreProcConfig
 from engine.errors import EngineDeadError
-from engine.executor.abstract import PollSource
+from engine.executor.abstract import Executor, PollSource
 from engine.executor.factory import create_executor
 from engine.messages import (
     EngineCoreOutputs,
@@ -50,13 +50,14 @@ logger = logging.getLogger(__name__)
 class EngineCoreProc:
     """The loop around an `EngineCore`."""
 
+    _executor: Executor
+
     def __init__(self, config: CoreProcConfig) -> None:
         self._config = config.engine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._client = connect_socket(self._context, zmq.DEALER, config.client_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._messages = msgspec.msgpack.Decoder(ToEngineCore)
-        self._executor = create_executor(config.engine, self._context)
         self._core: EngineCore | None = None
         self._stats = SchedulerStats()
         self._stats_sent_at = 0.0
@@ -64,8 +65,10 @@ class EngineCoreProc:
 
     def run(self) -> int:
         """The exit code."""
+        executor: Executor | None = None
         try:
-            core = self._core = EngineCore(self._config, self._executor, self._report)
+            executor = self._executor = create_executor(self._config, self._context)
+            core = self._core = EngineCore(self._config, executor, self._report)
             self._serve(core)
         except EngineDeadError as error:
             return self._die(str(error))
@@ -75,7 +78,8 @@ class EngineCoreProc:
         finally:
             if self._core is not None:
                 self._core.shutdown()
-            self._executor.shutdown()
+            if executor is not None:
+                executor.shutdown()
             self._context.destroy()
         return 0
 

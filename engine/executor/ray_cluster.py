@@ -13,6 +13,7 @@ whoever reaches its ports, and knows its token if it has one, can run programs o
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from contextlib import suppress
 
@@ -33,6 +34,7 @@ from engine.executor.abstract import ReportProgress
 from engine.executor.ray_host import HostFacts, RankActor, RayHost
 from kv_transfer.host.secure_socket import HostLink, LinkKey
 
+_CONNECT_TIMEOUT_S = 5.0
 _ACTOR_TIMEOUT_S = 120.0
 _LOOK_INTERVAL_S = 1.0
 _ON_THIS_HOST = 0.001
@@ -58,16 +60,19 @@ class RayCluster:
 
     def connect(self) -> None:
         """Raises EngineDeadError when there is no cluster here."""
+        address = self._config.ray_address or "auto"
         try:
+            if address != "auto":
+                _check_reachable(address)
             ray.init(
-                address=self._config.ray_address or "auto",
+                address=address,
                 namespace=self._name,
                 logging_level=logging.WARNING,
                 log_to_driver=True,
             )
         except Exception as error:
             raise EngineDeadError(
-                f"no Ray cluster found at {self._config.ray_address or 'this host'}: {error}; "
+                f"found no Ray cluster at {self._config.ray_address or 'this host'}: {error}; "
                 f"start one with `ray start --head` here and `ray start --address` on the other "
                 f"hosts, with the same versions of Python and Ray everywhere"
             ) from error
@@ -170,3 +175,12 @@ class RayCluster:
                 remove_placement_group(self._group)
         self._actors, self._group, self._own = [], None, None
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would go on trying for minutes. Raises OSError or ValueError."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError("an address is host:port, of the head's own port, without a scheme")
+    with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S):
+        return

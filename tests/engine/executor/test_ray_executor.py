@@ -12,9 +12,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+import zmq
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
+from engine.executor.factory import create_executor
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.request_stream import RequestStream
 from engine.messages import LoadProgress
@@ -67,6 +69,28 @@ async def until_ended(llm: AsyncLLM, hosts: RayHosts) -> None:
     await until(lambda: all(not is_alive(pid) for pid in pids), "the end of all processes")
     assert is_gone(llm.core_pid)
     await until(lambda: not any(node.actors() for node in hosts.nodes), "the end of all actors")
+
+
+def test_no_ray_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the node that asks for Ray needs it."""
+    config = tiny_config(2)
+    config = replace(config, parallel=replace(config.parallel, distributed_executor_backend="ray"))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [name for name in sys.modules if name.startswith("engine.executor.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    with zmq.Context() as context, pytest.raises(EngineDeadError, match=r"tandem\[ray\]"):
+        create_executor(config, context)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.9:1", "ray://127.0.0.9:10001/x"])
+def test_no_cluster_at_the_address(address: str) -> None:
+    from engine.executor.ray_cluster import RayCluster
+
+    parallel = replace(tiny_config(2).parallel, ray_address=address)
+    cluster = RayCluster(parallel, "cpu", "test")
+    with pytest.raises(EngineDeadError, match=f"found no Ray cluster at {address}: .*ray start"):
+        cluster.connect()
+    cluster.close()
 
 
 async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle) -> None:
