@@ -19,13 +19,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bench.record import write_result
+from bench.variant_checks import largest_error
 from bench.variant_list import (
-    DECODE_BATCHES,
+    DECODE_CASES,
     NARROW_BATCHES,
     Narrow,
     Variant,
@@ -36,10 +38,11 @@ from bench.variant_list import (
 )
 from bench.variant_model import VariantModel
 from engine.layers import dense_attention
+from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.narrow_shapes import MAX_ROWS
 
-_LARGEST_ERROR = 3e-2
-_REPLAYS = 15
+_LARGEST_LOGITS_ERROR, _LARGEST_KERNEL_ERROR = 0.1, 1e-2
+_ROUNDS, _REPLAYS = 5, 8
 _FLOORS_MS = {1: 3.52, 16: 4.0, 64: 5.6, 256: 14.1}
 _MUST_MS = {1: 4.8, 16: 5.4, 64: 7.5, 256: 17.5}
 _BUSY_MS = {1: 0.04, 16: 0.04, 64: 0.06, 256: 0.1}
@@ -72,8 +75,8 @@ def step_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Ten
         found = step()
     graph.replay()
     first, same, times = found.clone(), True, []
-    for _ in range(_REPLAYS):
-        times.append(_timed_ms(graph.replay))
+    for _ in range(_ROUNDS):
+        times.append(_timed_ms(lambda: [graph.replay() for _ in range(_REPLAYS)]) / _REPLAYS)
         same = same and torch.equal(found, first)
     return sorted(times)[len(times) // 2], first, same
 
@@ -105,8 +108,15 @@ Timer = Callable[[VariantModel, Callable[[], Tensor]], tuple[float, Tensor, bool
 class Trial:
     """Times variants of one step; the first is what the others must equal."""
 
-    def __init__(self, model: VariantModel, case: str, timer: Timer) -> None:
-        self._model, self._case, self._timer = model, case, timer
+    def __init__(
+        self,
+        model: VariantModel,
+        case: str,
+        timer: Timer,
+        metadata: AttentionMetadata | None = None,
+    ) -> None:
+        """`metadata`: of decodes, whose kernels are to be checked one by one."""
+        self._model, self._case, self._timer, self._metadata = model, case, timer, metadata
         self.rows: list[dict[str, object]] = []
         self._expected: Tensor | None = None
 
@@ -117,15 +127,19 @@ class Trial:
         try:
             with applied(variant, self._model.model):
                 ms, found, same = self._timer(self._model, step)
+                kernels = 0.0
+                if self._metadata is not None:
+                    kernels = largest_error(self._model, self._metadata)
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
             return self._report(row, float("inf"))
         if self._expected is None:
             self._expected = found
         error = ((found - self._expected).norm() / self._expected.norm()).item()
-        row |= {"ms": round(ms, 4), "error": float(f"{error:.1e}"), "same bits": same}
-        wrong = not (error < _LARGEST_ERROR and same)
-        return self._report(row, float("inf") if wrong else ms)
+        row |= {"ms": round(ms, 4), "logits": float(f"{error:.1e}"), "same bits": same}
+        row["kernels"] = float(f"{kernels:.1e}")
+        row["right"] = same and error < _LARGEST_LOGITS_ERROR and kernels < _LARGEST_KERNEL_ERROR
+        return self._report(row, ms if row["right"] else float("inf"))
 
     def _report(self, row: dict[str, object], ms: float) -> float:
         print(" | ".join(f"{key} {value}" for key, value in row.items()), flush=True)
@@ -134,34 +148,36 @@ class Trial:
 
 def try_decode(model: VariantModel) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    narrow: dict[str, Narrow] = {}
-    for batch in DECODE_BATCHES:
-        trial, step = Trial(model, f"decode {batch}", step_ms), model.decode_step(batch)
+    best: list[Variant] = []
+    for batch, context in DECODE_CASES:
+        metadata = model.decode_metadata(batch, context)
+        case, step = f"decode {batch} x {context}", model.decode_step(metadata)
+        trial = Trial(model, case, step_ms, metadata)
         present = trial.measure(Variant("present"), step)
         times = {variant: trial.measure(variant, step) for variant in decode_variants()}
         decode = min(times, key=lambda variant: times[variant])
         if times[decode] > 0.995 * present:
             decode = Variant("present")
         if batch in NARROW_BATCHES:
-            narrow = fastest_narrow(trial, step)
-        for variant in combinations(decode, narrow, batch <= MAX_ROWS):
-            trial.measure(variant, step)
-        in_order = Trial(model, f"decode {batch}, blocks in order", step_ms)
-        in_order.measure(Variant("present"), model.decode_step(batch, in_order=True))
-        in_order.measure(decode, model.decode_step(batch, in_order=True))
-        rows += trial.rows + in_order.rows
+            together = combinations(decode, fastest_narrow(trial, step))
+            times = {variant: trial.measure(variant, step) for variant in together}
+            best = sorted(together, key=lambda variant: times[variant])[:3]
+        elif batch <= MAX_ROWS:
+            for variant in best:
+                trial.measure(replace(variant, decode=decode.decode), step)
+        trial.measure(Variant("chained, decode", decode.decode, chained=True), step)
+        trial.measure(Variant("present again"), step)
+        rows += trial.rows
     return rows
 
 
 def fastest_narrow(trial: Trial, step: Callable[[], Tensor]) -> dict[str, Narrow]:
-    """By product; without those whose present way is faster."""
+    """By product."""
     found = {}
-    present = trial.measure(Variant("chained", chained=True), step)
+    trial.measure(Variant("chained", chained=True), step)
     for product, variants in narrow_variants().items():
         times = {variant: trial.measure(variant, step) for variant in variants}
-        fastest = min(times, key=lambda variant: times[variant])
-        if times[fastest] < present:
-            found[product] = fastest.narrow[0]
+        found[product] = min(times, key=lambda variant: times[variant]).narrow[0]
     return found
 
 
@@ -198,15 +214,16 @@ def compile_all(arguments: argparse.Namespace, processes: int) -> None:
 def compile_part(arguments: argparse.Namespace) -> None:
     index, count = map(int, arguments.compile.split("/"))
     model = VariantModel(arguments.shape, num_layers=1, most_bytes=1 << 30)
-    work = [(batch, variant) for batch in DECODE_BATCHES for variant in decode_variants()]
-    work.append((16, Variant("deterministic", deterministic=True)))
-    work += [(batch, Variant("ahead", None, (), True, 8 << 20)) for batch in (16, 64)]
+    sizes = (16, 32, 64, 256)
+    work = [(batch, variant) for batch in sizes for variant in decode_variants()]
     kinds = narrow_variants().values()
     work += [(16, variant) for variants in kinds for variant in variants]
+    work += [(batch, Variant("ahead", None, (), True, 8 << 20)) for batch in (16, 64)]
+    work.append((16, Variant("deterministic", deterministic=True)))
     for batch, variant in work[index::count]:
         try:
             with torch.inference_mode(), applied(variant, model.model):
-                model.decode_step(batch, True)()
+                model.decode_step(model.decode_metadata(batch, 1088))()
         except Exception as error:
             print(variant.name, type(error).__name__, str(error)[:100], flush=True)
 
@@ -214,47 +231,47 @@ def compile_part(arguments: argparse.Namespace) -> None:
 def recommended(rows: list[dict[str, object]]) -> list[str]:
     """Experiments that the figures speak for, as the setting takes them."""
 
-    def ms(case: str, variant: str) -> float:
-        found = [row.get("ms") for row in rows if (row["case"], row["variant"]) == (case, variant)]
-        return float(str(found[0])) if found and found[0] is not None else float("inf")
+    def best(case: str, words: str) -> float:
+        times = [_ms(row) for row in rows if row["case"] == case and row.get("right")]
+        named = [row["variant"] for row in rows if row["case"] == case and row.get("right")]
+        fitting = [ms for ms, name in zip(times, named, strict=True) if words in str(name)]
+        return min(fitting, default=float("inf"))
 
-    case, chosen = "decode 16", ["prefill-graphs"]
-    chained = ms(case, "chained, decode")
-    ahead = ms(case, "decode, 4 MB ahead, chained")
-    narrow = ms(case, "chained, decode, narrow as it is")
-    if min(chained, ahead, narrow) < ms(case, "present"):
+    case, chosen = "decode 16 x 1088", ["prefill-graphs"]
+    narrow, ahead = best(case, "narrow"), best(case, "MB ahead, chained")
+    chained = best(case, "chained, decode")
+    if min(narrow, ahead, chained) < best(case, "present"):
         chosen.append("chained-launches")
-    if narrow < min(chained, ahead):
+    if narrow < min(ahead, chained):
         chosen.append("narrow-products")
     elif ahead < chained:
         chosen.append("weights-ahead")
-    case = "prefill (8192,)"
-    if ms(case, "projected from 4096") < ms(case, "present"):
+    case = "prefill (2048, 2048, 2048, 2048)"
+    if best(case, "projected") < best(case, "present"):
         chosen.append("projected-attention")
     return chosen
 
 
 def print_table(rows: list[dict[str, object]]) -> None:
     """The fastest right variants of each case."""
-    for case in dict.fromkeys(row["case"] for row in rows):
-        good = [row for row in rows if row["case"] == case and "ms" in row]
-        print(f"\n{case}: {len(good)} variants")
-        present = float(str(good[0]["ms"])) if good else 0.0
-        for row in sorted(good, key=lambda row: float(str(row["ms"])))[:5] + good[:1]:
-            ms = float(str(row["ms"]))
-            line = f"  {ms:9.3f} ms  {present / ms:6.3f} x present"
-            words = str(case).split()
-            if words[0] == "decode":
-                batch = int(words[1].rstrip(","))
-                line += f"  floor {_FLOORS_MS[batch] / ms:5.2f}"
-                line += f"  must {_MUST_MS[batch] / (ms + _BUSY_MS[batch]):5.3f}"
-            flaw = (
-                "" if row["same bits"] and float(str(row["error"])) < _LARGEST_ERROR else "  WRONG"
-            )
-            print(f"{line}  error {row['error']}{flaw}  {row['variant']}")
+    for case in dict.fromkeys(str(row["case"]) for row in rows):
+        good = [row for row in rows if row["case"] == case and row.get("right")]
+        print(f"\n{case}: {len(good)} right variants")
+        words = case.split()
+        batch = int(words[1]) if words[0] == "decode" and words[-1] == "1088" else 0
+        for row in sorted(good, key=_ms)[:7] + good[:1]:
+            line = f"  {_ms(row):9.3f} ms  {_ms(good[0]) / _ms(row):6.3f} x present"
+            if batch in _FLOORS_MS:
+                line += f"  floor {_FLOORS_MS[batch] / _ms(row):5.2f}"
+                line += f"  must {_MUST_MS[batch] / (_ms(row) + _BUSY_MS[batch]):5.3f}"
+            print(f"{line}  logits {row['logits']}  {row['variant']}")
     for row in rows:
-        if "failed" in row:
-            print("failed:", row)
+        if not row.get("right"):
+            print("failed or wrong:", row)
+
+
+def _ms(row: dict[str, object]) -> float:
+    return float(str(row["ms"]))
 
 
 def main() -> None:

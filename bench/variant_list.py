@@ -16,7 +16,17 @@ from tandem_kernels.decode_attention import DecodeTuning
 from tandem_kernels.narrow_linear import NarrowTuning
 from tandem_kernels.narrow_shapes import MAX_ROWS
 
-DECODE_BATCHES = (16, 1, 64, 256)
+DECODE_CASES = (
+    (16, 1088),
+    (1, 1088),
+    (64, 1088),
+    (256, 1088),
+    (4, 1088),
+    (8, 1088),
+    (32, 1088),
+    (32, 8192),
+)
+"""Requests, and the context of each."""
 NARROW_BATCHES = (16, 1)
 PRODUCTS = {"qkv": "qkv_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}
 """Short names, and the ends of the layers' names."""
@@ -38,29 +48,16 @@ class Variant:
 
 
 _DECODE = [
-    (64, 4, 5, 1), (64, 2, 3, 4), (32, 2, 5, 4), (64, 4, 3, 2), (64, 4, 5, 2), (32, 4, 5, 3),
-    (64, 4, 3, 3), (128, 4, 3, 2), (128, 8, 3, 1), (32, 2, 7, 3),
+    (64, 4, 5, 1), (64, 2, 3, 4), (32, 2, 5, 4), (64, 4, 3, 3), (128, 4, 3, 2), (64, 4, 5, 2),
 ]  # fmt: skip
 """Tile, warps, stages, programs on an SM."""
 
 _NARROW = {
-    "qkv": [
-        (16, 256, 1, 4, 4), (32, 128, 1, 4, 5), (32, 256, 1, 4, 4), (32, 256, 1, 8, 4),
-        (64, 128, 1, 4, 5), (32, 512, 1, 8, 3),
-    ],
-    "o": [
-        (32, 256, 2, 4, 4), (32, 256, 4, 4, 4), (64, 128, 4, 4, 5), (64, 128, 8, 4, 5),
-        (64, 256, 4, 8, 4), (128, 128, 8, 8, 4),
-    ],
-    "gate_up": [
-        (32, 128, 1, 4, 5), (32, 256, 1, 4, 3), (64, 128, 1, 4, 4), (64, 128, 1, 8, 5),
-        (16, 256, 1, 4, 4), (32, 128, 1, 8, 6),
-    ],
-    "down": [
-        (32, 256, 2, 4, 4), (32, 256, 4, 4, 4), (64, 128, 4, 4, 5), (64, 128, 8, 4, 5),
-        (64, 256, 4, 8, 4), (128, 128, 8, 8, 4),
-    ],
-}  # fmt: skip
+    "qkv": [(32, 256, 1, 4, 4), (64, 128, 1, 4, 5), (32, 256, 1, 4, 5), (32, 128, 1, 4, 8)],
+    "gate_up": [(32, 256, 1, 4, 3), (64, 128, 1, 8, 5), (32, 128, 1, 4, 5), (64, 128, 1, 4, 4)],
+    "down": [(64, 128, 4, 4, 5), (32, 256, 2, 4, 4), (64, 128, 2, 4, 6), (64, 256, 4, 4, 3)],
+    "o": [(64, 128, 4, 4, 5), (32, 256, 2, 4, 4), (64, 128, 2, 4, 5)],
+}
 """Outputs, depth, parts, warps, stages."""
 
 
@@ -72,49 +69,52 @@ def narrow_variants() -> dict[str, list[Variant]]:
     """Each with one product of ours, chained."""
     return {
         product: [
-            Variant(f"{product} {given}", None, ((product, NarrowTuning(*given)),), True)
+            Variant(
+                f"{product} {given}" + (" late" if late else ""),
+                narrow=((product, NarrowTuning(*given, ahead=_ahead(late), late=late)),),
+                chained=True,
+            )
             for given in tunings
+            for late in (False, True)
         ]
         for product, tunings in _NARROW.items()
     }
 
 
-def default_tuning(product: str) -> NarrowTuning:
-    """What the kernels choose by themselves."""
-    kind: narrow_linear.Kind = "partial"
-    if product in ("qkv", "gate_up"):
-        kind = "plain" if product == "qkv" else "gated"
-    return narrow_linear.narrow_tuning(kind, 4096, 4096)
+def _ahead(late: bool) -> int:
+    """A kernel that lets the next one start late leaves it less time to ask."""
+    return 512 if late else 256
 
 
-def combinations(decode: Variant, narrow: dict[str, Narrow], has_few_rows: bool) -> list[Variant]:
-    """What was fastest alone, together. `narrow`: by product, with those that lost left out."""
-    products = tuple(narrow.values())
-    names = "+".join(narrow) or "none"
-    no_asking = tuple((product, replace(how, ahead=0)) for product, how in products)
-    more_asking = tuple((product, replace(how, ahead=512)) for product, how in products)
-    everything = Variant("best", decode.decode, products, True)
+_SUBSETS = (
+    ("qkv",), ("qkv", "down"), ("qkv", "gate_up"), ("gate_up", "down"), ("qkv", "gate_up", "down"),
+    ("qkv", "o", "gate_up", "down"),
+)  # fmt: skip
+
+
+def combinations(decode: Variant, narrow: dict[str, Narrow]) -> list[Variant]:
+    """What was fastest alone, together. `narrow`: by product."""
     found = [Variant("chained, decode", decode.decode, (), True)]
-    if has_few_rows:
-        found += [
-            Variant(
-                f"decode, {size} MB ahead" + (", chained" if chained else ""),
-                decode.decode,
-                (),
-                chained,
-                size << 20,
+    for megabytes in (4, 8):
+        name = f"decode, {megabytes} MB ahead"
+        found.append(Variant(name + ", chained", decode.decode, (), True, megabytes << 20))
+    for products in _SUBSETS:
+        tunings = tuple(narrow[product] for product in products)
+        late, early = (
+            tuple(
+                (product, replace(how, ahead=_ahead(late), late=late)) for product, how in tunings
             )
-            for size, chained in ((4, False), (8, False), (4, True), (8, True))
-        ]
-        default = tuple((product, default_tuning(product)) for product in PRODUCTS)
-        found.append(Variant("chained, decode, narrow as it is", decode.decode, default, True))
-    if products and has_few_rows:
-        found += [
-            Variant(f"narrow {names}", None, products),
-            replace(everything, name=f"chained, decode, narrow {names}"),
-            replace(everything, name="the same, nothing asked for ahead", narrow=no_asking),
-            replace(everything, name="the same, twice as much ahead", narrow=more_asking),
-        ]
+            for late in (True, False)
+        )
+        name = "+".join(products)
+        found.append(Variant(f"decode, narrow {name}, chained", decode.decode, tunings, True))
+        found.append(Variant(f"decode, narrow {name}, all late", decode.decode, late, True))
+        found.append(Variant(f"decode, narrow {name}, all early", decode.decode, early, True))
+        if len(products) < 3:
+            continue
+        found.append(
+            Variant(f"decode, narrow {name}, 8 MB ahead", decode.decode, late, True, 8 << 20)
+        )
     return [*found, Variant("deterministic", deterministic=True), Variant("present again")]
 
 

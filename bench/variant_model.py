@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from bench.offline_engine import shape_config
 from engine.distributed import TensorParallelGroup
 from engine.layers import dense_attention
+from engine.models.llama import LlamaDecoderLayer
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
 from tandem_kernels.attention_metadata import AttentionMetadata
@@ -38,25 +40,31 @@ class VariantModel:
         self._block_size = config.cache.block_size
         self.model = create_model(config, TensorParallelGroup(0, 1), self.device)
         load_weights(self.model, config, lambda fraction: None)
-        self.context, self.longest = (40, 512) if tiny else (1088, 8192)
+        self.longest_context, self.longest = (40, 512) if tiny else (8192, 8192)
         block_bytes = config.kv_layout.local_kv_heads * self._block_size * model.head_dim * 2 * 2
         block_bytes *= model.num_layers
         free = 1 << 28 if tiny else torch.cuda.mem_get_info()[0]
         budget = min(int(free * _SHARE_OF_MEMORY), most_bytes) if not tiny else free
-        most_needed = 256 * (self.context // self._block_size + 1)
+        most_needed = 256 * 10
         self.num_blocks = max(budget // block_bytes, most_needed)
         shape_of_cache = (
             model.num_layers, self.num_blocks, 2, config.kv_layout.local_kv_heads,
             self._block_size, model.head_dim,
         )  # fmt: skip
         cache = torch.empty(shape_of_cache, dtype=torch.bfloat16, device=self.device)
-        self.kv_caches = list(cache.normal_().unbind())
+        self.kv_caches = list(cache.unbind())
+        for layer in self.kv_caches:
+            layer.normal_()
+        self.layer = cast("LlamaDecoderLayer", self.model.layers[0])
 
-    def decode_step(self, batch: int, in_order: bool = False) -> Callable[[], Tensor]:
-        """One token for each of `batch` requests; gives logits."""
-        lengths = [self.context + 1] * batch
-        positions = torch.full((batch,), self.context, device=self.device)
-        metadata = self._metadata(lengths, [1] * batch, in_order)
+    def decode_metadata(self, batch: int, context: int) -> AttentionMetadata:
+        """One token for each of `batch` requests that have `context` tokens already."""
+        context = min(context, self.longest_context)
+        return self._metadata([context + 1] * batch, [1] * batch)
+
+    def decode_step(self, metadata: AttentionMetadata) -> Callable[[], Tensor]:
+        """Gives logits."""
+        positions = metadata.seq_lens.long() - 1
         step = self._step(positions, metadata, False)
         return lambda: self.model.compute_logits(step())
 
@@ -67,7 +75,7 @@ class VariantModel:
         `apart_from` tokens and more are attended apart, as the runner has it."""
         lengths = tuple(sorted(lengths))
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
-        metadata = self._metadata(list(lengths), list(lengths), False)
+        metadata = self._metadata(list(lengths), list(lengths))
         apart = tuple(n for n in lengths if n >= apart_from)
         metadata = replace(metadata, whole_prompt_lens=apart)
         step = self._step(positions, metadata, projected)
@@ -96,15 +104,11 @@ class VariantModel:
 
         return run
 
-    def _metadata(
-        self, seq_lens: list[int], query_lens: list[int], in_order: bool
-    ) -> AttentionMetadata:
-        most = max(-(-dense_attention.padded_length(n) // self._block_size) for n in seq_lens)
+    def _metadata(self, seq_lens: list[int], query_lens: list[int]) -> AttentionMetadata:
+        most = max(-(-n // self._block_size) for n in map(_padded, seq_lens, query_lens))
         num_blocks = len(seq_lens) * most
-        order = torch.arange(self.num_blocks, device=self.device)
-        if not in_order:
-            generator = torch.Generator(self.device).manual_seed(2)
-            order = torch.randperm(self.num_blocks, generator=generator, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(2)
+        order = torch.randperm(self.num_blocks, generator=generator, device=self.device)
         ints = {"dtype": torch.int32, "device": self.device}
         return AttentionMetadata(
             block_tables=order[:num_blocks].int().view(len(seq_lens), most).contiguous(),
@@ -114,3 +118,8 @@ class VariantModel:
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
         )
+
+
+def _padded(seq_len: int, query_len: int) -> int:
+    """Whole prompts may be gathered in padded lengths."""
+    return dense_attention.padded_length(seq_len) if query_len > 1 else seq_len

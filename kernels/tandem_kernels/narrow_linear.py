@@ -37,6 +37,8 @@ class NarrowTuning:
         cols, depth: Outputs of a program, and how much of the inner dimension it takes at once.
         parts: Pieces of the inner dimension.
         ahead: Elements of each weight row asked for before the predecessor has ended.
+        late: The next kernel may start when the programs of this one have read all weights, not
+            when they have begun. It finds free SMs then.
     """
 
     cols: int
@@ -45,12 +47,13 @@ class NarrowTuning:
     num_warps: int
     num_stages: int
     ahead: int = 256
+    late: bool = False
 
 
 def narrow_tuning(kind: Kind, num_outputs: int, inner: int) -> NarrowTuning:
     """Of a product with weights [num_outputs, inner]; both halves of a gate count once."""
     if kind == "gated":
-        return NarrowTuning(cols=32, depth=128, parts=1, num_warps=4, num_stages=5)
+        return NarrowTuning(cols=32, depth=256, parts=1, num_warps=4, num_stages=3)
     if kind == "partial":
         return NarrowTuning(cols=64, depth=128, parts=4, num_warps=4, num_stages=5)
     return NarrowTuning(cols=32, depth=256, parts=1, num_warps=4, num_stages=4)
@@ -80,6 +83,7 @@ def narrow_linear_kernel(
     HAS_BIAS: tl.constexpr,
     AHEAD: tl.constexpr,
     LINE: tl.constexpr,
+    LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Program (j, p): outputs j * COLS and on, of the p-th piece of the inner dimension.
@@ -93,7 +97,8 @@ def narrow_linear_kernel(
     end = tl.minimum(begin + steps * DEPTH, inner)
     rows_of_weight = weight + col.to(tl.int64) * inner
     if OVERLAP:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         if (AHEAD > 0) and (begin + AHEAD <= inner):
             _ask_for(rows_of_weight + begin, AHEAD, LINE)
             if GATED:
@@ -113,6 +118,8 @@ def narrow_linear_kernel(
         if GATED:
             others = tl.load(places + num_outputs.to(tl.int64) * inner)
             second = tl.dot(given, tl.trans(others), second)
+    if OVERLAP and LATE:
+        gdc_launch_dependents()
     kind = out.dtype.element_ty
     if GATED:
         gate = acc.to(kind).to(tl.float32)
@@ -168,6 +175,7 @@ def _launch(
         HAS_BIAS=bias is not None,
         AHEAD=tuning.ahead,
         LINE=LINE,
+        LATE=tuning.late,
         OVERLAP=overlap,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

@@ -147,6 +147,7 @@ def narrow_cases(capability: int) -> Iterator[Case]:
                 "HAS_BIAS": has_bias,
                 "AHEAD": tuning.ahead,
                 "LINE": 64,
+                "LATE": tuning.late,
                 "OVERLAP": overlap,
                 **({} if has_bias else {"bias": None}),
             },
