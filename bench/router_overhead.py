@@ -37,7 +37,8 @@ from router.server import RouterServer, bind
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NodeLoad
 from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_to_server
 
-_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+_JOURNAL = b"x-tandem-journal:"
 _PADDING = b'"id": "cmpl-000000000000", "object": "text_completion", "model": "bench", '
 _MARK = b'"made": '
 
@@ -46,7 +47,8 @@ _MARK = b'"made": '
 
 
 class TokenServer(asyncio.Protocol):
-    """Just enough HTTP to stream events cheaply, so that the router is what is measured.
+    """Just enough HTTP to stream events cheaply, so that the router is what is measured. A client
+    that asks for a journal gets one, as from a decode node.
 
     The body's `max_tokens` says how many events; 0 is answered with a short JSON body.
     """
@@ -54,6 +56,8 @@ class TokenServer(asyncio.Protocol):
     def __init__(self, streams: set[TokenServer]) -> None:
         self._streams = streams
         self._received = b""
+        self._keeps_journal = False
+        self._number = 0
         self.left = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -68,6 +72,7 @@ class TokenServer(asyncio.Protocol):
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
         if separator and len(body) >= length:
             self._received = b""
+            self._keeps_journal = _JOURNAL in head.lower()
             self._answer(int(json.loads(body)["max_tokens"]))
 
     def _answer(self, max_tokens: int) -> None:
@@ -76,17 +81,26 @@ class TokenServer(asyncio.Protocol):
             self._transport.write(head + b"{}")
             return
         self.left = max_tokens
-        self._transport.write(_HEAD)
+        self._number = 0
+        journal = _JOURNAL + b" 0\r\n" if self._keeps_journal else b""
+        self._transport.write(_HEAD + journal + b"\r\n")
         self._streams.add(self)
 
     def send_event(self) -> None:
         event = b"data: {%b%b%d}\n\n" % (_PADDING, _MARK, time.monotonic_ns())
-        chunk = b"%x\r\n%b\r\n" % (len(event), event)
+        if self._keeps_journal:
+            event = b': %d ["tokens",0,[%d]]\n%b' % (self._number, 1000 + self._number, event)
+            self._number += 1
         self.left -= 1
         if self.left == 0:
             self._streams.discard(self)
-            chunk += b"0\r\n\r\n"
-        self._transport.write(chunk)
+            self._transport.write(_chunk(event) + _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        else:
+            self._transport.write(_chunk(event))
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 async def _send_tokens(streams: set[TokenServer], rate: float) -> None:
