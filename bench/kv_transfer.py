@@ -37,6 +37,7 @@ from kv_transfer.base import KVCacheHandle, KVConnectorScheduler
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName
 from kv_transfer.factory import create_scheduler_connector
 from kv_transfer.host.memory_file import MemoryFile
+from kv_transfer.layer_marks import LayerMarks
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVTransferParams
 
@@ -105,6 +106,7 @@ class Caches:
         self.num_bytes = layout.num_layers * self.num_blocks * layout.block_bytes
         self.source = MemoryFile.create("bench-source", self.num_bytes)
         self.target = MemoryFile.create("bench-target", self.num_bytes)
+        self.marks = LayerMarks.create(layout.num_layers)
         self._source = np.frombuffer(self.source.buffer, np.uint64)
         self._target = np.frombuffer(self.target.buffer, np.uint64)
         self._source[:] = np.arange(len(self._source), dtype=np.uint64) * 0x9E3779B97F4A7C15
@@ -127,7 +129,13 @@ class Caches:
             raise SystemExit("the bytes that arrived are not the bytes that were sent")
 
     def handle(self, memory: MemoryFile) -> KVCacheHandle:
-        return KVCacheHandle(rank=0, pid=memory.pid, fd=memory.fd, num_blocks=self.num_blocks)
+        return KVCacheHandle(
+            rank=0,
+            pid=memory.pid,
+            fd=memory.fd,
+            num_blocks=self.num_blocks,
+            marks_fd=self.marks.fd,
+        )
 
 
 class KVPair:
@@ -262,6 +270,7 @@ def make_pair(
             chunk_bytes=arguments.chunk_kib << 10,
             staging_bytes=arguments.staging_mib << 20,
             pull_transport=transport,
+            transport=arguments.data,
         )
         engine_id = f"bench-{uuid.uuid4().hex[:12]}"
         return create_scheduler_connector(
@@ -353,6 +362,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--staging-mib", type=int, default=256)
     parser.add_argument("--transports", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS))
+    parser.add_argument(
+        "--data", choices=("grpc", "cuda_ipc"), default="grpc",
+        help="cuda_ipc: decode copies out of the prefill node's cache itself",
+    )  # fmt: skip
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--realtime", action="store_true", help="round-robin scheduling (root)")
     parser.add_argument("--name", default="kv_transfer", help="of the result files; empty: none")

@@ -14,6 +14,7 @@ somebody waits for leave marks.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -36,7 +37,10 @@ class LayerMarks:
 
     @classmethod
     def create(cls, num_layers: int) -> LayerMarks:
-        return cls(MemoryFile.create("tandem-layer-marks", num_layers * _MARK_BYTES), num_layers)
+        """On pages of its own, because devices know memory by pages."""
+        num_pages = -(-num_layers * _MARK_BYTES // mmap.PAGESIZE)
+        memory = MemoryFile.create("tandem-layer-marks", num_pages * mmap.PAGESIZE)
+        return cls(memory, num_layers)
 
     @classmethod
     def attach(cls, pid: int, fd: int, num_layers: int) -> LayerMarks:
@@ -57,7 +61,7 @@ class LayerMarks:
 
     def write(self, step_id: int, layer: int) -> None:
         """By a worker on the CPU."""
-        marks = np.frombuffer(self._memory.buffer, np.uint32)
+        marks = np.frombuffer(self._memory.buffer, np.uint32, self._num_layers)
         marks[layer] = mark_of(step_id)
 
     def progress(self, near_step: int) -> StepProgress | None:
@@ -65,7 +69,7 @@ class LayerMarks:
 
         `near_step`: any step of the last weeks, because marks count modulo 2^32.
         """
-        marks = np.frombuffer(self._memory.buffer, np.uint32).copy()
+        marks = np.frombuffer(self._memory.buffer, np.uint32, self._num_layers).copy()
         newest = int(marks[0])
         if newest == 0:
             return None

@@ -64,6 +64,8 @@ class SendTransfer:
         """In the order in which they were staged, which is the order in which they are sent."""
         self.pulls: set[Pull] = set()
         self.lease_ends_at = 0.0
+        self.stage_after = 0.0
+        """Until then nothing is staged for a puller that is not here."""
         self.num_bytes_sent = 0
         self.num_pulls_seen = 0
         self.needs_blocks = False

@@ -41,6 +41,8 @@ from kv_transfer.state import KVTransferState, LateMessage, TransferTable
 from kv_transfer.wire import HEADER, ChunkKind, fill_header
 
 _RESERVE_CHUNKS = 4
+_WAIT_FOR_PULL_S = 0.05
+"""A puller on this host may want no copy; it comes at about the same time as the offer."""
 _EVENT_OF = {
     KVTransferState.DONE: TransferEventKind.RELEASED,
     KVTransferState.FAILED: TransferEventKind.FAILED,
@@ -108,6 +110,9 @@ class KVSender:
             )
             return
         self._renew(transfer)
+        if self.cache_for_host() is not None:
+            transfer.stage_after = time.monotonic() + _WAIT_FOR_PULL_S
+            asyncio.get_running_loop().call_later(_WAIT_FOR_PULL_S, self._work.set)
         self._report_if_staged(transfer)
         for early in self._early_pulls.pop(meta.transfer_id, ()):
             early.set()
@@ -255,9 +260,12 @@ class KVSender:
 
     def _stage_one(self, transfer: SendTransfer) -> bool:
         if transfer.is_pulled_directly:
-            layer, group = transfer.pop_ready()
-            transfer.add_staged(transfer.grid.index(layer, group), None)
+            while transfer.has_ready:
+                layer, group = transfer.pop_ready()
+                transfer.add_staged(transfer.grid.index(layer, group), None)
             return True
+        if not transfer.pulls and time.monotonic() < transfer.stage_after:
+            return False
         num_bytes = HEADER.size + transfer.next_size() * self._layout.block_bytes
         try:
             chunk = self.pool.take(num_bytes, is_awaited=bool(transfer.pulls))

@@ -79,6 +79,7 @@ async def test_what_was_staged_before_the_pull_comes_over_the_network() -> None:
         prefill.offer(transfer_id, 100)
         prefill.send(transfer_id, 1, range(100), source, 100)
         prefill.compute(5, 1, 0, range(100), source)
+        assert prefill.staged_bytes == 0, "a puller may come any moment"
         await until(lambda: prefill.staged_bytes > 0)
         target = decode.pull(prefill.peer, transfer_id, 100)
         await until(lambda: decode.count(FIRST_BYTE, transfer_id) == 1)
