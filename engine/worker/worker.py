@@ -45,6 +45,8 @@ _CPU_SHARE_OF_FREE_MEMORY = 0.1
 _AHEAD_BYTES = 4 << 20
 _CUDA_RESERVE_BYTES = 2 << 30
 """For what the profiling run does not show: the context, loaded kernels, graphs, NCCL."""
+_TRANSFER_CONTEXT_BYTES = 600 << 20
+"""Each transfer process has a context of its own on the GPU."""
 
 
 class MissedStepError(RuntimeError):
@@ -178,9 +180,10 @@ class Worker:
             return int(max(0, free_at_peak) * _CPU_SHARE_OF_FREE_MEMORY / ranks)
         # Others may share the GPU: what they hold is theirs, so our share is counted from our own
         # use. It must be free as well.
-        own = memory.in_use() + free - free_at_peak + _CUDA_RESERVE_BYTES
+        reserve = _cuda_reserve(self.config)
+        own = memory.in_use() + free - free_at_peak + reserve
         share = memory.total() * cache.memory_utilization - own
-        return int(max(0, min(share, free_at_peak - _CUDA_RESERVE_BYTES)))
+        return int(max(0, min(share, free_at_peak - reserve)))
 
     def _profile_run(self) -> None:
         """The largest step there can be, over a cache of one block."""
@@ -188,6 +191,11 @@ class Worker:
         with closing(KVCache(spec, 1, self._device)) as profile_cache:
             self.runner.kv_caches = profile_cache.layers
             self.runner.dummy_run(self.config.scheduler.max_num_batched_tokens)
+
+
+def _cuda_reserve(config: EngineConfig) -> int:
+    processes = config.kv_transfer.num_processes if config.kv_transfer is not None else 0
+    return _CUDA_RESERVE_BYTES + processes * _TRANSFER_CONTEXT_BYTES
 
 
 def _rank_device(config: EngineConfig, rank: int, index: int) -> torch.device:
