@@ -22,7 +22,7 @@ def _chart(path: str) -> Chart:
 
 @cache
 def _config(kubeconfig: str, namespace: str) -> Config:
-    return Config(kubeconfig_content=kubeconfig, namespace=namespace)
+    return Config(kubeconfig_content=kubeconfig, namespace=namespace, qps=1000, burst_limit=1000)
 
 
 def render(chart: str, values: dict[str, Any], options: dict[str, Any]) -> dict[str, str]:

@@ -5,15 +5,25 @@
     async with Cluster.real(folder) as cluster:           pods are processes
         ...
 
-Life: store → controllers → API server; closed in the opposite order. Every test has its own.
+
+    Helm ──HTTP──▶ ┌────────────┐ ◀──▶ controllers    Deployment → ReplicaSet → Pod, …
+    pods ──TLS───▶ │ ApiServer  │
+                   │ ObjectStore│ ◀──▶ Kubelet ──▶ one process for each container
+                   └────────────┘        │  probes, preStop, SIGTERM, restarts; status back
+    client ──▶ ServiceProxy ──▶ pod      └─ DnsServer for its pods (root only)
+
+Every test has its own; what was started first is closed last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+
+import trustme
 
 from tests.helm.lifecycle.api_server import ApiServer
 from tests.helm.lifecycle.controllers import CONTROLLERS, ControllerManager
@@ -21,6 +31,7 @@ from tests.helm.lifecycle.dns_server import DnsServer, may_serve
 from tests.helm.lifecycle.hollow_kubelet import run_hollow_pods
 from tests.helm.lifecycle.kubelet import Kubelet
 from tests.helm.lifecycle.machine import Machine
+from tests.helm.lifecycle.network import Network
 from tests.helm.lifecycle.object_store import ObjectStore
 from tests.helm.lifecycle.pod_state import is_ready, is_terminating
 from tests.helm.lifecycle.resources import Object, resource_of
@@ -41,7 +52,7 @@ class Cluster:
     @classmethod
     @contextlib.asynccontextmanager
     async def hollow(cls, gpus: int = 8) -> AsyncIterator[Cluster]:
-        store = new_store(gpus)
+        store = new_store(gpus, Network())
         manager = ControllerManager(store, (*CONTROLLERS, run_hollow_pods))
         api = ApiServer(store)
         manager.start()
@@ -56,25 +67,24 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def real(cls, folder: Path, gpus: int = 8) -> AsyncIterator[Cluster]:
         """Pods are processes of this machine, with their files below `folder`."""
-        store = new_store(gpus)
-        api = ApiServer(store)
-        manager = ControllerManager(store)
-        await api.start()
-        kubelet = Kubelet(store, Machine(folder=folder, has_dns=may_serve()))
-        proxy = ServiceProxy(store)
-        dns = DnsServer(store)
-        if may_serve():
+        with Network.claim() as network:
+            store = new_store(gpus, network)
+            api, manager = ApiServer(store), ControllerManager(store)
+            proxy, dns = ServiceProxy(store), DnsServer(store)
+            authority = trustme.CA()
+            await api.start(_server_tls(authority))
+            kubelet = Kubelet(store, _machine(folder, api, authority))
             await dns.start()
-        for part in (manager, kubelet, proxy):
-            part.start()
-        try:
-            yield cls(store, api, kubelet)
-        finally:
-            await kubelet.close()
-            dns.close()
-            await proxy.close()
-            await api.close()
-            await manager.close()
+            for part in (manager, kubelet, proxy):
+                part.start()
+            try:
+                yield cls(store, api, kubelet)
+            finally:
+                await kubelet.close()
+                dns.close()
+                await proxy.close()
+                await api.close()
+                await manager.close()
 
     @property
     def kubelet(self) -> Kubelet:
@@ -148,9 +158,9 @@ class Cluster:
         self.store.delete_object(pod, grace_s=0)
 
 
-def new_store(gpus: int) -> ObjectStore:
+def new_store(gpus: int, network: Network) -> ObjectStore:
     """An empty cluster with one node and the namespaces `default` and `serving`."""
-    store = ObjectStore()
+    store = ObjectStore(network)
     for name in ("default", NAMESPACE):
         store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     allocatable = {"cpu": "64", "memory": "512Gi", "nvidia.com/gpu": str(gpus)}
@@ -163,6 +173,24 @@ def new_store(gpus: int) -> ObjectStore:
         }
     )
     return store
+
+
+def _machine(folder: Path, api: ApiServer, authority: trustme.CA) -> Machine:
+    return Machine(
+        folder=folder,
+        has_dns=may_serve(),
+        api_env={
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+            "KUBERNETES_SERVICE_PORT": str(api.tls_port),
+        },
+        ca=authority.cert_pem.bytes().decode(),
+    )
+
+
+def _server_tls(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1", "kubernetes.default.svc").configure_cert(context)
+    return context
 
 
 def kubeconfig(url: str) -> str:

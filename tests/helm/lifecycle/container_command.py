@@ -53,7 +53,8 @@ class CommandBuilder:
         self._namespace = pod["metadata"]["namespace"]
         self._addresses: dict[str, str] = {}
         if machine.has_dns:
-            self._resolv_conf.write_text(dns_server.resolv_conf(self._namespace))
+            text = dns_server.resolv_conf(store.network.dns, self._namespace)
+            self._resolv_conf.write_text(text)
         else:
             self._addresses = self._service_addresses()
 

@@ -17,7 +17,6 @@ from typing import cast
 
 from tests.helm.lifecycle.object_store import ObjectStore
 
-ADDRESS = "127.96.0.250"
 DOMAIN = "cluster.local"
 _A, _IN = 1, 1
 _NO_SUCH_NAME = 3
@@ -27,21 +26,23 @@ def may_serve() -> bool:
     return os.geteuid() == 0
 
 
-def resolv_conf(namespace: str) -> str:
+def resolv_conf(server: str, namespace: str) -> str:
     search = f"{namespace}.svc.{DOMAIN} svc.{DOMAIN} {DOMAIN}"
-    return f"nameserver {ADDRESS}\nsearch {search}\noptions ndots:5 timeout:2 attempts:2\n"
+    return f"nameserver {server}\nsearch {search}\noptions ndots:5 timeout:2 attempts:2\n"
 
 
 class DnsServer(asyncio.DatagramProtocol):
-    """`start` → `close`."""
+    """`start` → `close`. Does nothing where it may not."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._transport: asyncio.DatagramTransport | None = None
 
     async def start(self) -> None:
+        if not may_serve():
+            return
         loop = asyncio.get_running_loop()
-        await loop.create_datagram_endpoint(lambda: self, local_addr=(ADDRESS, 53))
+        await loop.create_datagram_endpoint(lambda: self, local_addr=(self._store.network.dns, 53))
 
     def close(self) -> None:
         if self._transport is not None:

@@ -31,14 +31,9 @@ def _status(store: ObjectStore, pod: Object) -> dict[str, Any]:
     ends = pod["spec"].get("restartPolicy", "Always") != "Always"
     return {
         "phase": "Succeeded" if ends else "Running",
-        "podIP": _address(store),
+        "podIP": store.network.next_pod(),
         "conditions": [
             {"type": type_, "status": "False" if ends else "True"}
             for type_ in ("PodScheduled", "Initialized", "ContainersReady", "Ready")
         ],
     }
-
-
-def _address(store: ObjectStore) -> str:
-    taken = {pod.get("status", {}).get("podIP") for pod in store.list_kind("Pod")}
-    return next(a for i in range(1, 250) if (a := f"127.97.0.{i}") not in taken)

@@ -1,11 +1,9 @@
 """Runs the pods of the stand-in's one node as processes of this machine.
 
-    start ──▶ for each pod with a node: an address of its own (127.98.x.y) and a `PodWorker`
-      │         pod gets a deletionTimestamp ──▶ its worker stops it within its grace period
-      │         pod vanishes                 ──▶ killed
-    close ──▶ everything is killed and waited for
-
-Addresses are not used again soon, as in a real cluster with a large range.
+start ──▶ for each pod with a node: an address of its own and a `PodWorker`
+  │         pod gets a deletionTimestamp ──▶ its worker stops it within its grace period
+  │         pod vanishes                 ──▶ killed
+close ──▶ everything is killed and waited for
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from tests.helm.lifecycle.pod_state import is_terminating
 from tests.helm.lifecycle.pod_worker import PodWorker
 from tests.helm.lifecycle.resources import Object
 
-_NETWORK = "127.98"
-
 
 class Kubelet:
     """`start` → `close`."""
@@ -30,7 +26,6 @@ class Kubelet:
         self._store = store
         self._machine = machine
         self._pods_folder = machine.folder / "pods"
-        self._addresses = (f"{_NETWORK}.{i}.{j}" for i in range(256) for j in range(1, 255))
         self._workers: dict[str, PodWorker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -96,6 +91,6 @@ class Kubelet:
         uid = pod["metadata"]["uid"]
         name = pod["metadata"]["name"]
         folder = self._pods_folder / f"{next(self._numbers):03d}-{name}"
-        worker = PodWorker(self._store, pod, next(self._addresses), folder, self._machine)
+        worker = PodWorker(self._store, pod, self._store.network.next_pod(), folder, self._machine)
         self._workers[uid] = worker
         self._tasks[uid] = asyncio.create_task(worker.run(), name=f"pod {name}")

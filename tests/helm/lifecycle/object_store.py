@@ -34,6 +34,7 @@ from tests.helm.lifecycle.api_errors import (
     Invalid,
     NotFound,
 )
+from tests.helm.lifecycle.network import Network
 from tests.helm.lifecycle.resources import Object, Resource, resource_of
 
 Key = tuple[Resource, str, str]
@@ -55,9 +56,10 @@ class Event:
 
 
 class ObjectStore:
-    """Objects that come out of here are the caller's own copies."""
+    """Objects that come out of here are the caller's own copies. `network`: of the cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: Network | None = None) -> None:
+        self.network = network or Network()
         self._objects: dict[Key, Object] = {}
         self._history: deque[Event] = deque()
         self._version = _FIRST_VERSION

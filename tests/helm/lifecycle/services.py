@@ -4,8 +4,7 @@
     serving       the pod is ready, whether it stays or not
     terminating   the pod is about to go
 
-Addresses are published as soon as a pod has one. Services get addresses of loopback's own
-(127.96.0.0/16), so that a proxy on this machine can listen there.
+Addresses are published as soon as a pod has one.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ def reconcile_services(store: ObjectStore) -> None:
 
 
 def _set_address(store: ObjectStore, service: Object) -> None:
-    taken = {s["spec"].get("clusterIP") for s in store.list_kind("Service")}
-    service["spec"]["clusterIP"] = next(
-        address for i in range(1, 250) if (address := f"127.96.0.{i}") not in taken
-    )
+    taken = {s["spec"].get("clusterIP", "") for s in store.list_kind("Service")}
+    service["spec"]["clusterIP"] = store.network.free_service(taken)
 
 
 def _reconcile_slice(store: ObjectStore, service: Object) -> None:

@@ -31,7 +31,9 @@ def start(cluster: Cluster, script: str, *, spec: Any = None, **container: Any) 
             "kind": "Pod",
             "metadata": {"name": "p", "namespace": NAMESPACE, "labels": {"app": "p"}},
             "spec": {
-                "containers": [{"name": "c", "command": ["sh", "-c", script], **container}],
+                "containers": [
+                    {"name": "c", "command": ["sh", "-c", script], **container},
+                ],
                 "terminationGracePeriodSeconds": 5,
                 **(spec or {}),
             },
@@ -157,6 +159,38 @@ async def test_a_crashing_container_starts_again_and_losing_the_pod_kills_it(
     assert cluster.kubelet.log(pod).count("once") >= 2
     cluster.lose_pod(pod)
     await cluster.wait(lambda: not cluster.list("Pod"))
+
+
+_ASK_API = """
+import json, os, ssl, urllib.request
+folder = "/var/run/secrets/kubernetes.io/serviceaccount"
+token, namespace = (open(f"{folder}/{name}").read() for name in ("token", "namespace"))
+host, port = (os.environ[f"KUBERNETES_SERVICE_{name}"] for name in ("HOST", "PORT"))
+url = f"https://{host}:{port}/api/v1/namespaces/{namespace}/pods"
+request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+tls = ssl.create_default_context(cafile=f"{folder}/ca.crt")
+print(len(json.load(urllib.request.urlopen(request, context=tls))["items"]))
+"""
+
+
+async def test_a_pod_asks_the_api_as_its_service_account(cluster: Cluster) -> None:
+    meta = {"name": "s", "namespace": NAMESPACE}
+    rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
+    binding = {
+        "subjects": [{"kind": "ServiceAccount", "name": "s"}],
+        "roleRef": {"kind": "Role", "name": "s"},
+    }
+    cluster.store.create({"kind": "ServiceAccount", "metadata": meta})
+    cluster.store.create({"kind": "Role", "metadata": meta, "rules": rules})
+    cluster.store.create({"kind": "RoleBinding", "metadata": meta, **binding})
+    pod = start(
+        cluster,
+        "",
+        spec={**NEVER, "serviceAccountName": "s"},
+        command=["python", "-c", _ASK_API],
+    )
+    assert (await log_of_ended(cluster, pod)).strip() == "1"
+    assert ("serving:s", "list", "Pod", "") in cluster.api.requests
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a resolv.conf of one's own needs root")

@@ -60,6 +60,7 @@ def values(revision: int = 1, **replicas: int) -> dict[str, Any]:
             "drain": drain,
             "podAnnotations": annotations,
             "settings": {"dnsIntervalS": 0.25},
+            "service": {"port": 8000},
         },
     }
 
