@@ -194,7 +194,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--attention-backend", choices=("auto", "triton"), default="auto")
+    parser.add_argument(
+        "--attention-backend", choices=("auto", "triton", "flash-attn"), default="auto"
+    )
     parser.add_argument("--experiments", default="", help="comma separated; see the setting")
     parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")

@@ -13,6 +13,7 @@ from torch import Tensor
 from bench.offline_engine import shape_config
 from engine.distributed import TensorParallelGroup
 from engine.layers import dense_attention
+from engine.layers.attention_backend import AttentionBackend
 from engine.models.llama import LlamaDecoderLayer
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
@@ -96,9 +97,10 @@ class VariantModel:
         )  # fmt: skip
 
         def run() -> Tensor:
+            backend = AttentionBackend(projected=projected)
             ordered = replace(metadata, fixed_order=self.model.lm_head.deterministic)
             hidden: Tensor = self.model(
-                ids, positions, self.kv_caches, slots, ordered, lambda layer: None, projected
+                ids, positions, self.kv_caches, slots, ordered, lambda layer: None, backend
             )
             return hidden
 

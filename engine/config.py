@@ -16,7 +16,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-AttentionBackend = Literal["auto", "triton"]
+AttentionBackend = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
 Experiment = Literal[
     "chained-launches", "weights-ahead", "narrow-products", "projected-attention", "prefill-graphs"
@@ -137,7 +137,7 @@ class DeviceConfig:
         enforce_eager: Launch every kernel by itself instead of CUDA graphs.
         cudagraph_capture_sizes: Batches that get a graph; empty: chosen for `max_num_seqs`.
         attention_backend: On a GPU. `triton`: always our own kernels; `auto`: another's where it
-            is faster.
+            is faster; `flash-attn`: FlashAttention 3, which must be installed.
         deterministic: What a request gets does not depend on what else runs. Slower.
         experiments: Fast ways on a GPU that have not been measured yet.
     """

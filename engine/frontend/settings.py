@@ -123,7 +123,7 @@ class EngineSettings(BaseSettings):
     attention_backend: AttentionBackend = Field(
         default="auto",
         description="On a GPU. triton: our own kernels for everything. auto: cuDNN for long "
-        "prompts, where it is faster.",
+        "prompts, where it is faster. flash-attn: FlashAttention 3, which must be installed.",
     )
     deterministic: bool = Field(
         default=False,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.layers.attention_backend import OWN_ATTENTION, AttentionBackend
 from engine.layers.dense_attention import dense_attention, projected_attention
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
@@ -21,14 +22,14 @@ class AttentionInputs:
         cos_sin_cache: [max_model_len, head_dim] float32.
         slot_mapping: [T] int64, where each token's key and value go; -1: nowhere.
         metadata: The ragged batch.
-        projected: Whole prompts are attended from the projection, not from the cache.
+        backend: Whose kernels attend.
     """
 
     positions: Tensor
     cos_sin_cache: Tensor
     slot_mapping: Tensor
     metadata: AttentionMetadata
-    projected: bool = False
+    backend: AttentionBackend = OWN_ATTENTION
 
 
 class Attention(nn.Module):
@@ -69,12 +70,12 @@ class Attention(nn.Module):
             q_weight,
             k_weight,
             eps,
-            inputs.projected,
+            inputs.backend.projected,
         )
         metadata = inputs.metadata
         if metadata.whole_prompt_lens:
             return self._attend_apart(heads, kv_cache, inputs).flatten(1)
-        return ops.paged_attention(q, kv_cache, metadata, self.scale).flatten(1)
+        return inputs.backend.paged(q, kv_cache, metadata, self.scale).flatten(1)
 
     def _attend_apart(self, heads: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
         """Whole prompts one by one, all before them together. `heads`: [T, Hq + 2 Hkv, D]."""
@@ -86,10 +87,10 @@ class Attention(nn.Module):
         if num_paged > 0:
             paged = metadata.without_whole_prompts()
             q = heads[:start, : self.num_heads]
-            parts.append(ops.paged_attention(q, kv_cache, paged, self.scale))
+            parts.append(inputs.backend.paged(q, kv_cache, paged, self.scale))
         for request, length in enumerate(lengths, num_paged):
             prompt = heads[start : start + length]
-            if inputs.projected:
+            if inputs.backend.projected:
                 parts.append(projected_attention(prompt, self.num_heads, self.scale))
             else:
                 blocks = metadata.block_tables[request]

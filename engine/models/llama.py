@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.config import EngineConfig, ModelConfig
 from engine.layers.attention import Attention, AttentionInputs
+from engine.layers.attention_backend import OWN_ATTENTION, AttentionBackend
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.norm import RMSNorm
@@ -157,7 +158,7 @@ class LlamaForCausalLM(nn.Module):
         slot_mapping: Tensor,
         metadata: AttentionMetadata,
         on_layer: Callable[[int], None],
-        projected: bool = False,
+        backend: AttentionBackend = OWN_ATTENTION,
     ) -> Tensor:
         """[T] token ids -> hidden states [T, H], after the last norm.
 
@@ -166,9 +167,9 @@ class LlamaForCausalLM(nn.Module):
             kv_caches: Of each layer, [N, 2, Hkv, B, D].
             slot_mapping: [T] int64, block * B + offset; -1: nowhere.
             on_layer: Told the index of each layer when its keys and values are in the cache.
-            projected: Whole prompts are attended from the projection, not from the cache.
+            backend: Whose kernels attend.
         """
-        inputs = AttentionInputs(positions, self.cos_sin_cache, slot_mapping, metadata, projected)
+        inputs = AttentionInputs(positions, self.cos_sin_cache, slot_mapping, metadata, backend)
         x: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):

@@ -18,7 +18,6 @@ Nothing here waits for the device. The result is awaited in `AsyncOutput.get_out
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -29,6 +28,7 @@ from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order
 from engine.batch.states import RequestState, RowError
 from engine.config import EngineConfig
 from engine.layers import dense_attention
+from engine.layers.attention_backend import choose_attention
 from engine.models.llama import LlamaForCausalLM
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sampling_params import SamplingParams
@@ -43,8 +43,6 @@ from engine.worker.cudagraph_utils import (
 from engine.worker.dummy_steps import dummy_lengths, warm_up_steps
 from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
-
-logger = logging.getLogger(__name__)
 
 _NO_TOKEN = -1
 _LONGEST_DECODE_WITH_PROMPTS = 4096
@@ -81,11 +79,7 @@ class ModelRunner:
             rows, limits.max_num_batched_tokens, self._block_tables.tensor.shape[1], device
         )
         self._output_stream = OutputStream(device)
-        self._whole_prompts_from = _whole_prompts_from(config, device)
-        experiments = config.device.experiments
-        self._projected = (
-            "projected-attention" in experiments and self._whole_prompts_from is not None
-        )
+        self._attention = choose_attention(config, device)
         self._graphs: CudaGraphManager | None = None
         self.kv_caches: list[torch.Tensor] = []
         """One a layer, `[num_blocks, 2, local_kv_heads, block_size, head_dim]`."""
@@ -99,7 +93,10 @@ class ModelRunner:
         """
         self._update_rows(step)
         order = order_batch(
-            self._decode_set.rows, step.prefill_chunks, self.states, self._whole_prompts_from
+            self._decode_set.rows,
+            step.prefill_chunks,
+            self.states,
+            self._attention.whole_prompts_from,
         )
         rows = order.rows[: order.num_sampled]
         epochs = self.states.epoch_np[rows].tolist()
@@ -146,9 +143,11 @@ class ModelRunner:
         limits = self._config.scheduler
         longest = min(self._config.model.max_model_len, limits.max_num_batched_tokens)
         steps = warm_up_steps(limits.max_num_seqs, longest)
-        if self._whole_prompts_from is not None:
+        if self._attention.whole_prompts_from is not None:
             num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
-            dense_attention.prepare_plans(num_heads, self.kv_caches[0], longest, self._projected)
+            dense_attention.prepare_plans(
+                num_heads, self.kv_caches[0], longest, self._attention.projected
+            )
         for index, (lengths, sampling) in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(lengths, sampling)
@@ -278,7 +277,7 @@ class ModelRunner:
             batch.slot_mapping,
             batch.attention_metadata(self._config.device.deterministic),
             on_layer,
-            self._projected,
+            self._attention,
         )
         return hidden
 
@@ -294,19 +293,6 @@ class ModelRunner:
         if sampled is not None:
             token_ids[: batch.num_sampled] = sampled.token_ids
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables)
-
-
-def _whole_prompts_from(config: EngineConfig, device: torch.device) -> int | None:
-    """Shortest prompt that cuDNN attends; None: our kernel attends all."""
-    dtype, head_dim = getattr(torch, config.model.dtype), config.model.head_dim
-    wanted = config.device.attention_backend == "auto" and not config.device.deterministic
-    if wanted and dense_attention.is_available(dtype, head_dim, device):
-        logger.info("attention of whole prompts: cuDNN; of all others: Triton")
-        if "projected-attention" in config.device.experiments:
-            return dense_attention.PROJECTED_MIN_TOKENS
-        return dense_attention.MIN_TOKENS
-    logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
-    return None
 
 
 def _no_layer(layer: int) -> None:

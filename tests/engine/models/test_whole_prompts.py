@@ -10,6 +10,7 @@ import torch
 
 from engine.layers import dense_attention
 from engine.layers.attention import Attention, AttentionInputs
+from engine.layers.attention_backend import AttentionBackend
 from engine.layers.rotary import cos_sin_cache
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -77,7 +78,9 @@ def _differences(
             whole_prompt_lens=whole_prompt_lens,
         )
         rotary = cos_sin_cache(head_dim, MAX_LEN, 1e4, None).to(device)
-        inputs = AttentionInputs(positions, rotary, slots, metadata, projected)
+        inputs = AttentionInputs(
+            positions, rotary, slots, metadata, AttentionBackend(projected=projected)
+        )
         attended = layer(qkv.clone(), kv_cache.clone(), inputs).double()
         if expected is None:
             expected = attended

@@ -1,0 +1,104 @@
+"""FlashAttention 3 behind the attention interface, with a stand-in that computes by the meaning of
+its arguments, and the choice of kernels at start-up."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import DeviceConfig, EngineConfig
+from engine.layers import flash_attention
+from engine.layers.attention_backend import OWN_ATTENTION, choose_attention
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tests.engine.worker.conftest import tiny_config
+
+CPU = torch.device("cpu")
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+) -> Tensor:
+    """[T, Hq, D] over pages [N, B, Hkv, D]; a request's queries are the last of its context."""
+    assert causal and k_cache.stride(-1) == v_cache.stride(-1) == 1
+    assert {cache_seqlens.dtype, page_table.dtype, cu_seqlens_q.dtype} == {torch.int32}
+    out = torch.full_like(q, torch.nan)
+    for r, length in enumerate(cache_seqlens.tolist()):
+        start, end = cu_seqlens_q[r : r + 2].tolist()
+        assert end - start <= max_seqlen_q
+        pages = page_table[r, : -(-length // k_cache.shape[1])].long()
+        k, v = (cache[pages].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+        group = q.shape[1] // k.shape[1]
+        k, v = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (k, v))
+        scores = q[start:end].transpose(0, 1) @ k.mT * softmax_scale
+        hidden = torch.ones(scores.shape[1:]).triu(length - (end - start) + 1).bool()
+        out[start:end] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType(flash_attention.PACKAGE)
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    module.__spec__ = sys.__spec__
+    monkeypatch.setitem(sys.modules, flash_attention.PACKAGE, module)
+
+
+def config(tmp_path, **device: object) -> EngineConfig:
+    base = tiny_config(tmp_path)
+    return replace(base, device=DeviceConfig(**device))
+
+
+def test_gets_our_cache_and_metadata_as_it_wants_them(installed) -> None:
+    query_lens, seq_lens, block_size = [1, 1, 5, 20], [7, 33, 12, 20], 8
+    kv_cache = torch.randn(24, 2, 2, block_size, 16)
+    metadata = AttentionMetadata(
+        block_tables=torch.randperm(24).int().view(4, 6),
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        seq_lens=torch.tensor(seq_lens).int(),
+        num_decodes=2,
+        max_query_len=20,
+        max_seq_len=33,
+    )
+    q = torch.randn(sum(query_lens), 6, 16)
+    expected = ops.paged_attention(q, kv_cache, metadata, 0.25)
+    found = flash_attention.flash_attention(q, kv_cache, metadata, 0.25)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_choice_is_logged_and_says_what_is_missing(tmp_path, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose_attention(config(tmp_path), CPU) is OWN_ATTENTION
+    assert "attention: torch" in caplog.text
+    wanted = config(tmp_path, attention_backend="flash-attn")
+    with pytest.raises(RuntimeError, match="needs the package flash_attn_interface"):
+        choose_attention(wanted, CPU)
+    ordered = config(tmp_path, attention_backend="flash-attn", deterministic=True)
+    assert choose_attention(ordered, CPU) is OWN_ATTENTION
+
+
+def test_what_it_cannot_compute_is_refused(installed, tmp_path) -> None:
+    wanted = config(tmp_path, attention_backend="flash-attn")
+    with pytest.raises(RuntimeError, match="does not compute torch.float32"):
+        choose_attention(wanted, CPU)
+
+
+def test_is_taken_where_it_can_be_had(installed, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
+    wanted = config(tmp_path, attention_backend="flash-attn")
+    assert choose_attention(wanted, CPU).paged is flash_attention.flash_attention
