@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -25,6 +26,9 @@ from decode_node.protocol import BodyT, ChatCompletionRequest, CompletionRequest
 from decode_node.responses import Model, ModelList
 from decode_node.serving import OpenAIServing, RequestContext
 from engine.config import ModelConfig
+from engine.frontend.trace_context import TraceContext
+
+logger = logging.getLogger(__name__)
 
 ROUTER_HEADERS = frozenset(
     {"x-prefiller-host-port", "x-tandem-cache-salt", JOURNAL_HEADER, RESUME_HEADER}
@@ -74,6 +78,8 @@ class Api:
         raw = await read_body(headers, request.receive, limit, self.settings.body_timeout_s)
         raw, resume = _split(raw, headers.get(RESUME_HEADER))
         named = headers.get("x-prefiller-host-port")
+        trace = TraceContext.from_headers(headers)
+        logger.debug("request %s: trace %s", request.state.request_id, trace.trace_id)
         context = RequestContext(
             request_id=request.state.request_id,
             received_at=received_at,
@@ -82,6 +88,7 @@ class Api:
             wants_journal=headers.get(JOURNAL_HEADER) == "1",
             resume=resume,
             cache_salt=headers.get("x-tandem-cache-salt", ""),
+            trace=trace,
         )
         return parse_body(raw, kind), context
 

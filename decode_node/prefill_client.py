@@ -106,7 +106,8 @@ class PrefillClient:
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Events of one attempt. Ends after `KVTaken`; raises `PrefillError`."""
         node = self._nodes[address]
-        call = node.stub.Prefill(_message(request, params))
+        trace = request.trace.child_headers() if request.trace is not None else {}
+        call = node.stub.Prefill(_message(request, params), metadata=tuple(trace.items()))
         try:
             async for message in call:
                 event = _event(message)

@@ -31,6 +31,7 @@ from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplateError
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, InvalidRequest
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
+from engine.frontend.trace_context import TraceContext
 
 _LONG_TEXT = 16_384
 """Characters from which tokenising has a thread of its own."""
@@ -49,6 +50,7 @@ class RequestContext:
     resume: Resume | None = None
     cache_salt: str = ""
     """Of the tenant: what the request's own salt can narrow and never leave."""
+    trace: TraceContext | None = None
 
 
 class OpenAIServing:
@@ -198,6 +200,7 @@ class OpenAIServing:
         except InvalidRequest as error:
             raise BadRequest.from_invalid(error) from None
         request.arrival_time = context.received_at
+        request.trace = context.trace
         return request
 
     def _take_over(self, choice: Choice, begun: ResumedChoice) -> None:

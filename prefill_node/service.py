@@ -33,6 +33,7 @@ from engine.frontend.input_processor import (
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.open_requests import OpenRequests
 from engine.frontend.output_processor import OutputStream, RequestOutput
+from engine.frontend.trace_context import TraceContext
 from engine.frontend.wire import logprobs_to_message, sampling_from_message
 from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import SchedulerStats
@@ -124,6 +125,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             await context.abort(error.code, str(error))
         self._enter()
         self._in_engine.add(work.request_id)
+        if logger.isEnabledFor(logging.DEBUG):
+            _log_trace(request.request_id, context)
         context.add_done_callback(
             lambda _: self._engine.abort(work.request_id)  # type: ignore[arg-type]
         )
@@ -269,6 +272,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _failed(self, code: str, message: str, *, retryable: bool) -> prefill_pb2.PrefillEvent:
         failed = prefill_pb2.Failed(code=code, message=message, retryable=retryable)
         return prefill_pb2.PrefillEvent(failed=failed, load=self._status.load())
+
+
+def _log_trace(request_id: str, context: PrefillContext) -> None:
+    given = {key: str(value) for key, value in context.invocation_metadata() or ()}
+    logger.debug("request %s: trace %s", request_id, TraceContext.from_headers(given).trace_id)
 
 
 def _for_one_token(sampling: SamplingParams, max_tokens: int) -> SamplingParams:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.config import EngineConfig
+from engine.frontend.trace_context import TraceContext
 from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVTransferParams
 
@@ -53,6 +54,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     kv_transfer_params: KVTransferParams | None = None
+    trace: TraceContext | None = None
     arrival_time: float = field(default_factory=time.monotonic)
     """CLOCK_MONOTONIC seconds."""
 

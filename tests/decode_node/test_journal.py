@@ -215,3 +215,12 @@ def test_nothing_that_is_read_breaks_the_reader(data: bytes) -> None:
     except BadRequest:
         return
     assert resume.num_entries >= 1
+
+
+async def test_a_trace_goes_on_to_the_prefill_node() -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    async with http_node() as node:
+        await node.client.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 1}, headers=headers)
+        assert node.engine.only.request.trace is not None
+        assert node.engine.only.request.trace.trace_id == trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from decode_node.prefill_client import FirstToken, KVTaken, PrefillClient, PrefillError
 from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.trace_context import TraceContext
 from engine.sampling_params import SamplingParams
 from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
@@ -36,6 +38,7 @@ class Servicer(prefill_pb2_grpc.PrefillServicer):
         self.load = node_pb2.NodeLoad()
         self.greetings: list[KVPeer] = []
         self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.metadata: list[dict[str, Any]] = []
         self.cancelled = 0
         self.hello: Callable[[Any], Awaitable[None]] | None = None
         self.handler: Handler = _complete
@@ -48,6 +51,7 @@ class Servicer(prefill_pb2_grpc.PrefillServicer):
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> Any:
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         try:
             async for event in self.handler(request, context):
                 yield event
@@ -240,3 +244,20 @@ async def test_a_stream_that_stops_early_just_ends() -> None:
         await client.greet(address)
         servicer.handler = stop
         assert await events(client, address) == []
+
+
+async def test_the_trace_and_resumed_output_reach_the_prefill_node() -> None:
+    trace = TraceContext("0af7651916cd43dd8448eb211c80319c", "01", "vendor=1")
+    request = dataclasses.replace(REQUEST, num_resumed_tokens=1, trace=trace)
+    async with prefill_node() as (servicer, address, _):
+        client = PrefillClient(US, 5.0)
+        try:
+            await client.greet(address)
+            async with aclosing(client.prefill(address, request, params())) as stream:
+                assert [type(event) async for event in stream] == [FirstToken, KVTaken]
+        finally:
+            await client.close()
+        (metadata,) = servicer.metadata
+        assert metadata["traceparent"].startswith(f"00-{trace.trace_id}-")
+        assert metadata["tracestate"] == "vendor=1"
+        assert servicer.requests[0].num_resumed_tokens == 1

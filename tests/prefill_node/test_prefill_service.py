@@ -236,3 +236,29 @@ async def test_hello_names_the_field_that_differs(field: str, value: object) -> 
             await node.stub.Hello(message)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert field in caught.value.details()
+
+
+async def test_resumed_output_is_sampled_behind_as_output() -> None:
+    async with served_prefill() as node:
+        sampling = SamplingParams(max_tokens=9, seed=5, min_tokens=3)
+        tokens = [1, 2, 3, 7, 8]
+        call = node.stub.Prefill(
+            request(node, prompt_token_ids=tokens, num_resumed_tokens=2, sampling=sampling)
+        )
+        await read(call)
+        prompt = await node.engine.added()
+        assert prompt.request.prompt_token_ids == tokens
+        assert prompt.request.num_resumed_tokens == 2
+        assert (prompt.request.sampling.max_tokens, prompt.request.sampling.min_tokens) == (3, 3)
+        call.cancel()
+
+
+async def test_the_trace_of_a_call_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "prefill_node.service")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    async with served_prefill() as node:
+        parent = f"00-{trace}-b7ad6b7169203331-01"
+        call = node.stub.Prefill(request(node), metadata=(("traceparent", parent),))
+        await read(call)
+        assert f"request r: trace {trace}" in caplog.text
+        call.cancel()
