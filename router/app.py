@@ -43,7 +43,6 @@ from router.node_address import NodeRole, parse_node_list
 from router.node_registry import NodeRegistry
 from router.placement.base_policy import BasePolicy
 from router.placement.choose_policy import PolicyName, choose_policy
-from router.placement.spill import spill_rule
 from router.placement.tandem_policy import TandemParameters
 from router.retry_budget import RetryBudget
 from router.silence_watch import SilenceWatch
@@ -217,8 +216,6 @@ def _make_policy(
         registry,
         rng,
         TandemParameters(
-            spill=spill_rule(settings.num_routers),
-            own_work_weight=settings.own_work_weight,
             prefill_tokens_per_s=settings.default_prefill_tokens_per_s,
             short_prompt_tokens=settings.short_prompt_tokens,
             max_index_entries=settings.max_index_entries,

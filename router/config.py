@@ -175,12 +175,6 @@ class RouterSettings(BaseSettings):
     default_prefill_tokens_per_s: float = Field(
         default=8000.0, gt=0, description="Assumed until prompts have been served."
     )
-    own_work_weight: float = Field(
-        default=3.0,
-        ge=1,
-        description="How much the computing of a prompt counts against the waiting before it, "
-        "when prefill nodes are compared: it also delays those that come after.",
-    )
     short_prompt_tokens: int = Field(
         default=0,
         ge=0,

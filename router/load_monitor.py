@@ -126,5 +126,5 @@ class LoadMonitor:
         logger.log(level, "%s node %s: no more reports: %s", address.role, address, reason)
 
     def _take(self, address: NodeAddress, load: NodeLoad) -> None:
-        outcome = self._registry.apply_report(address, NodeReport.from_message(load))
+        outcome = self._registry.take_report(address, NodeReport.from_message(load))
         self._metrics.reports.labels(outcome).inc()

@@ -21,6 +21,7 @@ from router.node_report import NodeReport
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
+PrefixListener = Callable[[Node, tuple[int, ...]], None]
 
 _MAX_RETIRED_EPOCHS = 8
 _IN_USE = (NodeState.READY, NodeState.HALF_OPEN)
@@ -46,6 +47,8 @@ class NodeRegistry:
     ejection: EjectionPolicy = field(default_factory=EjectionPolicy)
     clock: Clock = time.monotonic
     version: int = 0
+    on_prefixes: PrefixListener | None = None
+    """Hears of prompts that prefill nodes say they have computed."""
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
 
     def set_members(self, addresses: Iterable[NodeAddress]) -> None:
@@ -86,6 +89,14 @@ class NodeRegistry:
         """Models of all decode nodes that ever reported, whatever their state."""
         reports = (node.report for node in self.nodes(NodeRole.DECODE))
         return {report.model_name for report in reports if report}
+
+    def take_report(self, address: NodeAddress, report: NodeReport) -> ReportOutcome:
+        """`apply_report`, and what it says of prefixes to the listener."""
+        outcome = self.apply_report(address, report)
+        applied = outcome in (ReportOutcome.APPLIED, ReportOutcome.RESTARTED)
+        if applied and report.recent_prefixes and self.on_prefixes is not None:
+            self.on_prefixes(self._nodes[address], report.recent_prefixes)
+        return outcome
 
     def apply_report(self, address: NodeAddress, report: NodeReport) -> ReportOutcome:
         """Takes in a report if it is newer than what is known: (epoch, sequence) decides.

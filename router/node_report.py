@@ -31,6 +31,7 @@ class NodeReport:
     seconds_since_progress: float = 0.0
     model_name: str = ""
     fingerprint: str = ""
+    recent_prefixes: tuple[int, ...] = ()
 
     @classmethod
     def from_message(cls, load: NodeLoad) -> Self:
@@ -50,6 +51,7 @@ class NodeReport:
             seconds_since_progress=_usable(load.seconds_since_progress),
             model_name=load.model_name,
             fingerprint=load.fingerprint,
+            recent_prefixes=tuple(load.recent_prefixes),
         )
 
     @property

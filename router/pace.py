@@ -15,19 +15,17 @@ _MIN_OBSERVED = 3
 
 @dataclass(slots=True)
 class Pace:
-    """`factor` is 1 for an ordinary node and 2 for one that takes twice as long."""
+    """`factor` is 1 for an ordinary node and 2 for one that takes twice as long. `is_known`: enough
+    was observed for it to mean anything."""
 
     factor: float = 1.0
+    is_known: bool = False
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough was observed for `factor` to mean anything."""
-        return len(self._ratios) >= _MIN_OBSERVED
 
     def observe(self, took_s: float, expected_s: float) -> None:
         if expected_s <= 0 or took_s <= 0:
             return
         self._ratios.append(took_s / expected_s)
+        self.is_known = len(self._ratios) >= _MIN_OBSERVED
         if self.is_known:
             self.factor = statistics.median(self._ratios)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import xxhash
 
-BLOCK_BYTES = 2048
-"""About 512 tokens of English text."""
-MAX_BLOCKS = 1024
+BLOCK_BYTES = 4096
+"""About 1024 tokens of English text."""
+MAX_BLOCKS = 512
 
 
 def hash_blocks(text: bytes, seed: int) -> tuple[int, ...]:

@@ -45,25 +45,18 @@ class Rendezvous(Generic[Ranked]):
     session is first seen (38 µs for 1000 nodes), and remembered for its later turns."""
 
     def __init__(self, nodes: Sequence[Ranked]) -> None:
+        """`nodes` is not empty when `home` is asked for."""
         self._nodes = nodes
         self._seeds = [node.hash_seed for node in nodes]
-        self._known: dict[bytes, tuple[Ranked, ...]] = {}
+        self._known: dict[bytes, Ranked] = {}
 
-    def homes(self, session_key: bytes) -> tuple[Ranked, ...]:
-        """The first two of `rank_by_rendezvous`, or fewer if there are fewer."""
-        found = self._known.get(session_key)
-        if found is None:
-            found = self._first_two(session_key)
+    def home(self, session_key: bytes) -> Ranked:
+        """The first of `rank_by_rendezvous`."""
+        home = self._known.get(session_key)
+        if home is None:
+            weights = list(map(xxhash.xxh3_64_intdigest, repeat(session_key), self._seeds))
+            home = self._nodes[weights.index(max(weights))]
             if len(self._known) >= _MAX_KNOWN_SESSIONS:
                 del self._known[next(iter(self._known))]
-            self._known[session_key] = found
-        return found
-
-    def _first_two(self, session_key: bytes) -> tuple[Ranked, ...]:
-        weights = list(map(xxhash.xxh3_64_intdigest, repeat(session_key), self._seeds))
-        first = []
-        for _ in range(min(2, len(weights))):
-            index = weights.index(max(weights))
-            weights[index] = -1
-            first.append(self._nodes[index])
-        return tuple(first)
+            self._known[session_key] = home
+        return home

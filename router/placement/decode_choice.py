@@ -53,11 +53,11 @@ class DecodeChoice:
     def pick(self, nodes: Sequence[Node], num_kv_tokens: int) -> Node:
         """`num_kv_tokens`: what the request will hold at its end. `nodes` is not empty."""
         few = self._draw(nodes)
-        if not any(self.fits(node, num_kv_tokens) for node in few):
-            few = [node for node in accepting(nodes) if self.fits(node, num_kv_tokens)] or few
-            few = self._draw(few)
         roomy = [node for node in few if self.fits(node, num_kv_tokens)]
-        return min(roomy or few, key=lambda node: step_cost(node, num_kv_tokens))
+        if not roomy:
+            others = [node for node in accepting(nodes) if self.fits(node, num_kv_tokens)]
+            roomy = self._draw(others) if others else few
+        return min(roomy, key=step_cost)
 
     def fits(self, node: Node, num_kv_tokens: int) -> bool:
         return node.kv_usage_with(num_kv_tokens) <= self.max_kv_usage
@@ -68,11 +68,10 @@ class DecodeChoice:
         return accepting(drawn) if any(node.health.accepts for node in drawn) else accepting(nodes)
 
 
-def step_cost(node: Node, num_kv_tokens: int) -> float:
-    """Of a decode step with the request on `node`, in sequences."""
+def step_cost(node: Node) -> float:
+    """Of a decode step on `node`, in sequences."""
     size = node.report.num_kv_tokens if node.report else 0
-    context = node.kv_usage_with(num_kv_tokens) * size
-    return node.predicted_requests + context / _TOKENS_PER_SEQUENCE
+    return node.predicted_requests + node.kv_usage_with(0) * size / _TOKENS_PER_SEQUENCE
 
 
 def without(nodes: Sequence[Node], tried: Collection[Node]) -> Sequence[Node]:

@@ -1,8 +1,8 @@
 """The few prefill nodes that a decision looks at.
 
-homes      the session's first two nodes by rendezvous hash: every router finds the same
+home       the session's node by rendezvous hash: every router finds the same
 matches    up to two with the longest cached prefix, as far as this router knows
-others     four at random: they find the idle nodes. All nodes would find them better, and
+others     eight at random: they find the idle nodes. All nodes would find them better, and
            with loads that are a moment old all routers would find the same one
 """
 
@@ -21,11 +21,11 @@ _LOOK_AT_ALL = 6
 
 
 def prefill_candidates(
-    group: NodeGroup, homes: Sequence[Node], match: PrefixMatch, rng: random.Random
+    group: NodeGroup, home: Node | None, match: PrefixMatch, rng: random.Random
 ) -> list[Node]:
-    """Homes first, without repetition; none that waits for the outcome of a probe, unless there
+    """Home first, without repetition; none that waits for the outcome of a probe, unless there
     is nothing else."""
-    chosen: list[Node] = list(homes)
+    chosen: list[Node] = [] if home is None else [home]
     if len(group.nodes) <= _LOOK_AT_ALL:
         chosen += group.nodes
     else:

@@ -1,13 +1,18 @@
-"""What each prefill node has probably cached: the blocks of the prompts that we sent there.
+"""What each prefill node has probably cached.
 
     block hash ──▶ nodes that have it, one bit each
     node       ──▶ its blocks, least recently used first, as many as its cache holds
+
+Two sources: the prompts that we sent there, block by block, and what the nodes report of the
+prompts that other routers sent: the last block of each. Whoever has a prompt's last block has all
+before it; a conversation's next turn has that block in its chain, whichever router it comes to.
 
 Soft: a node may have evicted a block, or have others that another router sent. A wrong guess costs
 time, never correctness. A block may be on any number of nodes; were it capped, a popular opening
 would fall out of the index and with it every longer match behind it.
 
 1. learn    a prompt was sent to a node: its blocks become that node's most recent
+   note     a node says that it has a prompt that ends with this block
 2. match    which nodes have how much of a prompt
 3. forget   a node is gone or was restarted: its bit is cleared everywhere
 """
@@ -15,10 +20,13 @@ would fall out of the index and with it every longer match behind it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.node import Node
+
+_MAX_ENDS = 1000
+"""Of each node: more prompts than a cache of some millions of tokens holds."""
 
 
 @dataclass(slots=True)
@@ -26,6 +34,7 @@ class _Shelf:
     """One node's blocks; `bit` stands for the node in the index."""
 
     bit: int
+    ends: OrderedDict[int, None] = field(default_factory=OrderedDict)
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
@@ -39,10 +48,12 @@ class PrefixMatch:
 
     def num_blocks(self, node: Node) -> int:
         """Leading blocks that `node` has."""
-        shelf = self._shelves.get(node)
-        if shelf is None:
+        if not self.levels or (shelf := self._shelves.get(node)) is None:
             return 0
-        return next((count for count, bits in reversed(self.levels) if bits & shelf.bit), 0)
+        for count, bits in reversed(self.levels):
+            if bits & shelf.bit:
+                return count
+        return 0
 
     def best(self, count: int) -> list[Node]:
         """At most `count` nodes of the longest match; none when there is no match."""
@@ -61,6 +72,7 @@ class PrefixIndex:
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._nodes_of: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
         self._shelves: OrderedDict[Node, _Shelf] = OrderedDict()
         self._by_bit: dict[int, Node] = {}
         self._free_bits: list[int] = []
@@ -76,7 +88,24 @@ class PrefixIndex:
             if more != alive:
                 levels.append((depth, alive & ~more))
             alive = more
+        levels += self._reported(blocks, depth)
         return PrefixMatch(tuple(levels), self._shelves, self._by_bit)
+
+    def _reported(self, blocks: Sequence[int], start: int) -> Iterator[tuple[int, int]]:
+        """Matches longer than `start`."""
+        for index in range(start, len(blocks)):
+            if bits := self._ends.get(blocks[index], 0):
+                yield index + 1, bits
+
+    def note(self, node: Node, ends: Iterable[int]) -> None:
+        """`node` has the prompts that end with these blocks."""
+        shelf = self._shelves.get(node) or self._new_shelf(node)
+        for end in ends:
+            shelf.ends[end] = None
+            shelf.ends.move_to_end(end)
+            self._ends[end] = self._ends.get(end, 0) | shelf.bit
+        while len(shelf.ends) > _MAX_ENDS:
+            self._drop_end(shelf)
 
     def learn(self, node: Node, blocks: Sequence[int], capacity: int) -> None:
         """`node` will have `blocks`, and `capacity` blocks in all. Of a chain the end is evicted
@@ -102,6 +131,8 @@ class PrefixIndex:
             self._free_bits.append(shelf.bit)
             while shelf.blocks:
                 self._drop_oldest(shelf)
+            while shelf.ends:
+                self._drop_end(shelf)
 
     def _new_shelf(self, node: Node) -> _Shelf:
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._by_bit)
@@ -125,3 +156,11 @@ class PrefixIndex:
         else:
             del self._nodes_of[block]
         self.num_entries -= 1
+
+    def _drop_end(self, shelf: _Shelf) -> None:
+        end, _ = shelf.ends.popitem(last=False)
+        left = self._ends[end] & ~shelf.bit
+        if left:
+            self._ends[end] = left
+        else:
+            del self._ends[end]

@@ -42,7 +42,6 @@ class StickyPolicy(LeastLoadedPolicy):
     def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
         if not request.session_key:
             return super().rank(request, group, decode)
-        homes = accepting(group.rendezvous.homes(request.session_key))
-        others = [node for node in self.by_load(group) if node not in homes]
-        nodes = [*homes, *others]
+        home = group.rendezvous.home(request.session_key)
+        nodes = [home, *(node for node in self.by_load(group) if node is not home)]
         return RankedPrefills(nodes, PrefillChoice.HOME, request.num_prompt_tokens)

@@ -3,9 +3,8 @@
     stay while    cost(home) ≤ (1 + ratio) · cost(best) + services · mean service time
 
 The bound is in seconds saved, not in a ratio of loads: with few long prompts on each node a ratio
-says little. It is wide where loads are known late and by hearsay, so that the many do not chase
-the same idle node; one router alone knows the loads and may follow them closely. A first turn has
-nothing at home yet and moves more easily.
+says little. Without a margin everybody runs after the same idle node on loads that are a moment
+old. A first turn has nothing at home yet and moves more easily than a later one.
 """
 
 from __future__ import annotations
@@ -32,10 +31,5 @@ class SpillRule:
         return self.later_turn if is_later_turn else self.first_turn
 
 
-ONE_ROUTER = SpillRule(Margin(0.25, 0.15), Margin(0.25, 0.15))
-MANY_ROUTERS = SpillRule(first_turn=Margin(0.5, 0.3), later_turn=Margin(1.0, 0.6))
-
-
-def spill_rule(num_routers: int) -> SpillRule:
-    """The margins that did best in simulation (docs/routing.md)."""
-    return ONE_ROUTER if num_routers == 1 else MANY_ROUTERS
+MARGINS = SpillRule(first_turn=Margin(0.1, 0.1), later_turn=Margin(0.25, 0.25))
+"""What did best in simulation (docs/routing.md)."""

@@ -1,6 +1,6 @@
 """The router's own policy: a session stays at its home unless leaving saves much time.
 
-    candidates    the session's homes, nodes with a cached prefix, a few at random
+    candidates    the session's home, nodes with a cached prefix, a few at random
     cost          estimated time to the first token of each
     spill         home, unless the best costs so much less that losing the prefix is worth it
     learn         what was sent where (prefix index), and how long it took (service time)
@@ -24,7 +24,7 @@ from router.placement.node_pool import NodeGroup
 from router.placement.prefill_candidates import prefill_candidates
 from router.placement.prefix_index import PrefixIndex, PrefixMatch
 from router.placement.service_time import ServiceTimeFit
-from router.placement.spill import MANY_ROUTERS, SpillRule
+from router.placement.spill import MARGINS, SpillRule
 from router.placement.ttft_estimate import TtftEstimator
 from router.policy import Placement, PrefillChoice
 from router.prefill_outcome import PrefillOutcome
@@ -39,8 +39,9 @@ _DEFAULT_CACHE_TOKENS = 1 << 20
 class TandemParameters:
     """See docs/routing.md for what each of them was measured against."""
 
-    spill: SpillRule = MANY_ROUTERS
-    own_work_weight: float = 2.0
+    spill: SpillRule = MARGINS
+    base_weight: float = 2.0
+    queue_weight: float = 10.0
     prefill_tokens_per_s: float = 8000.0
     short_prompt_tokens: int = 0
     max_index_entries: int = 300_000
@@ -66,10 +67,13 @@ class TandemPolicy(BasePolicy):
         self.fit = ServiceTimeFit(self._parameters.prefill_tokens_per_s)
         self.index = PrefixIndex(self._parameters.max_index_entries)
         self._estimator = TtftEstimator(
-            fit=self.fit, own_work_weight=self._parameters.own_work_weight
+            fit=self.fit,
+            base_weight=self._parameters.base_weight,
+            queue_weight=self._parameters.queue_weight,
         )
         self._local = LocalPrefillRule(self._parameters.short_prompt_tokens)
         self._indexed_generation = 0
+        registry.on_prefixes = self.index.note
 
     # Placing -----------------------------------------------------------------------------------
 
@@ -77,20 +81,15 @@ class TandemPolicy(BasePolicy):
         self._forget_lost_nodes()
         match = self.index.match(request.prefix_blocks)
         key = request.session_key
-        homes = group.rendezvous.homes(key) if key else ()
-        candidates = prefill_candidates(group, homes, match, self.rng)
+        home = group.rendezvous.home(key) if key else None
+        candidates = prefill_candidates(group, home, match, self.rng)
         new = {node: num_new_tokens(request, match, node) for node in candidates}
-        costs = self._costs(request, new)
-        ranked = sorted(candidates, key=lambda node: costs[node])
+        costs = self._estimator.costs_s(new, request.num_prompt_tokens, self.registry.clock())
+        ranked = sorted(candidates, key=costs.__getitem__)
         choice = PrefillChoice.LEAST_LOADED
-        if homes and homes[0] in costs:
+        if home in costs:
             choice = self._stay_or_spill(request, ranked, costs, new)
         return self._result(request, ranked, choice, new[ranked[0]], decode)
-
-    def _costs(self, request: RequestInfo, new: dict[Node, int]) -> dict[Node, float]:
-        now, cost_s = self.registry.clock(), self._estimator.cost_s
-        num_prompt = request.num_prompt_tokens
-        return {node: cost_s(node, num_new, num_prompt, now) for node, num_new in new.items()}
 
     def _stay_or_spill(
         self,

@@ -1,15 +1,20 @@
-"""When a prefill node would have the first token of a prompt.
+"""When a prefill node would have the first token of a prompt, and what that costs everybody.
 
-    ttft = queue + weight · service
+    ttft = queue + service
+    cost = queue + weight · service
+    weight = base + per_queue · shortest queue / mean service time
 
 queue     tokens that wait there (its report, and our own dispatches since), at its own pace; more
           when the report is old, because others have dispatched too
-service   the prompt itself, without the tokens that are cached there. The weight is above 1: its
-          time also delays everybody who comes after it, and what is cached for them is evicted
+service   the prompt itself, without the tokens that are cached there
+weight    a prompt's service also delays all who come after it, and its KV drives out what is
+          cached for them. How much so depends on how busy the nodes are: when even the best of
+          them has a queue, every second of computing is waited for by many
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.node import Node
@@ -22,12 +27,16 @@ _DOUBT_PER_S = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftEstimator:
     fit: ServiceTimeFit
-    own_work_weight: float = 2.0
+    base_weight: float = 2.0
+    queue_weight: float = 10.0
 
     def queue_s(self, node: Node, now: float) -> float:
         """Until `node` is through with what it has."""
-        waiting = node.predicted_tokens * self.fit.s_per_token * self.pace(node)
-        return waiting * doubt(now - node.reported_at)
+        waiting = node.predicted_tokens
+        if not waiting:
+            return 0.0
+        seconds = waiting * self.fit.s_per_token * self.pace(node)
+        return seconds * doubt(now - node.reported_at)
 
     def service_s(self, node: Node, num_new: float, num_prompt: int) -> float:
         return self.fit.time.seconds(num_new, num_prompt) * self.pace(node)
@@ -36,17 +45,27 @@ class TtftEstimator:
         """What a client would see."""
         return self.queue_s(node, now) + self.service_s(node, num_new, num_prompt)
 
-    def cost_s(self, node: Node, num_new: float, num_prompt: int, now: float) -> float:
-        """What the choice between nodes goes by: `ttft_s` with the weight."""
-        own = self.own_work_weight * self.service_s(node, num_new, num_prompt)
-        return self.queue_s(node, now) + own
+    def costs_s(
+        self, num_new: Mapping[Node, int], num_prompt: int, now: float
+    ) -> dict[Node, float]:
+        """What the choice between nodes goes by, for at least one node."""
+        queues = {node: self.queue_s(node, now) for node in num_new}
+        weight = self.weight(min(queues.values()))
+        seconds = self.fit.time.seconds
+        return {
+            node: queues[node] + weight * self.pace(node) * seconds(new, num_prompt)
+            for node, new in num_new.items()
+        }
+
+    def weight(self, shortest_queue_s: float) -> float:
+        """Of a second of computing, in seconds of waiting."""
+        return self.base_weight + self.queue_weight * shortest_queue_s / self.fit.mean_s
 
     def pace(self, node: Node) -> float:
         """Of `node` as measured; before any prompt was, by the speed that it reports."""
-        measured = node.report.prefill_tokens_per_s if node.report else 0.0
-        if node.pace.is_known or measured == 0.0:
+        if node.pace.is_known or node.report is None or not node.report.prefill_tokens_per_s:
             return node.pace.factor
-        return 1 / (measured * self.fit.s_per_token)
+        return 1 / (node.report.prefill_tokens_per_s * self.fit.s_per_token)
 
 
 def doubt(report_age_s: float) -> float:

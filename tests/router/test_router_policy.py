@@ -85,8 +85,8 @@ def test_a_session_whose_home_leaves_moves_and_others_stay() -> None:
         (0, 0, PrefillChoice.HOME),
         (500, 0, PrefillChoice.HOME),
         (510, 0, PrefillChoice.SPILL),
-        (2500, 1000, PrefillChoice.HOME),
-        (2510, 1000, PrefillChoice.SPILL),
+        (2550, 1000, PrefillChoice.HOME),
+        (2600, 1000, PrefillChoice.SPILL),
     ],
 )
 def test_a_session_leaves_home_only_for_a_much_shorter_queue(
