@@ -35,6 +35,7 @@ from bench.variant_list import (
     combinations,
     decode_variants,
     narrow_variants,
+    prefill_variants,
 )
 from bench.variant_model import VariantModel
 from engine.layers import dense_attention
@@ -57,7 +58,8 @@ _PREFILL_WAYS = (
     ("gathered from 2048", 2048, False),
 )
 """Name, length from which prompts are attended apart, whether from the projection."""
-_PROMPTS = ((8192,), (2048,) * 4, (1024,) * 8, (1536, 512, 4096, 2048))
+_TUNED_PROMPTS = ((2048,) * 4, (1024,) * 8)
+_PROMPTS = ((8192,), (2048,) * 4, (1024,) * 8, (1536, 512, 4096, 2048), (2048,) * 8)
 
 
 def step_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Tensor, bool]:
@@ -193,11 +195,12 @@ def try_prefill(model: VariantModel) -> list[dict[str, object]]:
                 continue
             tried.add(apart)
             step = model.prefill_step(lengths, apart_from, projected)
-            for chained in (False, True):
+            for chained in (False, True) if lengths == _PROMPTS[0] else (False,):
                 label = name + (", chained" if chained else "")
                 trial.measure(Variant(label, chained=chained), step)
-        ordered = Variant("deterministic", deterministic=True)
-        trial.measure(ordered, model.prefill_step(lengths, _NEVER, False))
+        if lengths in _TUNED_PROMPTS:
+            for variant in (*prefill_variants(), Variant("deterministic", deterministic=True)):
+                trial.measure(variant, model.prefill_step(lengths, _NEVER, False))
         rows += trial.rows
     return rows
 
@@ -220,10 +223,14 @@ def compile_part(arguments: argparse.Namespace) -> None:
     work += [(16, variant) for variants in kinds for variant in variants]
     work += [(batch, Variant("ahead", None, (), True, 8 << 20)) for batch in (16, 64)]
     work.append((16, Variant("deterministic", deterministic=True)))
+    work += [(0, variant) for variant in prefill_variants()]
     for batch, variant in work[index::count]:
+        step = model.prefill_step((2048, 1024), _NEVER, False)
+        if batch:
+            step = model.decode_step(model.decode_metadata(batch, 1088))
         try:
             with torch.inference_mode(), applied(variant, model.model):
-                model.decode_step(model.decode_metadata(batch, 1088))()
+                step()
         except Exception as error:
             print(variant.name, type(error).__name__, str(error)[:100], flush=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.models.llama import LlamaForCausalLM
-from tandem_kernels import decode_attention, device, narrow_linear, ops
+from tandem_kernels import decode_attention, device, narrow_linear, ops, prefill_attention
 from tandem_kernels.decode_attention import DecodeTuning
 from tandem_kernels.narrow_linear import NarrowTuning
 from tandem_kernels.narrow_shapes import MAX_ROWS
+from tandem_kernels.prefill_attention import PrefillTuning
 
 DECODE_CASES = (
     (16, 1088),
@@ -45,7 +46,11 @@ class Variant:
     chained: bool = False
     ahead_bytes: int = 0
     deterministic: bool = False
+    prefill: PrefillTuning | None = None
 
+
+_PREFILL = [(128, 64, 8, 5), (128, 128, 8, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 128, 4, 4)]
+"""Rows, tile, warps, stages."""
 
 _DECODE = [
     (64, 4, 5, 1), (64, 2, 3, 4), (32, 2, 5, 4), (64, 4, 3, 3), (128, 4, 3, 2), (64, 4, 5, 2),
@@ -63,6 +68,10 @@ _NARROW = {
 
 def decode_variants() -> list[Variant]:
     return [Variant(f"decode {given}", decode=DecodeTuning(*given)) for given in _DECODE]
+
+
+def prefill_variants() -> list[Variant]:
+    return [Variant(f"triton {given}", prefill=PrefillTuning(*given)) for given in _PREFILL]
 
 
 def narrow_variants() -> dict[str, list[Variant]]:
@@ -132,6 +141,10 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
         assert variant.decode is not None
         return variant.decode
 
+    def prefill_tuning(*_: object) -> PrefillTuning:
+        assert variant.prefill is not None
+        return variant.prefill
+
     ours = tuple(PRODUCTS[product] for product in how)
     layers = [module for name, module in model.named_modules() if ours and name.endswith(ours)]
     _set_narrow(layers, MAX_ROWS)
@@ -139,12 +152,15 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     device.chain_launches(variant.chained)
     device.ask_ahead(variant.ahead_bytes)
     try:
-        with patch.object(narrow_linear, "narrow_tuning", narrow_tuning):
-            if variant.decode is None:
-                yield
-            else:
-                with patch.object(decode_attention, "decode_tuning", decode_tuning):
-                    yield
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(narrow_linear, "narrow_tuning", narrow_tuning))
+            if variant.decode is not None:
+                place = patch.object(decode_attention, "decode_tuning", decode_tuning)
+                patches.enter_context(place)
+            if variant.prefill is not None:
+                place = patch.object(prefill_attention, "prefill_tuning", prefill_tuning)
+                patches.enter_context(place)
+            yield
     finally:
         device.chain_launches(False)
         device.ask_ahead(0)
