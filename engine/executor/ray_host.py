@@ -48,7 +48,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
         node_id: Ray's name of the host.
         sharing: Equal exactly for processes that can map each other's memory and share the names
             of sockets: kernel, namespaces and user.
-        version: Of tandem.
+        version: Of tandem, when it is installed and not run from its sources.
     """
 
     address: str
@@ -66,8 +66,15 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
             address=ray.util.get_node_ip_address(),
             node_id=context.get_node_id(),
             sharing=f"{boot} {namespaces} {os.getuid()}",
-            version=importlib.metadata.version("tandem"),
+            version=_version(),
         )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tandem")
+    except importlib.metadata.PackageNotFoundError:
+        return "that is not installed"
 
 
 class RankActor:
