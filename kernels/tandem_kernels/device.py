@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tandem_kernels.narrow_shapes import MAX_ROWS
+
 
 def num_programs(device: torch.device, programs_per_sm: int) -> int:
     """Size of a grid that depends on nothing but the device."""
@@ -27,14 +29,15 @@ _ahead_bytes = 0
 
 
 def chain_launches(enabled: bool) -> None:
-    """For this process: whether the small kernels of a layer overlap their predecessors, too."""
+    """For this process: whether the small kernels of a layer overlap their predecessors, too, when
+    a step has few tokens. With many there is nothing to gain."""
     global _chained
     _chained = enabled
 
 
-def chains_launches(device: torch.device) -> bool:
+def chains_launches(device: torch.device, num_tokens: int) -> bool:
     """Whether a small kernel is launched before its predecessor has drained."""
-    return _chained and overlaps_launches(device)
+    return _chained and num_tokens <= MAX_ROWS and overlaps_launches(device)
 
 
 def ask_ahead(num_bytes: int) -> None:

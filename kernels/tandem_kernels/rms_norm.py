@@ -119,7 +119,7 @@ def _launch(
     lines = lines_of(ahead, ahead_bytes(x.device)) if num_rows <= MAX_ROWS else 0
     spare = PROGRAMS if lines > 0 else 0
     block = triton.next_power_of_2(hidden_size)
-    overlap = chains_launches(x.device)
+    overlap = chains_launches(x.device, num_rows)
     rms_norm_kernel[(num_rows + spare,)](
         x,
         residual,

@@ -132,7 +132,7 @@ def rope_and_cache(
         return q
     heads = HEADS_PER_PROGRAM
     tiles = triton.cdiv(num_q_heads, heads) + triton.cdiv(num_kv_heads, heads)
-    chained = chains_launches(q.device)
+    chained = chains_launches(q.device, num_tokens)
     rope_and_cache_kernel[(num_tokens, tiles)](
         q,
         k,

@@ -63,7 +63,7 @@ def silu_and_mul(x: Tensor, ahead: Tensor | None = None) -> Tensor:
         lines = lines_of(ahead, ahead_bytes(x.device)) if num_tokens <= MAX_ROWS else 0
         spare = triton.cdiv(PROGRAMS, columns) if lines > 0 else 0
         grid = (num_tokens + spare, columns)
-        overlap = chains_launches(x.device)
+        overlap = chains_launches(x.device, num_tokens)
         silu_and_mul_kernel[grid](
             x,
             out,
