@@ -1,10 +1,11 @@
 """Tells a node that is slow from one that hangs.
 
     before the answer   a prompt may wait for minutes, and its node reports its load meanwhile:
-                        hung when the reports have stopped too
+                        hung when the reports have stopped for `stall_s` too. Another node can
+                        begin the answer, so this may be a mistake
     in a journaled one  the node gives a sign of life at least every second: hung when it has given
                         none for `stall_s`, whatever its reports say
-    in another answer   as before the answer
+    in another answer   hung when the node counts as down: there is nobody to go on
 
 Only a node that we wait for can be found hung, not one whose client reads slowly. Time in which
 this process itself stood still does not count.
@@ -17,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 
 from router.exchange import Exchange
+from router.node import Node
 from router.node_registry import NodeRegistry
 
 _CHECK_S = 0.25
@@ -52,8 +54,16 @@ class SilenceWatch:
                 exchange.give_up(f"it has said nothing for {silent_s:.1f} s")
 
     def _is_hung(self, exchange: Exchange, silent_s: float) -> bool:
-        if exchange.is_journaled:
-            return silent_s > self.stall_s
-        if silent_s <= self.registry.patience.down_after_s:
+        if silent_s <= self.stall_s:
             return False
-        return self.registry.is_down(exchange.placement.decode)
+        if exchange.is_journaled:
+            return True
+        node = exchange.placement.decode
+        if exchange.status:
+            return silent_s > self.registry.patience.down_after_s and self.registry.is_down(node)
+        return self._reports_stopped(node)
+
+    def _reports_stopped(self, node: Node) -> bool:
+        """Of a node that left the list we know nothing."""
+        is_member = node in self.registry.nodes(node.address.role)
+        return is_member and self.registry.clock() - node.reported_at > self.stall_s

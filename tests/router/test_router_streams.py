@@ -222,7 +222,7 @@ def _requests(router: RunningRouter, status: str) -> float:
 
 # Nodes that hang: the process stands still, its connections stay open ----------------------------
 
-IMPATIENT = {"stale_after_s": 0.3, "down_after_s": 0.6}
+IMPATIENT = {"stale_after_s": 0.3, "down_after_s": 0.6, "stream_stall_s": 1.01}
 
 
 @pytest.mark.parametrize("waits_for", ["the head", "the first byte"])
