@@ -25,7 +25,7 @@
     fi
     sleep 2
   done
-  getent hosts "$LWS_LEADER_ADDRESS" | cut -d ' ' -f 1 > /tmp/leader
+  getent ahosts "$LWS_LEADER_ADDRESS" | head -n 1 | cut -d ' ' -f 1 > /tmp/leader
   exec ray start {{ include "tandem.rayFlags" . }} --address="$(cat /tmp/leader):6379" --block
 {{- else }}
 - tandem
