@@ -72,6 +72,7 @@ proto-check: proto
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_values_schema.py
+	$(BIN)/python docs/generate_values_page.py
 	$(BIN)/python docs/generate_openapi.py
 
 docs-check: docs

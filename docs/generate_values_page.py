@@ -1,0 +1,79 @@
+"""Writes helm/README.md from helm/values.yaml: one table, each value with the comment above it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).parent.parent / "helm"
+PAGE = CHART / "README.md"
+
+HEAD = """\
+# tandem chart
+
+Large language models on Kubernetes, with prefill and decode on separate hosts, scaled apart.
+
+```sh
+helm install tandem ./helm --set model.name=org/model
+```
+
+How to run it: [docs/operations.md](../docs/operations.md). Whole examples: `ci/`.
+
+`prefill` and `decode` take everything that `tierDefaults` has, and win. Below `settings` are the
+flags of the services, in camelCase: [docs/configuration.md](../docs/configuration.md).
+What stands below is generated from `values.yaml` by `make docs`.
+
+| value | default | meaning |
+|---|---|---|
+"""
+
+
+def rows(text: str) -> Iterator[tuple[str, str]]:
+    """Path and comment of each value that has one."""
+    path: list[str] = []
+    comment: list[str] = []
+    for line in text.splitlines():
+        note = re.match(r"^ *# ?(?:-- )?(.*)$", line)
+        key = re.match(r"^( *)(\w+):", line)
+        if note:
+            if "# -- " in line:
+                comment = []
+            comment.append(note.group(1))
+        elif key:
+            path = [*path[: len(key.group(1)) // 2], key.group(2)]
+            if comment:
+                yield ".".join(path), " ".join(comment)
+            comment = []
+        else:
+            comment = []
+
+
+def default_of(values: dict[str, Any], path: str) -> str:
+    found: Any = values
+    for key in path.split("."):
+        found = found[key]
+    if isinstance(found, dict) and found:
+        return ""
+    return (
+        ""
+        if found in (None, "")
+        else f"`{yaml.safe_dump(found, default_flow_style=True).splitlines()[0]}`"
+    )
+
+
+def main() -> None:
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    lines = [
+        f"| `{path}` | {default_of(values, path)} | {comment.replace('|', '/')} |"
+        for path, comment in rows(text)
+    ]
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
