@@ -158,7 +158,7 @@ def try_decode(model: VariantModel) -> list[dict[str, object]]:
         present = trial.measure(Variant("present"), step)
         times = {variant: trial.measure(variant, step) for variant in decode_variants()}
         decode = min(times, key=lambda variant: times[variant])
-        if times[decode] > 0.995 * present:
+        if times[decode] > 0.995 * present or decode.decode is None:
             decode = Variant("present")
         if batch in NARROW_BATCHES:
             together = combinations(decode, fastest_narrow(trial, step))

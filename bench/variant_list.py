@@ -47,6 +47,7 @@ class Variant:
     ahead_bytes: int = 0
     deterministic: bool = False
     prefill: PrefillTuning | None = None
+    merge_warps: int = decode_attention.MERGE_WARPS
 
 
 _PREFILL = [(128, 64, 8, 5), (128, 128, 8, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 128, 4, 4)]
@@ -67,7 +68,8 @@ _NARROW = {
 
 
 def decode_variants() -> list[Variant]:
-    return [Variant(f"decode {given}", decode=DecodeTuning(*given)) for given in _DECODE]
+    found = [Variant(f"decode {given}", decode=DecodeTuning(*given)) for given in _DECODE]
+    return found + [Variant(f"merge by {warps} warps", merge_warps=warps) for warps in (1, 2)]
 
 
 def prefill_variants() -> list[Variant]:
@@ -154,6 +156,8 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     try:
         with ExitStack() as patches:
             patches.enter_context(patch.object(narrow_linear, "narrow_tuning", narrow_tuning))
+            warps = variant.merge_warps
+            patches.enter_context(patch.object(decode_attention, "MERGE_WARPS", warps))
             if variant.decode is not None:
                 place = patch.object(decode_attention, "decode_tuning", decode_tuning)
                 patches.enter_context(place)

@@ -32,6 +32,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.device import num_programs, overlaps_launches
 
 LOG2_E = 1.4426950408889634
+MERGE_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +348,6 @@ def decode_attention(
         partial_state,
         num_reqs,
         PARTS=16,
-        num_warps=4,
+        num_warps=MERGE_WARPS,
         **shape,
     )
