@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1.9
 # Two images from one file:
 #   docker build --target router -t tandem/router:0.1.0 .     (small, no torch)
 #   docker build --target engine -t tandem/engine:0.1.0 .     (prefill and decode nodes)

@@ -7,6 +7,7 @@
 {{- $scope := dict "root" . "tiers" $tiers "found" $found -}}
 {{- include "tandem.mistakes.model" $scope -}}
 {{- include "tandem.mistakes.router" $scope -}}
+{{- include "tandem.mistakes.labels" (dict "found" $found "name" "commonLabels" "labels" .Values.commonLabels) -}}
 {{- include "tandem.mistakes.pool" $scope -}}
 {{- range $name, $tier := $tiers -}}
 {{- include "tandem.mistakes.tier" (dict "root" $ "name" $name "tier" $tier "found" $found) -}}
@@ -134,9 +135,14 @@
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.env sets %s: write it as a value below %s.settings, where it is checked" $name .name $name)) -}}
 {{- end -}}
 {{- end -}}
-{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" -}}
-{{- if hasKey $.of.podLabels $label -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.podLabels sets %s, which selectors rely on: choose another label" $name $label)) -}}
+{{- include "tandem.mistakes.labels" (dict "found" $found "name" (printf "%s.podLabels" $name) "labels" .of.podLabels) -}}
+{{- end -}}
+
+{{/* Labels that the chart sets itself: found, name (of the value), labels */}}
+{{- define "tandem.mistakes.labels" -}}
+{{- range $label, $_ := .labels -}}
+{{- if or (hasPrefix "app.kubernetes.io/" $label) (hasPrefix "helm.sh/" $label) (hasPrefix "llm-d.ai/" $label) -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "%s sets %s, which is the chart's own: choose another label" $.name $label)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

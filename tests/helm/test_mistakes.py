@@ -59,8 +59,9 @@ BETWEEN_VALUES = [
     ),
     (
         {"router": {"podLabels": {"app.kubernetes.io/component": "x"}}},
-        "which selectors rely on",
+        "which is the chart's own",
     ),
+    ({"commonLabels": {"app.kubernetes.io/version": "2"}}, "which is the chart's own"),
     ({"decode": {"drain": {"drainSeconds": 600}}}, "raise router.drain.drainSeconds"),
     ({"router": {"discovery": {"type": "static"}}}, "list the decode nodes"),
     ({"router": {"ports": {"admin": 8000}}}, "choose two"),
