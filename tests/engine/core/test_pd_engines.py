@@ -11,68 +11,17 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
 
 import pytest
 import pytest_asyncio
 
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.request_stream import RequestStream
-from engine.messages import KVTransferResult
-from kv_transfer.config import KVTransferConfig
-from kv_transfer.metadata import KVTransferParams
-from tests.engine.core.tiny_engine import (
-    Oracle,
-    make_request,
-    tiny_config,
-    until,
-    until_empty,
-)
+from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
+from tests.engine.core.tiny_engine import Oracle, until, until_empty
 from tests.processes import find_processes, is_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@dataclass
-class Pair:
-    prefill: AsyncLLM
-    decode: AsyncLLM
-    num_started: int = field(default=0)
-
-    def request(self, seed: int) -> tuple[GenerationRequest, GenerationRequest]:
-        """(for prefill, for decode)."""
-        self.num_started += 1
-        request_id, transfer_id = f"r{self.num_started}", f"{self.num_started:032x}"
-        offer = make_request(request_id, seed, max_tokens=1)
-        offer.kv_transfer_params = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
-        pull = make_request(request_id, seed)
-        pull.kv_transfer_params = KVTransferParams(
-            do_remote_prefill=True, transfer_id=transfer_id, peer=self.prefill.ready.peer
-        )
-        return offer, pull
-
-    async def run_prefill(self, offer: GenerationRequest) -> KVTransferResult:
-        try:
-            async for output in self.prefill.generate(offer):
-                for token_id in output.token_ids:
-                    self.decode.supply_first_token(offer.request_id, token_id)
-            return await self.prefill.wait_kv_result(offer.request_id)
-        finally:
-            self.prefill.abort(offer.request_id)
-
-
-async def _tokens(stream: RequestStream) -> list[int]:
-    return [token for output in [o async for o in stream] for token in output.token_ids]
-
-
-async def _start(role: str) -> AsyncLLM:
-    transfer = KVTransferConfig(
-        kv_role="kv_producer" if role == "prefill" else "kv_consumer", num_streams=2
-    )
-    config = tiny_config(async_scheduling=role == "decode")
-    return await AsyncLLM.start(replace(config, kv_transfer=transfer))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -81,7 +30,7 @@ async def pair() -> AsyncIterator[Pair]:
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.DEBUG)
-    pair = Pair(*await asyncio.gather(_start("prefill"), _start("decode")))
+    pair = Pair(*await asyncio.gather(start_engine("prefill"), start_engine("decode")))
     root.setLevel(level)
     yield pair
     for llm in (pair.prefill, pair.decode):
@@ -101,7 +50,7 @@ async def test_joined_requests_equal_one_engine(pair: Pair, oracle: Oracle) -> N
         stream = pair.decode.generate(pull)
         prefill = asyncio.create_task(pair.run_prefill(offer))
         received = asyncio.create_task(pair.decode.wait_kv_result(pull.request_id))
-        assert await _tokens(stream) == oracle.tokens(seed), seed
+        assert await tokens_of(stream) == oracle.tokens(seed), seed
         assert (await prefill).ok
         result = await received
         assert result.ok
@@ -119,7 +68,7 @@ async def test_nobody_prefills_so_decode_does_it_itself(pair: Pair, oracle: Orac
     _, pull = pair.request(20)
     stream = pair.decode.generate(pull)
     pair.decode.prefill_locally(pull.request_id)
-    assert await _tokens(stream) == oracle.tokens(20)
+    assert await tokens_of(stream) == oracle.tokens(20)
 
 
 async def test_aborts_on_either_side_at_any_moment(pair: Pair, oracle: Oracle) -> None:
@@ -138,7 +87,7 @@ async def test_aborts_on_either_side_at_any_moment(pair: Pair, oracle: Oracle) -
             await asyncio.wait([prefill])
             pair.decode.prefill_locally(pull.request_id)
         if index % 3 > 0:
-            assert await _tokens(stream) == oracle.tokens(index), index
+            assert await tokens_of(stream) == oracle.tokens(index), index
         await asyncio.wait([prefill])
 
     await asyncio.gather(*(one(i) for i in range(36)))
@@ -160,13 +109,13 @@ async def test_killed_transfer_process(pair: Pair, oracle: Oracle, side: str) ->
         result = await received
         if not result.ok:
             pair.decode.prefill_locally(pull.request_id)
-        assert await _tokens(stream) == oracle.tokens(30)
+        assert await tokens_of(stream) == oracle.tokens(30)
         prefill.cancel()
         await asyncio.wait([prefill])
     else:
         assert not (await received).ok
         pair.decode.prefill_locally(pull.request_id)
-        assert await _tokens(stream) == oracle.tokens(30)
+        assert await tokens_of(stream) == oracle.tokens(30)
 
     async def succeeds() -> bool:
         offer, pull = pair.request(31)
@@ -175,7 +124,7 @@ async def test_killed_transfer_process(pair: Pair, oracle: Oracle, side: str) ->
         result = await pair.decode.wait_kv_result(pull.request_id)
         if not result.ok:
             pair.decode.prefill_locally(pull.request_id)
-        assert await _tokens(stream) == oracle.tokens(31)
+        assert await tokens_of(stream) == oracle.tokens(31)
         prefill.cancel()
         await asyncio.wait([prefill])
         return result.ok
@@ -194,7 +143,7 @@ def _transfer_pid(llm: AsyncLLM) -> int:
 
 
 async def test_prefill_engine_dies_and_decode_goes_on(pair: Pair, oracle: Oracle) -> None:
-    doomed = Pair(await _start("prefill"), pair.decode, num_started=1000)
+    doomed = Pair(await start_engine("prefill"), pair.decode, num_started=1000)
     offer, pull = doomed.request(40)
     stream = pair.decode.generate(pull)
     os.kill(doomed.prefill.ready.worker_pids[0], signal.SIGKILL)
@@ -202,7 +151,7 @@ async def test_prefill_engine_dies_and_decode_goes_on(pair: Pair, oracle: Oracle
         await doomed.run_prefill(offer)
     assert not (await pair.decode.wait_kv_result(pull.request_id)).ok
     pair.decode.prefill_locally(pull.request_id)
-    assert await _tokens(stream) == oracle.tokens(40)
+    assert await tokens_of(stream) == oracle.tokens(40)
     ready = doomed.prefill.ready
     pids = [doomed.prefill.core_pid, *ready.worker_pids, *ready.transfer_pids]
     await doomed.prefill.shutdown()

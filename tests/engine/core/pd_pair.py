@@ -1,0 +1,55 @@
+"""A prefill and a decode engine; tests play both node servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.request_stream import RequestStream
+from engine.messages import KVTransferResult
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.metadata import KVTransferParams
+from tests.engine.core.tiny_engine import NUM_BLOCKS, make_request, tiny_config
+
+
+@dataclass
+class Pair:
+    prefill: AsyncLLM
+    decode: AsyncLLM
+    num_started: int = field(default=0)
+
+    def request(self, seed: int) -> tuple[GenerationRequest, GenerationRequest]:
+        """(for prefill, for decode)."""
+        self.num_started += 1
+        request_id, transfer_id = f"r{self.num_started}", f"{self.num_started:032x}"
+        offer = make_request(request_id, seed, max_tokens=1)
+        offer.kv_transfer_params = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        pull = make_request(request_id, seed)
+        pull.kv_transfer_params = KVTransferParams(
+            do_remote_prefill=True, transfer_id=transfer_id, peer=self.prefill.ready.peer
+        )
+        return offer, pull
+
+    async def run_prefill(self, offer: GenerationRequest) -> KVTransferResult:
+        try:
+            async for output in self.prefill.generate(offer):
+                for token_id in output.token_ids:
+                    self.decode.supply_first_token(offer.request_id, token_id)
+            return await self.prefill.wait_kv_result(offer.request_id)
+        finally:
+            self.prefill.abort(offer.request_id)
+
+
+async def tokens_of(stream: RequestStream) -> list[int]:
+    return [token for output in [o async for o in stream] for token in output.token_ids]
+
+
+async def start_engine(role: str, num_blocks: int = NUM_BLOCKS) -> AsyncLLM:
+    """`role`: prefill or decode."""
+    transfer = KVTransferConfig(
+        kv_role="kv_producer" if role == "prefill" else "kv_consumer", num_streams=2
+    )
+    config = tiny_config(async_scheduling=role == "decode")
+    config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+    return await AsyncLLM.start(replace(config, kv_transfer=transfer))

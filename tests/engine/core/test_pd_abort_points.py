@@ -1,0 +1,165 @@
+"""A client that leaves at any point of the way from prompt to answer leaves nothing behind.
+
+Processes are stopped (SIGSTOP) to hold a request at the point in question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import pytest
+import pytest_asyncio
+
+from engine.frontend.async_llm import AsyncLLM
+from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
+from tests.engine.core.tiny_engine import Oracle, make_request, until, until_empty
+from tests.processes import is_gone
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SEED = 7
+"""Of a prompt that fills blocks and of an answer with enough tokens to leave in between."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[Pair]:
+    pair = Pair(*await asyncio.gather(start_engine("prefill"), start_engine("decode")))
+    yield pair
+    for llm in (pair.prefill, pair.decode):
+        await ended(llm)
+
+
+async def ended(llm: AsyncLLM) -> None:
+    pids = [llm.core_pid, *llm.ready.worker_pids, *llm.ready.transfer_pids]
+    await llm.shutdown()
+    assert all(is_gone(pid) for pid in pids)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def counter(llm: AsyncLLM, name: str) -> float:
+    """As last reported; nothing is, before anything has happened."""
+    return llm.stats.kv_transfer.get(name, 0.0)
+
+
+async def nothing_is_left(pair: Pair, oracle: Oracle) -> None:
+    """Everything is free on both sides, and the next request is served."""
+    for llm in (pair.prefill, pair.decode):
+        await until_empty(llm)
+        for name in ("live_transfers", "staged_bytes", "leases", "open_pulls"):
+            await until(lambda: counter(llm, name) == 0, name)  # noqa: B023
+    offer, pull = pair.request(SEED)
+    stream = pair.decode.generate(pull)
+    prefill = asyncio.create_task(pair.run_prefill(offer))
+    assert await tokens_of(stream) == oracle.tokens(SEED)
+    assert (await prefill).ok
+
+
+async def test_before_the_prefill_node_has_accepted(pair: Pair, oracle: Oracle) -> None:
+    _, pull = pair.request(SEED)
+    stream = pair.decode.generate(pull)
+    await until(lambda: counter(pair.decode, "open_pulls") > 0, "a pull without offer")
+    stream.close()
+    await nothing_is_left(pair, oracle)
+
+
+async def test_queued_on_the_prefill_node(pair: Pair, oracle: Oracle) -> None:
+    with stopped(pair.prefill.ready.worker_pids[0]):
+        prefills, streams = [], []
+        for _ in range(30):
+            offer, pull = pair.request(SEED)
+            streams.append(pair.decode.generate(pull))
+            prefills.append(asyncio.create_task(pair.run_prefill(offer)))
+        await until(lambda: pair.prefill.stats.num_waiting > 0, "a queue")
+        for stream, prefill in zip(streams, prefills, strict=True):
+            stream.close()
+            prefill.cancel()
+        await asyncio.wait(prefills)
+    await nothing_is_left(pair, oracle)
+
+
+async def test_in_the_middle_of_the_prompt(pair: Pair, oracle: Oracle) -> None:
+    with stopped(pair.prefill.ready.worker_pids[0]):
+        offer, pull = pair.request(SEED)
+        stream = pair.decode.generate(pull)
+        prefill = asyncio.create_task(pair.run_prefill(offer))
+        await until(lambda: pair.prefill.stats.num_running > 0, "a step that does not end")
+        stream.close()
+        prefill.cancel()
+        await asyncio.wait([prefill])
+    await nothing_is_left(pair, oracle)
+
+
+@pytest.mark.parametrize("gives_first_token", [False, True], ids=["without", "with first token"])
+async def test_while_kv_is_on_its_way(pair: Pair, oracle: Oracle, gives_first_token: bool) -> None:
+    with stopped(pair.prefill.ready.transfer_pids[0]):
+        offer, pull = pair.request(SEED)
+        stream = pair.decode.generate(pull)
+        tokens = [token async for o in pair.prefill.generate(offer) for token in o.token_ids]
+        assert tokens == oracle.tokens(SEED)[:1]
+        if gives_first_token:
+            pair.decode.supply_first_token(pull.request_id, tokens[0])
+            await until(lambda: pair.decode.stats.num_free_rows > 0, "an idle engine")
+        stream.close()
+        pair.prefill.abort(offer.request_id)
+    await nothing_is_left(pair, oracle)
+
+
+async def test_kv_is_complete_but_the_first_token_missing(pair: Pair, oracle: Oracle) -> None:
+    offer, pull = pair.request(SEED)
+    stream = pair.decode.generate(pull)
+    async for _ in pair.prefill.generate(offer):
+        pass
+    assert (await pair.decode.wait_kv_result(pull.request_id)).ok
+    stream.close()
+    await nothing_is_left(pair, oracle)
+
+
+async def test_joined(pair: Pair, oracle: Oracle) -> None:
+    offer, pull = pair.request(SEED)
+    stream = pair.decode.generate(pull)
+    prefill = asyncio.create_task(pair.run_prefill(offer))
+    found: list[int] = []
+    async for output in stream:
+        found += output.token_ids
+        if len(found) >= 3:
+            stream.close()
+            break
+    assert found == oracle.tokens(SEED)[: len(found)]
+    await prefill
+    await nothing_is_left(pair, oracle)
+
+
+async def test_while_requests_are_put_back_for_others(pair: Pair, oracle: Oracle) -> None:
+    """A pool that holds little more than one request: the others are preempted over and over."""
+    decode = await start_engine("decode", num_blocks=14)
+    small = Pair(pair.prefill, decode, num_started=5000)
+    try:
+        streams, prefills = [], []
+        for seed in range(8):
+            offer, pull = small.request(seed)
+            pull.sampling = make_request("", seed, max_tokens=50).sampling
+            streams.append(decode.generate(pull))
+            prefills.append(asyncio.create_task(small.run_prefill(offer)))
+        await until(lambda: decode.stats.num_preemptions > 0, "a preemption")
+        for stream in streams:
+            stream.close()
+        for prefill in prefills:
+            prefill.cancel()
+        await asyncio.wait(prefills)
+        await until(lambda: decode.stats.num_free_blocks == 14, "all blocks free")
+        await until(lambda: counter(decode, "live_transfers") == 0, "no transfer")
+    finally:
+        await ended(decode)
+    await nothing_is_left(pair, oracle)
