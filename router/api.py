@@ -18,6 +18,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from router.admission.admission_gate import AdmissionGate
+from router.admission.ticket import Ticket
 from router.client_connection import (
     ClientDisconnected,
     ClientGuard,
@@ -48,6 +50,7 @@ class ProxyEndpoint:
     """ASGI endpoint of the paths that a decode node answers."""
 
     forwarder: Forwarder
+    gate: AdmissionGate
     metrics: RouterMetrics
     max_body_bytes: int
     body_timeout_s: float
@@ -73,8 +76,8 @@ class ProxyEndpoint:
         """The status that the client got, or would have got."""
         try:
             request = await self._read(scope, receive, rid)
-            async with ClientGuard(receive):
-                return await self.forwarder.forward(request, send)
+            async with ClientGuard(receive), Ticket(self.gate, request.info) as ticket:
+                return await self.forwarder.forward(request, ticket, send)
         except RouterError as error:
             await send_error(send, error, rid)
             return error.status

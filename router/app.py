@@ -23,6 +23,8 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from router.admin_api import admin_routes, probe_routes, readiness
+from router.admission.admission_gate import AdmissionGate, GateLimits
+from router.admission.gate_metrics import GateCollector
 from router.api import PROXIED_PATHS, ProxyEndpoint, model_routes
 from router.api_keys import ApiKeyGate, ApiKeys
 from router.attempts import Attempts
@@ -72,6 +74,7 @@ class Services:
     monitor: LoadMonitor
     discovery: Discovery
     forwarder: Forwarder
+    gate: AdmissionGate
     keys: ApiKeys
     meter: TrafficMeter
     draining: bool = False
@@ -96,6 +99,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     app.state.services = services
     endpoint = ProxyEndpoint(
         forwarder=services.forwarder,
+        gate=services.gate,
         metrics=services.metrics,
         max_body_bytes=settings.max_body_bytes,
         body_timeout_s=settings.body_timeout_s,
@@ -164,6 +168,8 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         node_api_key=settings.node_api_key.get_secret_value(),
         wants_journal=settings.max_migrations > 0,
     )
+    gate = _make_gate(settings, registry, world.rng)
+    metrics.registry.register(GateCollector(gate))
     return Services(
         registry=registry,
         keys=keys,
@@ -173,7 +179,23 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         monitor=monitor,
         discovery=_make_discovery(settings, world, registry, monitor, metrics),
         forwarder=_make_forwarder(settings, attempts, world.rng),
+        gate=gate,
     )
+
+
+def _make_gate(
+    settings: RouterSettings, registry: NodeRegistry, rng: random.Random
+) -> AdmissionGate:
+    def num_nodes() -> int:
+        return registry.num_members(NodeRole.PREFILL) or registry.num_members(NodeRole.DECODE)
+
+    limits = GateLimits(
+        slots_per_node=settings.max_prefills_per_node,
+        max_waiting=settings.max_waiting_requests,
+        ttft_s=settings.ttft_deadline_s,
+        num_routers=settings.num_routers,
+    )
+    return AdmissionGate(limits=limits, num_nodes=num_nodes, clock=registry.clock, rng=rng)
 
 
 def _make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Random) -> Forwarder:

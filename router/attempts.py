@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,8 +60,8 @@ class Attempts:
     node_api_key: str = ""
     wants_journal: bool = True
 
-    async def begin(self, request: ClientRequest) -> Exchange:
-        """An answer whose beginning is here.
+    async def begin(self, request: ClientRequest, check: Callable[[Placement], None]) -> Exchange:
+        """An answer whose beginning is here. `check` may refuse the first placement.
 
         Raises:
             RouterError: nobody answers.
@@ -69,6 +69,7 @@ class Attempts:
         self.budget.add_request()
         tried: list[Node] = []
         placement = self.place(request, tried)
+        check(placement)
         while True:
             headers = self.node_headers(request, placement)
             exchange = Exchange(placement, self.silence.exchanges)

@@ -188,6 +188,24 @@ class RouterSettings(BaseSettings):
         "about 200 bytes each.",
     )
 
+    max_prefills_per_node: int = Field(
+        default=64,
+        ge=1,
+        description="Requests that may wait for their first token at once, for each node that "
+        "computes prompts; more wait in the router, by priority.",
+    )
+    max_waiting_requests: int = Field(
+        default=1024,
+        ge=1,
+        description="Requests that wait in the router; more are answered with 503.",
+    )
+    ttft_deadline_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Requests whose first token would come later are answered with 503 at once, "
+        "unless they say how long they may wait (header x-slo-ttft-ms). 0: none are.",
+    )
+
     max_body_bytes: int = Field(
         default=8 << 20, gt=0, description="Largest request body; more is answered with 413."
     )

@@ -8,6 +8,7 @@
       RequestTimeout        408     the client was too slow to send its body
       BodyTooLarge          413
       UnsupportedEncoding   415     compressed bodies are not taken
+      RateLimited           429     the tenant has used up what it may use
       HeadTooLarge          431     request line and headers
       Overloaded            503     too many requests in flight
       NoNodeAvailable       503     nobody to serve it now
@@ -34,9 +35,11 @@ class RouterError(Exception):
     param: str | None = None
     retry_after_s: int | None = None
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.message = message
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         return error_body(self.message, self.error_type, self.code, self.param)
@@ -89,6 +92,13 @@ class UnsupportedEncoding(RouterError):
     status = 415
     error_type = "invalid_request_error"
     code = "unsupported_content_encoding"
+
+
+class RateLimited(RouterError):
+    status = 429
+    error_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after_s = 1
 
 
 class Overloaded(RouterError):

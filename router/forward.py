@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from starlette.types import Send
 
+from router.admission.ticket import Ticket
 from router.attempts import Attempts
 from router.client_request import ClientRequest
 from router.journaled_relay import JournaledRelay
@@ -33,7 +34,7 @@ class Forwarder:
     metrics: RouterMetrics
     send_timeout_s: float = 20.0
 
-    async def forward(self, request: ClientRequest, send: Send) -> int:
+    async def forward(self, request: ClientRequest, ticket: Ticket, send: Send) -> int:
         """Has `request` answered through `send`; returns the status that the client got.
 
         Raises:
@@ -41,7 +42,8 @@ class Forwarder:
             AnswerBroken: the client's connection must be cut.
         """
         started = time.monotonic()
-        exchange = await self.attempts.begin(request)
+        exchange = await self.attempts.begin(request, ticket.check)
+        ticket.first_byte()
         self.metrics.first_byte.observe(time.monotonic() - started)
         client = Client(send, request.info.request_id, self.send_timeout_s)
         if exchange.is_journaled:

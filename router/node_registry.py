@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -50,11 +51,17 @@ class NodeRegistry:
     on_prefixes: PrefixListener | None = None
     """Hears of prompts that prefill nodes say they have computed."""
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
+    _counts: Counter[NodeRole] = field(default_factory=Counter)
 
     def set_members(self, addresses: Iterable[NodeAddress]) -> None:
         """Makes `addresses` the members. Those that stay keep all that is known of them."""
         self._nodes = {address: self._nodes.get(address) or Node(address) for address in addresses}
+        self._counts = Counter(address.role for address in self._nodes)
         self.version += 1
+
+    def num_members(self, role: NodeRole) -> int:
+        """In whatever state."""
+        return self._counts[role]
 
     def nodes(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.address.role is role]

@@ -1,0 +1,190 @@
+"""Who may go on to the nodes, who waits, and who is told to come back later.
+
+    1. limits     the tenant's rates                                        429
+    2. shedding   batch requests, more of them the longer the line is       503
+    3. slot       there is room: go on; the slot is free again at the first byte
+       line       there is none: wait (`waiting_line`); the line is full    503
+    4. deadline   the first token would come too late, by its place in the line, by the time it
+                  has waited, or by the estimate of its placement           503
+
+Waiting happens here and not at the nodes, because here requests can still be compared. An answer
+that would come too late is refused at once: the nodes' time goes to those it is of use to.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.admission.retry_after import RetryAfter
+from router.admission.tenant_limits import TenantLimits
+from router.admission.waiting_line import Waiting, WaitingLine
+from router.errors import Overloaded, RateLimited
+from router.policy import Placement
+from router.request_info import RequestInfo
+from router.tenants import Priority
+
+_SLACK = 1.2
+_SMOOTHING = 0.05
+
+
+class Refusal(StrEnum):
+    """Why a request was refused."""
+
+    RATE_LIMITED = "rate_limited"
+    SHED = "shed"
+    LINE_FULL = "line_full"
+    TOO_LATE = "too_late"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateLimits:
+    """What is let through.
+
+    Attributes:
+        slots_per_node: Requests that wait for their first byte, for each node that computes
+            prompts.
+        max_waiting: Length of the line.
+        ttft_s: Deadline of the first byte for requests that name none, in seconds; 0: none.
+        num_routers: Replicas that share the nodes.
+    """
+
+    slots_per_node: int = 64
+    max_waiting: int = 1024
+    ttft_s: float = 60.0
+    num_routers: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class AdmissionGate:
+    """`num_nodes` counts the nodes that compute prompts; `clock` gives monotonic seconds."""
+
+    limits: GateLimits
+    num_nodes: Callable[[], int]
+    clock: Callable[[], float]
+    rng: random.Random
+    line: WaitingLine = field(default_factory=WaitingLine)
+    num_started: int = 0
+    """Requests that have a slot."""
+    refusals: Counter[Refusal] = field(default_factory=Counter)
+    _tenants: TenantLimits = field(init=False)
+    _retry_after: RetryAfter = field(init=False)
+    _interval_s: float = 0.0
+    _freed_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._retry_after = RetryAfter(self.rng)
+        self._tenants = TenantLimits(
+            retry_after=self._retry_after, num_routers=self.limits.num_routers
+        )
+
+    def offer(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
+        """Calls `admit`, now (and returns None) or when there is room.
+
+        Raises:
+            RateLimited: the tenant has used up its rates.
+            Overloaded: the line is full, or too long for the request's deadline or class.
+        """
+        now = self.clock()
+        self._take_from_tenant(request, now)
+        self._check_shedding(request)
+        if self.num_started < self.num_slots() and not len(self.line):
+            self._start(admit)
+            return None
+        self._check_line(request)
+        waiting = Waiting(request, now, now + self.deadline_s(request), admit)
+        self.line.add(waiting)
+        return waiting
+
+    def free(self) -> None:
+        """A request that had a slot has its first byte, or has ended without one."""
+        self.num_started -= 1
+        self._note_pace(self.clock())
+        while len(self.line) and self.num_started < self.num_slots():
+            self._start(self.line.pop(self.clock()).admit)
+
+    def withdraw(self, waiting: Waiting) -> None:
+        """Its client has left."""
+        self.line.remove(waiting)
+
+    def too_late(self, waiting: Waiting) -> Overloaded:
+        """What to answer to `waiting`, whose deadline has come."""
+        self.line.remove(waiting)
+        return self._refuse(
+            Refusal.TOO_LATE,
+            f"No node had room within {self.deadline_s(waiting.request):g} s.",
+            self.drain_s(),
+        )
+
+    def check_placement(self, request: RequestInfo, placement: Placement, waited_s: float) -> None:
+        """Raises `Overloaded` when the first token would come after the deadline."""
+        late_s = waited_s + placement.ttft_s - self.deadline_s(request)
+        if late_s > 0:
+            raise self._refuse(
+                Refusal.TOO_LATE,
+                f"The first token would take about {placement.ttft_s:.0f} s, which is later than "
+                f"the request may wait.",
+                late_s,
+            )
+
+    def num_slots(self) -> int:
+        """This router's share of what the nodes may have to do at once."""
+        limits = self.limits
+        share = 1.0 if limits.num_routers == 1 else _SLACK / limits.num_routers
+        return max(1, round(limits.slots_per_node * max(1, self.num_nodes()) * share))
+
+    def deadline_s(self, request: RequestInfo) -> float:
+        return request.ttft_deadline_s or self.limits.ttft_s or float("inf")
+
+    def drain_s(self) -> float:
+        """Until the line as it is now will have gone on, at the present pace."""
+        return (len(self.line) + 1) * self._interval_s
+
+    def _take_from_tenant(self, request: RequestInfo, now: float) -> None:
+        try:
+            self._tenants.take(request, now)
+        except RateLimited:
+            self.refusals[Refusal.RATE_LIMITED] += 1
+            raise
+
+    def _check_shedding(self, request: RequestInfo) -> None:
+        fill = len(self.line) / self.limits.max_waiting
+        if request.priority is Priority.BATCH and self.rng.random() < shed_probability(fill):
+            raise self._refuse(
+                Refusal.SHED, "There is no room for batch requests now.", self.drain_s()
+            )
+
+    def _check_line(self, request: RequestInfo) -> None:
+        if len(self.line) >= self.limits.max_waiting:
+            raise self._refuse(
+                Refusal.LINE_FULL, f"{len(self.line)} requests are waiting.", self.drain_s()
+            )
+        late_s = self.drain_s() - self.deadline_s(request)
+        if late_s > 0 and request.priority is not Priority.INTERACTIVE:
+            raise self._refuse(
+                Refusal.TOO_LATE,
+                f"{len(self.line)} requests are waiting, which takes longer than this one may.",
+                late_s,
+            )
+
+    def _refuse(self, reason: Refusal, why: str, come_back_s: float) -> Overloaded:
+        self.refusals[reason] += 1
+        return Overloaded(f"{why} Try again later.", self._retry_after.seconds(come_back_s))
+
+    def _start(self, admit: Callable[[], None]) -> None:
+        self.num_started += 1
+        admit()
+
+    def _note_pace(self, now: float) -> None:
+        """Time between two slots that become free, while the line is not empty."""
+        if len(self.line) and self._freed_at:
+            self._interval_s += _SMOOTHING * (now - self._freed_at - self._interval_s)
+        self._freed_at = now
+
+
+def shed_probability(fill: float) -> float:
+    """Of a batch request, when the line is filled to `fill`: all of them from a third on."""
+    return min(1.0, 300 * fill**5)

@@ -1,0 +1,23 @@
+"""When a refused client should come back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+_MIN_S = 1.0
+_MAX_S = 30.0
+_JITTER = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RetryAfter:
+    """Whole seconds from 1 to 30, a fifth up or down at random: clients that were refused together
+    should not come back together."""
+
+    rng: random.Random
+
+    def seconds(self, expected_s: float) -> int:
+        wanted = min(_MAX_S, max(_MIN_S, expected_s))
+        jittered = wanted * self.rng.uniform(1 - _JITTER, 1 + _JITTER)
+        return round(min(_MAX_S, max(_MIN_S, jittered)))

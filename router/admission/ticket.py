@@ -1,0 +1,69 @@
+"""One request's way through the gate.
+
+async with Ticket(gate, request) as ticket:     waits for its turn, or is refused
+    ticket.check(placement)                     too late after all?
+    ticket.first_byte()                         the slot is free for another
+                                                (at the latest when the block ends)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from router.admission.admission_gate import AdmissionGate
+from router.policy import Placement
+from router.request_info import RequestInfo
+
+
+class Ticket:
+    """Entering raises `RateLimited` or `Overloaded`."""
+
+    def __init__(self, gate: AdmissionGate, request: RequestInfo) -> None:
+        self._gate = gate
+        self._request = request
+        self._offered_at = 0.0
+        self._has_slot = False
+
+    async def __aenter__(self) -> Self:
+        gate = self._gate
+        self._offered_at = gate.clock()
+        turn = asyncio.Event()
+        waiting = gate.offer(self._request, lambda: self._admit(turn))
+        if waiting is None:
+            return self
+        deadline_s = gate.deadline_s(self._request)
+        try:
+            async with asyncio.timeout(None if deadline_s == float("inf") else deadline_s):
+                await turn.wait()
+        except TimeoutError:
+            if not self._has_slot:
+                raise gate.too_late(waiting) from None
+        except BaseException:
+            gate.withdraw(waiting)
+            self.first_byte()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.first_byte()
+
+    def check(self, placement: Placement) -> None:
+        """Raises `Overloaded` when the first token would come after the deadline."""
+        waited_s = self._gate.clock() - self._offered_at
+        self._gate.check_placement(self._request, placement, waited_s)
+
+    def first_byte(self) -> None:
+        if self._has_slot:
+            self._has_slot = False
+            self._gate.free()
+
+    def _admit(self, turn: asyncio.Event) -> None:
+        self._has_slot = True
+        turn.set()
