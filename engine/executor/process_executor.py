@@ -53,14 +53,17 @@ _STOP_TIMEOUT_S = 5.0
 """For a worker that was asked to end, to give everything back."""
 _TERMINATE_TIMEOUT_S = 1.0
 """For one that was not, or does not: SIGTERM simply ends it."""
+_LAST_WORDS_S = 0.3
+"""How long the others may still say why they failed, once one has."""
+
 ReplyT = TypeVar("ReplyT", WorkerLoaded, WorkerReady)
 
 
 class ProcessExecutor(Executor):
     """`step_timeout_s`: a step that takes longer counts as hanging."""
 
-    _last_words_s = 0.3
-    """How long the others may still say why they failed, or be found dead, once one has."""
+    _death_notice_s = _LAST_WORDS_S
+    """How long the news of a worker's death may take, when another's failure seems to echo it."""
 
     def __init__(
         self,
@@ -226,13 +229,13 @@ class ProcessExecutor(Executor):
     def _die(self) -> NoReturn:
         """Names every worker that failed, those that were killed first: an error elsewhere is
         mostly the echo of a rank that has gone."""
-        deadline = time.monotonic() + self._last_words_s
+        since = time.monotonic()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for child in self._children:
             if child.exit_code is None:
                 poller.register(child.sentinel, zmq.POLLIN)
-        while (left := deadline - time.monotonic()) > 0 and not self._all_have_spoken():
+        while (left := self._patience_s(since)) > 0 and not self._all_have_spoken():
             for source, _ in poller.poll(int(left * 1000) + 1):
                 if source is not self._socket:
                     poller.unregister(source)
@@ -249,6 +252,11 @@ class ProcessExecutor(Executor):
             elif child.exit_code is not None:
                 failed.append(child.describe_exit())
         raise EngineDeadError("; ".join(killed + failed))
+
+    def _patience_s(self, since: float) -> float:
+        cause_is_known = any((child.exit_code or 0) < 0 for child in self._children)
+        limit = _LAST_WORDS_S if cause_is_known else self._death_notice_s
+        return since + limit - time.monotonic()
 
     def _all_have_spoken(self) -> bool:
         """Killed ones have no last words."""

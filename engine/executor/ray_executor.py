@@ -36,7 +36,7 @@ from kv_transfer.host.secure_socket import LinkKey, listen
 class RayExecutor(ProcessExecutor):
     """`--distributed-executor-backend ray`."""
 
-    _last_words_s = 5.0
+    _death_notice_s = 5.0
     """Ray takes a second or two to tell of an actor's end."""
 
     def __init__(

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,7 @@ class RayHosts:
                 "--port=0",
                 f"--node-ip-address={LEADER}",
                 "--include-dashboard=false",
+                f"--ray-client-server-port={_free_port()}",
                 f"--temp-dir={folder}",
             )
         ]
@@ -113,6 +115,14 @@ class RayHosts:
     def stop(self) -> None:
         for node in reversed(self.nodes):
             node.stop()
+
+
+def _free_port() -> int:
+    """For what would else take a fixed one, and end the cluster when it cannot."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @contextlib.contextmanager
