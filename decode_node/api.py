@@ -10,7 +10,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from decode_node.client_connection import prefill_nodes, read_body, request_headers
+from decode_node.client_connection import (
+    prefill_nodes,
+    prefix_hash,
+    read_body,
+    request_headers,
+)
 from decode_node.config import DecodeNodeSettings
 from decode_node.errors import BadRequest, Unavailable
 from decode_node.heartbeats import Heartbeats
@@ -30,8 +35,9 @@ from engine.frontend.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
 
+PREFIX_HEADER = "x-tandem-prefix"
 ROUTER_HEADERS = frozenset(
-    {"x-prefiller-host-port", "x-tandem-cache-salt", JOURNAL_HEADER, RESUME_HEADER}
+    {"x-prefiller-host-port", "x-tandem-cache-salt", PREFIX_HEADER, JOURNAL_HEADER, RESUME_HEADER}
 )
 """Only a router may say these."""
 
@@ -89,6 +95,7 @@ class Api:
             resume=resume,
             cache_salt=headers.get("x-tandem-cache-salt", ""),
             trace=trace,
+            prefix_hash=prefix_hash(headers.get(PREFIX_HEADER, "")),
         )
         return parse_body(raw, kind), context
 

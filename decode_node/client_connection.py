@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 from decode_node.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PREFIX_HASH = re.compile("[0-9a-f]{16}")
 _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}")
 _MAX_PREFILL_NODES = 16
 
@@ -27,6 +28,11 @@ def request_headers(scope: Scope) -> Mapping[str, str]:
     for name, value in scope["headers"]:
         headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
     return headers
+
+
+def prefix_hash(text: str) -> int:
+    """From its 16 hex digits; 0 for anything else."""
+    return int(text, 16) if _PREFIX_HASH.fullmatch(text) else 0
 
 
 def request_id(headers: Mapping[str, str]) -> str:

@@ -108,11 +108,6 @@ class Generation:
         """Of the first choice."""
         return self.choices[0].record.timeline()
 
-    @property
-    def prefill_node(self) -> str:
-        """Of the first choice; `local` for this node itself."""
-        return self.choices[0].record.prefill_node or "local"
-
     async def _run(self, choice: Choice) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
         if choice.replay is not None:
             choice.record.on_output(choice.replay)

@@ -165,6 +165,7 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         cache_salt=request.cache_salt,
         num_tokens_held=params.num_tokens_held,
         num_resumed_tokens=request.num_resumed_tokens,
+        prefix_hash=request.prefix_hash,
     )
 
 

@@ -115,7 +115,7 @@ class RemotePrefill:
             try:
                 peer = await self._nodes.greet(address)
             except PrefillError as error:
-                self._note(error)
+                self._note(address, error)
                 continue
             self._attempt += 1
             self._address = address
@@ -142,7 +142,7 @@ class RemotePrefill:
             except EngineDeadError:
                 return
             except PrefillError as error:
-                self._note(error)
+                self._note(self._address, error)
                 if self._has_kv:
                     self._engine.prefill_locally(request_id)
                     return
@@ -239,8 +239,9 @@ class RemotePrefill:
         except EngineDeadError as error:
             news.put_nowait(error)
 
-    def _note(self, error: PrefillError) -> None:
+    def _note(self, address: str, error: PrefillError) -> None:
         self._record.failures.append(error.code)
+        self._record.failed_nodes.append((address, error.code))
         level = logging.DEBUG if error.code == AVOIDED else logging.WARNING
         logger.log(level, "request %s: prefill failed: %s", self._request.request_id, error)
 

@@ -21,6 +21,7 @@ from decode_node.generation import Choice, Generation
 from decode_node.heartbeats import Heartbeats
 from decode_node.journal import JOURNAL_HEADER, JournalWriter, Resume, ResumedChoice
 from decode_node.metrics import DecodeMetrics
+from decode_node.prefill_headers import prefill_headers
 from decode_node.protocol import ChatCompletionRequest, CompletionRequest
 from decode_node.proxy import DisaggProxy
 from decode_node.response_format import ChatFormat, CompletionFormat, ResponseFormat
@@ -51,6 +52,8 @@ class RequestContext:
     cache_salt: str = ""
     """Of the tenant: what the request's own salt can narrow and never leave."""
     trace: TraceContext | None = None
+    prefix_hash: int = 0
+    """What the router calls the prompt's beginning."""
 
 
 class OpenAIServing:
@@ -137,7 +140,7 @@ class OpenAIServing:
         )
 
         def headers() -> dict[str, str]:
-            known = {"x-tandem-prefill-node": generation.prefill_node}
+            known = prefill_headers(generation.choices[0].record)
             return known if journal is None else known | {JOURNAL_HEADER: str(journal.first_number)}
 
         if journal is not None:
@@ -201,6 +204,7 @@ class OpenAIServing:
             raise BadRequest.from_invalid(error) from None
         request.arrival_time = context.received_at
         request.trace = context.trace
+        request.prefix_hash = context.prefix_hash
         return request
 
     def _take_over(self, choice: Choice, begun: ResumedChoice) -> None:

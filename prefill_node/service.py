@@ -120,6 +120,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         try:
             work = self._accept(request)
         except Refused as error:
+            self._status.notify()
             self._metrics.ended(error.code.name.lower())
             yield self._failed(error.code.name.lower(), str(error), retryable=True)
             await context.abort(error.code, str(error))
@@ -164,6 +165,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     self._status.work.num_computing -= 1
                     is_computing = False
                     token_at = time.monotonic()
+                    self._status.note_prefix(work.prefix_hash)
                     yield self._first_token(work, output, token_at)
                 elif output.finished:
                     yield self._failed("ended", "the engine ended the request", retryable=True)
@@ -226,6 +228,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             cache_salt=message.cache_salt,
             resumed_token_ids=tokens[num_own:],
         )
+        request.prefix_hash = message.prefix_hash
         request.kv_transfer_params = KVTransferParams(
             do_remote_decode=True,
             transfer_id=message.transfer_id,

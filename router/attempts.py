@@ -143,6 +143,8 @@ class Attempts:
         headers["x-request-id"] = info.request_id
         if self.wants_journal:
             headers[JOURNAL_HEADER] = "1"
+        if info.prefix_blocks:
+            headers["x-tandem-prefix"] = f"{info.prefix_blocks[-1]:016x}"
         if info.session_id:
             headers["x-session-id"] = info.session_id
         if info.tenant.salt:

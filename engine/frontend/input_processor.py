@@ -55,6 +55,8 @@ class GenerationRequest:
     cache_salt: str = ""
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
+    prefix_hash: int = 0
+    """What routers call the prompt's beginning; 0: nothing. The engine does not use it."""
     arrival_time: float = field(default_factory=time.monotonic)
     """CLOCK_MONOTONIC seconds."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +23,8 @@ from tandem_pb import node_pb2, node_pb2_grpc
 
 _DEFAULT_INTERVAL_S = 0.25
 _MIN_INTERVAL_S = 0.02
+_MAX_PREFIXES = 256
+"""Told to a watcher at most; a new one hears of the last so many."""
 
 
 class EngineLike(Protocol):
@@ -67,6 +70,20 @@ class NodeStatus:
         self._sequence = 0
         self._busy_since = time.monotonic()
         self._changed = asyncio.Event()
+        self._prefixes: deque[int] = deque(maxlen=_MAX_PREFIXES)
+        self._num_prefixes = 0
+
+    def note_prefix(self, prefix_hash: int) -> None:
+        """A prompt was computed that routers know by this hash; 0: by none."""
+        if prefix_hash:
+            self._prefixes.append(prefix_hash)
+            self._num_prefixes += 1
+
+    def prefixes_since(self, num_seen: int) -> tuple[list[int], int]:
+        """Those noted after the first `num_seen`, and how many there are now. Of many, the last."""
+        num_new = min(self._num_prefixes - num_seen, len(self._prefixes))
+        new = list(self._prefixes)[len(self._prefixes) - num_new :]
+        return new, self._num_prefixes
 
     def notify(self) -> None:
         """Something changed that watchers should hear of before the next interval."""
@@ -142,8 +159,12 @@ class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
     ) -> AsyncIterator[node_pb2.NodeLoad]:
         interval_s = request.interval_s if request.interval_s > 0 else _DEFAULT_INTERVAL_S
         interval_s = max(interval_s, _MIN_INTERVAL_S)
+        num_seen = 0
         while True:
-            yield self._status.load()
+            load = self._status.load()
+            prefixes, num_seen = self._status.prefixes_since(num_seen)
+            load.recent_prefixes.extend(prefixes)
+            yield load
             await asyncio.sleep(_MIN_INTERVAL_S)
             await self._status.wait_change(interval_s - _MIN_INTERVAL_S)
 

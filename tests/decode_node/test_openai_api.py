@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -258,6 +259,8 @@ async def test_a_remote_prefill_shows_in_headers_usage_and_timeline(url: str) ->
         headers = {"x-prefiller-host-port": "a:1, b:2", "x-tandem-timeline": "1"}
         response = await node.client.post(url, json=URLS[url], headers=headers)
         assert response.headers["x-tandem-prefill-node"] == "a:1"
+        work = response.headers["x-tandem-prefill-work"]
+        assert re.fullmatch(r"prompt=\d+;cached=3;queue=[\d.]+;compute=[\d.]+", work)
         body = response.json()
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
         assert body["usage"]["completion_tokens"] == 8
@@ -335,3 +338,13 @@ async def test_metrics_count_what_happened() -> None:
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert value(f"vllm:{name}") == 0
         assert value("vllm:cache_config_info", block_size="8", num_gpu_blocks="96") == 1
+
+
+async def test_the_prefill_node_learns_what_routers_call_the_prompt() -> None:
+    async with http_node() as node:
+        node.nodes.on_call = lambda call: (call.first_token(), call.taken())
+        node.engine.on_generate = lambda fake: node.engine.kv_arrives(fake)
+        for given, known in (("00000000000000ff", 255), ("no hash", 0)):
+            headers = {"x-prefiller-host-port": "a:1", "x-tandem-prefix": given}
+            await node.client.post("/v1/completions", json=TEXT, headers=headers)
+            assert node.nodes.calls[-1].request.prefix_hash == known

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from decode_node.credits import KVCredits
 from decode_node.errors import Overloaded
+from decode_node.prefill_headers import prefill_headers
 from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
@@ -234,6 +235,7 @@ async def test_unreachable_nodes_are_passed_over(bench: Bench) -> None:
     bench.engine.produce_all(fake)
     check_complete(bench, await task)
     assert bench.records[0].failures == ["unreachable"]
+    assert prefill_headers(bench.records[0])["x-tandem-prefill-failed"] == f"{A}=unreachable"
 
 
 async def test_no_reachable_node_means_here(bench: Bench) -> None:

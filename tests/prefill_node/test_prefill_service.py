@@ -86,6 +86,18 @@ async def test_the_usual_way() -> None:
         assert node.outcomes() == {"done": 1}
 
 
+async def test_the_node_tells_which_prompts_it_has_computed() -> None:
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node, prefix_hash=77))
+        await read(call)
+        prompt = await node.engine.added()
+        assert node.status.prefixes_since(0) == ([], 0)
+        node.engine.samples(prompt)
+        await read(call)
+        assert node.status.prefixes_since(0) == ([77], 1)
+        call.cancel()
+
+
 async def test_no_logprobs_unless_asked_for() -> None:
     async with served_prefill() as node:
         call = node.stub.Prefill(request(node))

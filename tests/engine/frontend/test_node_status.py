@@ -151,6 +151,33 @@ async def _after_notify(status: NodeStatus, watch: grpc.aio.UnaryStreamCall) -> 
     return reading.result()
 
 
+async def test_each_watcher_hears_of_each_computed_prompt_once(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    status.note_prefix(0)
+    status.note_prefix(1)
+    async with asyncio.timeout(LONG_S):
+        watches = [stub.Watch(node_pb2.WatchRequest(interval_s=0.02)) for _ in range(2)]
+        firsts = [await watch.read() for watch in watches]
+        status.note_prefix(2)
+        for watch, first in zip(watches, firsts, strict=True):
+            told = list(first.recent_prefixes)
+            while 2 not in told:
+                told += (await watch.read()).recent_prefixes
+            assert told == [1, 2]
+            watch.cancel()
+
+
+def test_a_new_watcher_hears_of_the_last_prompts(status: NodeStatus) -> None:
+    for prefix in range(1, 1001):
+        status.note_prefix(prefix)
+    new, seen = status.prefixes_since(0)
+    assert (new[-1], len(new), seen) == (1000, 256, 1000)
+    assert status.prefixes_since(998) == ([999, 1000], 1000)
+    assert status.prefixes_since(1000) == ([], 1000)
+
+
 async def test_watch_reports_every_interval(channel: grpc.aio.Channel) -> None:
     watch = node_pb2_grpc.NodeStatusStub(channel).Watch(node_pb2.WatchRequest(interval_s=0.05))
     async with asyncio.timeout(LONG_S):

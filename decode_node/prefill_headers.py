@@ -1,0 +1,26 @@
+"""What the router learns of a request's prefill, in the head of the answer.
+
+    x-tandem-prefill-node: 10.0.0.7:5001                                  (`local`: this node)
+    x-tandem-prefill-work: prompt=1234;cached=1024;queue=0.012;compute=0.031
+    x-tandem-prefill-failed: 10.0.0.5:5001=resource_exhausted,10.0.0.6:5001=unreachable
+
+From the work the router learns how fast prefill nodes are, from the failures which to leave out.
+"""
+
+from __future__ import annotations
+
+from decode_node.timeline import RequestRecord
+
+
+def prefill_headers(record: RequestRecord) -> dict[str, str]:
+    """Of a request whose first token is known."""
+    headers = {"x-tandem-prefill-node": record.prefill_node or "local"}
+    if record.prefill_node is not None and record.remote_queue_s is not None:
+        headers["x-tandem-prefill-work"] = (
+            f"prompt={record.num_prompt_tokens};cached={record.cached_tokens};"
+            f"queue={record.remote_queue_s:.6f};compute={record.remote_prefill_s:.6f}"
+        )
+    if record.failed_nodes:
+        failed = (f"{address}={code}" for address, code in record.failed_nodes)
+        headers["x-tandem-prefill-failed"] = ",".join(failed)
+    return headers
