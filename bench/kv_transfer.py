@@ -396,11 +396,13 @@ def main() -> None:
         streams: RawTcp(caches.source, caches.target, streams, chunk_bytes)
         for streams in arguments.streams
     }
-    turns = take_turns(caches, pairs, raws, arguments)
-    for pair in pairs.values():
-        pair.close()
-    for raw in raws.values():
-        raw.close()
+    try:
+        turns = take_turns(caches, pairs, raws, arguments)
+    finally:
+        for pair in pairs.values():
+            pair.close()
+        for raw in raws.values():
+            raw.close()
     rows = [
         summarise(transport, streams, turns[transport, streams], turns[_RAW_TCP, streams])
         for streams in arguments.streams

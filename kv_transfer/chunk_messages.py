@@ -12,6 +12,7 @@ import numpy as np
 
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.out_message import Buffer
 from kv_transfer.send_transfer import Pull, SendTransfer, SentChunk
 from kv_transfer.wire import ByteArray, ChunkHeader, ChunkKind, decode_chunk, encode_chunk
 
@@ -27,21 +28,26 @@ class ChunkMessages:
     def header(self, transfer: SendTransfer, layer: int, group: int) -> ChunkHeader:
         """Of a whole chunk with its KV."""
         blocks = transfer.grid.blocks_of(group)
-        return replace(
-            self._bare_header(ChunkKind.DATA, transfer.transfer_id, transfer.attempt),
+        return ChunkHeader(
+            kind=ChunkKind.DATA,
+            dtype=self._layout.dtype,
+            transfer_id=transfer.transfer_id,
+            attempt=transfer.attempt,
             layer=layer,
             first_block=blocks.start,
             num_blocks=len(blocks),
             head_start=self._heads.start,
             num_heads=self._heads.count,
+            block_size=self._layout.block_size,
+            blocks_per_chunk=self._blocks_per_chunk,
         )
 
     def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:
         """A message without KV."""
         return encode_chunk(self._bare_header(kind, transfer_id, attempt))
 
-    def message_for(self, pull: Pull, entry: SentChunk) -> bytes:
-        """What of the chunk the puller wants.
+    def message_for(self, pull: Pull, entry: SentChunk) -> Buffer:
+        """What of the chunk the puller wants: the staged memory itself, if that is all of it.
 
         Raises:
             CorruptChunk: It is a repeat of what was displaced from staging memory.
@@ -56,7 +62,7 @@ class ChunkMessages:
         if message is None:
             raise CorruptChunk("the chunk has left staging memory and cannot be repeated")
         if wish.heads == self._heads and num_held == 0:
-            return message.tobytes()
+            return message.data
         return self._narrow(message, wish.heads, num_held)
 
     def _where_blocks_are(

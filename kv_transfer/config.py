@@ -27,9 +27,9 @@ class KVTransferConfig:
             where both nodes are on one host, decode copies it out of the prefill node's cache
             itself, from GPU to GPU; elsewhere over the network. `auto`: as `cuda_ipc` for caches
             on GPUs, as `grpc` for those on CPU. Both nodes must allow it.
-        pull_transport: What a consumer receives with. `h2`: a small HTTP/2 client that receives in
-            place and takes much less CPU. `grpcio`: for a path through proxies that rewrite
-            HTTP/2. The wire is gRPC with both.
+        pull_transport: What a producer serves with, or a consumer receives with, over the network.
+            `h2`: HTTP/2 ends of our own, which copy much less. `grpcio`: that library. The wire is
+            gRPC with both, so the two nodes need not agree.
     """
 
     kv_role: KVRole

@@ -1,46 +1,60 @@
 """A connection that makes gRPC calls which receive streams of large messages, cheaply.
 
 grpcio hands every message over after three copies under Python's lock. Here the kernel writes a
-message's bytes straight into one buffer, which the taker reads in place: two thirds of the
-receiver's CPU and 1.2 times the rate or better (`bench/kv_transfer.py` measures both). On the wire
-it is gRPC; the server is grpcio's.
+message's bytes straight to where they belong: `bench/kv_transfer.py` measures what that saves. On
+the wire it is gRPC; the server may be ours or grpcio's.
 
     1. `connect` opens the connection; settings are exchanged while the first call is on its way
-    2. `call` sends a request and gives every message to `take`, until the trailers have come
+    2. `call` sends a request and gives every message to a `MessageSink`, until the trailers have
+       come
     3. one call at a time; a call that is cancelled takes its connection with it
     4. `close`
 
 How bytes become messages:
 
-    |frame header 9|prefix 5|message ......|frame header|.... message|prefix| message ...
-     ^ into `_scratch`, 64 KiB at most      ^ large rests of a message go straight into `_message`
+    |frame header 9|prefix 5|head 64|message ......|frame header|.... message|prefix| ...
+     ^ into `_scratch`, little at once  ^ into the sink's memory, however large
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 import time
-from collections.abc import Callable
-from typing import cast
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from typing import Protocol
 from urllib.parse import unquote
 
 import grpc
-import numpy as np
 
 from kv_transfer import h2_frames as h2
 from kv_transfer.errors import PeerLost
-from kv_transfer.wire import ByteArray
 
+HEAD_BYTES = 64
 _SCRATCH_BYTES = 64 << 10
-_DIRECT_BYTES = 16 << 10
-"""Rests of a message from this size on are received in place."""
+_AHEAD_BYTES = 128
+"""Read at once where no message is in motion: what belongs to one is not to be copied."""
+_MAX_VIEWS = 256
 _MAX_MESSAGE_BYTES = 128 << 20
 _WINDOW_UPDATE_BYTES = 64 << 20
 _MAX_STREAM = 1 << 30
 _PREFIX = struct.Struct(">BI")
 
 _STATUS_CODES = {str(code.value[0]): code for code in grpc.StatusCode}
+
+
+class MessageSink(Protocol):
+    """Takes the messages of a stream, one after the other."""
+
+    def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
+        """A message of `num_bytes` begins with `head`, its first 64 bytes (or all of it). Where
+        the rest shall be written, exactly."""
+
+    def end(self) -> None:
+        """The rest is there. What is raised ends the call."""
 
 
 class CallRefused(Exception):
@@ -52,65 +66,86 @@ class CallRefused(Exception):
         self.details = details
 
 
-class H2Connection(asyncio.BufferedProtocol):
-    """`take` gets a view that is valid only until it returns."""
+class H2Connection:
+    """Owns `sock`, which is connected and does not block."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, sock: socket.socket) -> None:
         self.address = address
         self.used_at = time.monotonic()
-        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._socket = sock
         self._is_closed = False
+        self._is_going = False
         self._stream = -1
         self._done: asyncio.Future[None] | None = None
-        self._take: Callable[[ByteArray], None] | None = None
-        self._fields: dict[str, str] = {}
+        self._sink: MessageSink | None = None
+        self._unsent = b""
+        self._headers = h2.HeaderReader()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._parsed = 0
         self._filled = 0
         """`_scratch[_parsed:_filled]` is received and not looked at yet."""
-        self._header_block = b""
-        self._header_flags = 0
-        self._in_data = False
+        self._needed = 0
+        """Bytes from `_parsed` on without which nothing can be parsed."""
         self._frame_left = 0
         """Bytes of the DATA frame that are still to come."""
-        self._prefix = bytearray()
-        self._message = np.empty(0, np.uint8)
-        self._message_bytes = 0
-        self._message_filled = 0
-        self._is_direct = False
+        self._head = bytearray()
+        """Prefix and head of a message whose sink is not asked yet."""
+        self._views: deque[memoryview] = deque()
+        """Where the rest of the message goes."""
+        self._message_left = 0
+        self._direct_bytes = 0
         self._unacknowledged = 0
+        """Bytes of the call that are received, but not taken off the server's window."""
+        self._loop.add_reader(sock.fileno(), self._read)
+        self._write(h2.client_opening())
 
     @classmethod
     async def connect(cls, address: str) -> H2Connection:
         """Raises `PeerLost`."""
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
+        reason: OSError = OSError("the name has no address")
         try:
-            _, connection = await loop.create_connection(
-                lambda: cls(address), host.strip("[]"), int(port)
-            )
+            infos = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except OSError as error:
             raise PeerLost(f"{address}: {error}") from error
-        return connection
+        for family, kind, protocol, _, target in infos:
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, target)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return cls(address, sock)
+            except OSError as error:
+                sock.close()
+                reason = error
+            except BaseException:
+                sock.close()
+                raise
+        raise PeerLost(f"{address}: {reason}") from reason
 
     @property
     def is_usable(self) -> bool:
         """Whether another call may be made."""
-        return not self._is_closed and self._done is None and self._stream < _MAX_STREAM
+        is_free = self._done is None and self._stream < _MAX_STREAM
+        return is_free and not self._is_closed and not self._is_going
 
-    async def call(self, path: str, message: bytes, take: Callable[[ByteArray], None]) -> None:
+    async def call(self, path: str, message: bytes, sink: MessageSink) -> None:
         """Returns after a complete stream.
 
         Raises:
             CallRefused: The server's status says no.
             PeerLost: The connection broke.
-            Exception: Whatever `take` raised.
+            Exception: Whatever `sink` raised.
         """
-        assert self._transport is not None and self.is_usable
+        if not self.is_usable:
+            raise PeerLost(f"the connection to {self.address} broke before the call")
         self._stream += 2
-        self._take = take
-        self._done = asyncio.get_running_loop().create_future()
-        self._transport.write(h2.request(self._stream, path, self.address, message))
+        self._unacknowledged = 0
+        self._sink = sink
+        self._done = self._loop.create_future()
+        self._write(h2.request(self._stream, path, self.address, message))
         try:
             await self._done
         except asyncio.CancelledError:
@@ -118,51 +153,53 @@ class H2Connection(asyncio.BufferedProtocol):
             raise
         finally:
             self._done = None
-            self._take = None
+            self._sink = None
             self.used_at = time.monotonic()
 
     def close(self) -> None:
         """At once. A call in motion fails. Idempotent."""
         self._fail(PeerLost(f"the connection to {self.address} was given up"))
 
-    # What asyncio calls -----------------------------------------------------------------------
+    # Bytes in ---------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.write(h2.opening())
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(PeerLost(f"the connection to {self.address} broke: {exc or 'closed by it'}"))
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        rest = min(self._frame_left, self._message_bytes - self._message_filled)
-        self._is_direct = self._parsed == self._filled and rest >= _DIRECT_BYTES
-        if self._is_direct:
-            start = self._message_filled
-            return self._message.data[start : start + rest]
-        self._scratch[: self._filled - self._parsed] = self._scratch[self._parsed : self._filled]
-        self._filled -= self._parsed
-        self._parsed = 0
-        return self._scratch[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
+    def _read(self) -> None:
         try:
-            if self._is_direct:
-                self._frame_left -= nbytes
-                self._grow_message(nbytes)
-                self._end_frame()
-            else:
-                self._filled += nbytes
-                self._parse()
+            count = self._socket.recvmsg_into(self._room())[0]
+            if count == 0:
+                raise ConnectionError("closed by it")
+            self._received(count)
+        except (BlockingIOError, InterruptedError):
+            return
+        except (h2.H2Error, OSError) as error:
+            self._fail(self._lost(error))
         except Exception as error:
-            self._fail(error if not isinstance(error, h2.H2Error) else self._lost(error))
+            self._fail(error)
 
-    # Frames -----------------------------------------------------------------------------------
+    def _room(self) -> list[memoryview]:
+        """Where the next bytes go: the rest of a message, and a little behind it."""
+        pending = self._filled - self._parsed
+        rest = min(self._frame_left, self._message_left) if pending == 0 else 0
+        if pending:
+            self._scratch[:pending] = self._scratch[self._parsed : self._filled]
+        self._parsed, self._filled = 0, pending
+        views = _first(self._views, rest)
+        self._direct_bytes = sum(len(view) for view in views)
+        if self._direct_bytes == rest:
+            views.append(self._scratch[pending : max(self._needed, pending + _AHEAD_BYTES)])
+        return views
+
+    def _received(self, count: int) -> None:
+        direct = min(count, self._direct_bytes)
+        self._filled += count - direct
+        if direct:
+            self._fill_message(direct)
+        self._parse()
 
     def _parse(self) -> None:
         """Everything in `_scratch` that is complete."""
+        self._needed = 0
         while not self._is_closed:
-            if self._in_data:
+            if self._frame_left:
                 if self._parsed == self._filled:
                     return
                 self._parse_data()
@@ -177,12 +214,13 @@ class H2Connection(asyncio.BufferedProtocol):
         length, kind, flags, stream = h2.parse_frame_header(self._scratch[self._parsed :])
         if kind == h2.FrameKind.DATA:
             self._parsed += h2.FRAME_HEADER_BYTES
-            self._begin_data(length, flags)
+            self._begin_data(length, flags, stream)
             return True
         size = h2.FRAME_HEADER_BYTES + length
-        if size > _SCRATCH_BYTES:
+        if size > _SCRATCH_BYTES // 2:
             raise h2.H2Error(f"a frame of {length} bytes that is not data")
         if available < size:
+            self._needed = size
             return False
         start = self._parsed + h2.FRAME_HEADER_BYTES
         self._parsed += size
@@ -191,12 +229,9 @@ class H2Connection(asyncio.BufferedProtocol):
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind == h2.FrameKind.HEADERS:
-            self._header_flags = flags
-            self._header_block = h2.without_padding(payload, flags)
-            self._on_headers(flags)
+            self._on_headers(self._headers.begin(stream, flags, payload))
         elif kind == h2.FrameKind.CONTINUATION:
-            self._header_block += payload
-            self._on_headers(flags)
+            self._on_headers(self._headers.go_on(stream, flags, payload))
         elif kind == h2.FrameKind.SETTINGS and not flags & h2.ACK:
             self._write(h2.frame(h2.FrameKind.SETTINGS, h2.ACK, 0))
         elif kind == h2.FrameKind.PING and not flags & h2.ACK:
@@ -204,93 +239,155 @@ class H2Connection(asyncio.BufferedProtocol):
         elif kind == h2.FrameKind.RST_STREAM and stream == self._stream:
             raise h2.H2Error(f"the call was reset with code {int.from_bytes(payload)}")
         elif kind == h2.FrameKind.GOAWAY:
-            raise h2.H2Error("the peer is going away")
+            self._on_go_away(payload)
 
-    def _on_headers(self, flags: int) -> None:
+    def _on_go_away(self, payload: bytes) -> None:
+        """A call that the server still finishes goes on."""
+        last_stream, code = int.from_bytes(payload[:4]), int.from_bytes(payload[4:8])
+        self._is_going = True
+        if code or self._done is None or last_stream < self._stream:
+            reason = payload[8:].decode(errors="replace")
+            raise h2.H2Error(f"the peer is going away {reason}".strip())
+
+    def _on_headers(self, block: tuple[dict[str, str], bool] | None) -> None:
         """Headers at the beginning of the answer, trailers at its end."""
-        if not flags & h2.END_HEADERS:
+        if block is None:
             return
-        fields = h2.parse_headers(self._header_block)
+        fields, is_end = block
         if fields.get(":status", "200") != "200":
             raise h2.H2Error(f"HTTP status {fields[':status']}")
-        if self._header_flags & h2.END_STREAM:
+        if is_end:
             self._end_call(fields)
 
     def _end_call(self, fields: dict[str, str]) -> None:
         code = _STATUS_CODES.get(fields.get("grpc-status", ""), grpc.StatusCode.UNKNOWN)
         if self._done is None or self._done.done():
             return
-        if self._message_bytes or self._prefix:
+        is_amid_message = bool(self._message_left or self._head)
+        self._message_left = 0
+        self._head.clear()
+        self._views.clear()
+        if code is not grpc.StatusCode.OK:
+            details = unquote(fields.get("grpc-message", ""))
+            self._done.set_exception(CallRefused(code, details))
+        elif is_amid_message:
             raise h2.H2Error("the stream ended in the middle of a message")
-        if code is grpc.StatusCode.OK:
-            self._done.set_result(None)
         else:
-            self._done.set_exception(CallRefused(code, unquote(fields.get("grpc-message", ""))))
+            self._done.set_result(None)
 
     # Messages ---------------------------------------------------------------------------------
 
-    def _begin_data(self, length: int, flags: int) -> None:
+    def _begin_data(self, length: int, flags: int, stream: int) -> None:
         if flags & h2.PADDED:
             raise h2.H2Error("padded data")
+        if stream != self._stream or self._done is None:
+            raise h2.H2Error("data without a call")
         self._frame_left = length
-        self._in_data = length > 0
-        self._unacknowledged += length
-        if self._unacknowledged >= _WINDOW_UPDATE_BYTES:
-            count, self._unacknowledged = self._unacknowledged, 0
-            self._write(h2.window_update(0, count) + h2.window_update(self._stream, count))
 
     def _parse_data(self) -> None:
         """A piece of the DATA frame that lies in `_scratch`."""
         count = min(self._frame_left, self._filled - self._parsed)
-        if self._message_bytes == 0:
-            count = min(count, _PREFIX.size - len(self._prefix))
-            self._frame_left -= count
-            self._prefix += self._scratch[self._parsed : self._parsed + count]
-            self._parsed += count
-            if len(self._prefix) == _PREFIX.size:
+        if self._message_left == 0:
+            count = min(count, self._num_head_missing())
+            self._head += self._scratch[self._parsed : self._parsed + count]
+            self._count_data(count)
+            if self._num_head_missing() == 0:
                 self._begin_message()
         else:
-            count = min(count, self._message_bytes - self._message_filled)
-            self._frame_left -= count
-            at = self._message_filled
-            self._message.data[at : at + count] = self._scratch[self._parsed : self._parsed + count]
-            self._parsed += count
-            self._grow_message(count)
-        self._end_frame()
+            count = min(count, self._message_left)
+            at = self._parsed
+            for view in _first(self._views, count):
+                view[:] = self._scratch[at : at + len(view)]
+                at += len(view)
+            count = at - self._parsed
+            self._fill_message(count)
+        self._parsed += count
 
-    def _begin_message(self) -> None:
-        is_compressed, length = _PREFIX.unpack(self._prefix)
-        self._prefix.clear()
+    def _num_head_missing(self) -> int:
+        """Bytes that prefix and head still lack."""
+        missing = _PREFIX.size - len(self._head)
+        if missing > 0:
+            return missing
+        is_compressed, length = _PREFIX.unpack_from(self._head)
         if is_compressed or not 0 < length <= _MAX_MESSAGE_BYTES:
             raise h2.H2Error(f"a message of {length} bytes, or a compressed one")
-        if length > len(self._message):
-            self._message = np.empty(length, np.uint8)
-        self._message_bytes = length
-        self._message_filled = 0
+        return _PREFIX.size + int(min(length, HEAD_BYTES)) - len(self._head)
 
-    def _grow_message(self, num_bytes: int) -> None:
-        self._message_filled += num_bytes
-        if self._message_filled == self._message_bytes:
-            length, self._message_bytes, self._message_filled = self._message_bytes, 0, 0
-            if self._take is not None:
-                self._take(self._message[:length])
+    def _begin_message(self) -> None:
+        length: int = _PREFIX.unpack_from(self._head)[1]
+        head = bytes(self._head[_PREFIX.size :])
+        self._head.clear()
+        if self._sink is None:
+            return
+        self._message_left = length - len(head)
+        self._views.extend(self._sink.begin(head, length))
+        if self._message_left == 0:
+            self._sink.end()
 
-    def _end_frame(self) -> None:
-        self._in_data = self._frame_left > 0
+    def _fill_message(self, count: int) -> None:
+        """So many bytes were written to the first of `_views`."""
+        self._count_data(count)
+        self._message_left -= count
+        while count:
+            view = self._views.popleft()
+            if len(view) > count:
+                self._views.appendleft(view[count:])
+            count -= min(count, len(view))
+        if self._message_left == 0 and self._sink is not None:
+            self._sink.end()
 
-    # The end ----------------------------------------------------------------------------------
+    def _count_data(self, count: int) -> None:
+        """Bytes of a DATA frame that have arrived, so that the server may send more."""
+        self._frame_left -= count
+        self._unacknowledged += count
+        if self._unacknowledged >= _WINDOW_UPDATE_BYTES:
+            count, self._unacknowledged = self._unacknowledged, 0
+            self._write(h2.window_update(0, count) + h2.window_update(self._stream, count))
+
+    # Bytes out, and the end -------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
-        if self._transport is not None and not self._is_closed:
-            self._transport.write(data)
+        if self._is_closed:
+            return
+        is_waiting = bool(self._unsent)
+        self._unsent += data
+        if not is_waiting:
+            self._flush()
+            if self._unsent and not self._is_closed:
+                self._loop.add_writer(self._socket.fileno(), self._flush)
+
+    def _flush(self) -> None:
+        try:
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._fail(self._lost(error))
+            return
+        if not self._unsent:
+            self._loop.remove_writer(self._socket.fileno())
 
     def _lost(self, error: Exception) -> PeerLost:
-        return PeerLost(f"{self.address}: {error}")
+        return PeerLost(f"the connection to {self.address} broke: {error}")
 
     def _fail(self, error: Exception) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if self._transport is not None:
-                self._transport.abort()
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+            with suppress(OSError):
+                self._socket.close()
+            self._views.clear()
         if self._done is not None and not self._done.done():
             self._done.set_exception(error)
+
+
+def _first(views: deque[memoryview], num_bytes: int) -> list[memoryview]:
+    """The first `num_bytes` of these, or as many as one system call takes."""
+    found: list[memoryview] = []
+    for view in islice(views, _MAX_VIEWS):
+        if num_bytes == 0:
+            break
+        found.append(view[:num_bytes])
+        num_bytes -= len(found[-1])
+    return found

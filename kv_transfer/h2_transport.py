@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from kv_transfer.h2_connection import CallRefused, H2Connection
-from kv_transfer.pull_transport import PULL_PATH, PullTransport, Take, refusal
+from kv_transfer.h2_connection import CallRefused, H2Connection, MessageSink
+from kv_transfer.pull_service import PULL_PATH
+from kv_transfer.pull_transport import PullTransport, refusal
 from tandem_pb import kv_transfer_pb2 as pb
 
 
@@ -17,11 +18,13 @@ class H2PullTransport(PullTransport):
         self._idle: dict[str, list[H2Connection]] = defaultdict(list)
         self._busy: set[H2Connection] = set()
 
-    async def pull(self, address: str, slot: int, request: pb.PullRequest, take: Take) -> None:
+    async def pull(
+        self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
+    ) -> None:
         connection = self._reuse(address) or await H2Connection.connect(address)
         self._busy.add(connection)
         try:
-            await connection.call(PULL_PATH, request.SerializeToString(), take)
+            await connection.call(PULL_PATH, request.SerializeToString(), sink)
         except CallRefused as error:
             raise refusal(address, error.code, error.details) from error
         finally:

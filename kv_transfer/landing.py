@@ -2,16 +2,21 @@
 
     1. `accept(chunk)`   every field is compared with what was asked for; then copies of its tokens
                          into our blocks are issued
+       `place(header)`   or: the blocks into which it may be received before it can be checked;
+                         `accept_in_place` when it was
     2. `end(chunk)`      the sender's last word: `missing` is what has to come once more
 
 A chunk that is foreign, late, twice, out of bounds or of another shape raises `CorruptChunk` and
-changes nothing. Tokens that were not asked for are never written, even if their block was sent.
+changes nothing. One that is received in place and then turns out to be damaged may have changed
+blocks, but only such as are missing. Tokens that were not asked for are never written, even if
+their block was sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kv_transfer.block_views import BlockViews
 from kv_transfer.cache_view import BlockShape, CacheMap, KVCacheView, TokenRun, token_runs
 from kv_transfer.chunk_grid import ChunkGrid
 from kv_transfer.errors import CorruptChunk
@@ -21,7 +26,8 @@ from kv_transfer.wire import ByteArray, Chunk, ChunkHeader, ChunkKind
 
 
 class Landing:
-    """One stream of one transfer. `heads` are those that it carries."""
+    """One stream of one transfer. `heads` are those that it carries; `views` of our cache, where
+    chunks may be received in place."""
 
     def __init__(
         self,
@@ -31,6 +37,7 @@ class Landing:
         heads: HeadRange,
         stream: int,
         num_streams: int,
+        views: BlockViews | None = None,
     ) -> None:
         self.stream = stream
         self.num_streams = num_streams
@@ -42,6 +49,7 @@ class Landing:
         self._theirs = meta.peer.layout
         self._cache = cache
         self._shape = BlockShape.of(self._theirs, heads.count)
+        self._views = views if self._shape == cache.shape and heads == cache.heads else None
         self._grid: ChunkGrid | None = None
         self._missing: set[int] = set()
 
@@ -54,23 +62,45 @@ class Landing:
         """Issues copies of the chunk's tokens into our blocks; bytes of KV in it. Raises
         `CorruptChunk` when it is not one that is missing."""
         header = chunk.header
-        self._check_identity(header)
-        self._check_heads(header)
-        index = self._index_of(header)
-        if index not in self._missing:
-            raise CorruptChunk(f"chunk {index} is not expected here, or came twice")
+        index = self._missing_index(header)
         if header.kind is ChunkKind.BLOCKS:
             self._copy_from_peer(header, self._peer_blocks(chunk))
         else:
-            self._check_size(chunk)
+            self._check_size(header, chunk.payload.nbytes)
             self._copy_from_payload(header, chunk.payload)
         self._missing.discard(index)
         return header.num_blocks * self._shape.num_bytes
+
+    def place(self, header: ChunkHeader, payload_bytes: int) -> tuple[int, list[memoryview]] | None:
+        """(Index, blocks of ours into which a payload may be received). The chunk is missing all
+        the same until `accept_in_place`. None: it has to be copied. Raises `CorruptChunk` as
+        `accept` does."""
+        if self._grid is None or self._views is None:
+            return None  # What is not checked yet must not tell us the grid.
+        index = self._missing_index(header)
+        self._check_size(header, payload_bytes)
+        size = self._ours.block_size
+        start, stop = header.first_block, header.first_block + header.num_blocks
+        if start * size < self._meta.first_token or stop * size > self._meta.num_tokens:
+            return None
+        return index, self._views.of(header.layer, self._meta.block_ids[start:stop])
+
+    def accept_in_place(self, index: int) -> None:
+        """What `place` gave is written, and was checked."""
+        self._missing.discard(index)
 
     def end(self, chunk: Chunk) -> None:
         """Raises `CorruptChunk` for the end of another stream."""
         self._check_identity(chunk.header)
         self._grid_of(chunk.header)
+
+    def _missing_index(self, header: ChunkHeader) -> int:
+        self._check_identity(header)
+        self._check_heads(header)
+        index = self._index_of(header)
+        if index not in self._missing:
+            raise CorruptChunk(f"chunk {index} is not expected here, or came twice")
+        return index
 
     def _check_identity(self, header: ChunkHeader) -> None:
         if (header.transfer_id, header.attempt) != (self._meta.transfer_id, self._meta.attempt):
@@ -110,10 +140,10 @@ class Landing:
             raise CorruptChunk("the chunk does not fill its place in the grid")
         return grid.index(header.layer, group)
 
-    def _check_size(self, chunk: Chunk) -> None:
-        expected = chunk.header.num_blocks * self._shape.num_bytes
-        if chunk.payload.nbytes != expected:
-            raise CorruptChunk(f"{chunk.payload.nbytes} bytes of KV where {expected} belong")
+    def _check_size(self, header: ChunkHeader, payload_bytes: int) -> None:
+        expected = header.num_blocks * self._shape.num_bytes
+        if payload_bytes != expected:
+            raise CorruptChunk(f"{payload_bytes} bytes of KV where {expected} belong")
 
     def _peer_blocks(self, chunk: Chunk) -> list[int]:
         """Physical blocks of the peer, in the chunk's order."""

@@ -1,4 +1,4 @@
-"""The gRPC service of a producer's transfer process.
+"""What a producer's transfer process offers to pullers, whoever carries the calls.
 
     Handshake   compares layouts, once for each pair of processes
     PullKV      1. waits for the offer, if the pull is early (as long as a lease lasts)
@@ -7,43 +7,39 @@
     StillHeld   whether blocks that a puller copied itself were its own until now
     Release     the puller is done
 
-PullKV has no response serializer: what goes out is the staged message itself.
+PullKV has no response serializer: what goes out is staged memory, or the blocks themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import grpc
-import grpc.aio
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError
 from kv_transfer.handshake import cache_to_proto, host_id, peer_from_proto, peer_to_proto
 from kv_transfer.layout import HeadRange
 from kv_transfer.metadata import KVPeer, is_transfer_id
-from kv_transfer.send_transfer import Pull, PullWish, SendTransfer
+from kv_transfer.out_message import OutMessage
+from kv_transfer.pull_wish import PullWish
+from kv_transfer.rpc_method import RpcMethod, ServerCall
+from kv_transfer.send_transfer import Pull, SendTransfer
 from kv_transfer.sender import KVSender
 from kv_transfer.state import LateMessage
-from kv_transfer.wire import HEADER, ChunkKind
+from kv_transfer.wire import ChunkKind
 from tandem_pb import kv_transfer_pb2 as pb
 
 SERVICE = "tandem.v1.KVTransfer"
+PULL_PATH = f"/{SERVICE}/PullKV"
 
 _STATUS_OF = {
     LateMessage: grpc.StatusCode.ABORTED,
     CorruptChunk: grpc.StatusCode.DATA_LOSS,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
 }
-
-
-class ServerCall(Protocol):
-    """What is used of `grpc.aio.ServicerContext` here."""
-
-    async def write(self, message: bytes) -> None: ...
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn: ...
 
 
 class PullService:
@@ -55,30 +51,20 @@ class PullService:
         self._longest_wait_s = config.lease_s
         self._heartbeat_s = min(1.0, config.stall_timeout_s / 4)
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Handshake": grpc.unary_unary_rpc_method_handler(
-                    self.handshake,
-                    request_deserializer=pb.KVPeer.FromString,
-                    response_serializer=pb.KVPeer.SerializeToString,
-                ),
-                "Release": grpc.unary_unary_rpc_method_handler(
-                    self.release,
-                    request_deserializer=pb.ReleaseRequest.FromString,
-                    response_serializer=pb.ReleaseReply.SerializeToString,
-                ),
-                "StillHeld": grpc.unary_unary_rpc_method_handler(
-                    self.still_held,
-                    request_deserializer=pb.ReleaseRequest.FromString,
-                    response_serializer=pb.ReleaseReply.SerializeToString,
-                ),
-                "PullKV": grpc.unary_stream_rpc_method_handler(
-                    self.pull_kv, request_deserializer=pb.PullRequest.FromString
-                ),
-            },
-        )
+    def methods(self) -> dict[str, RpcMethod]:
+        """By path."""
+        return {
+            f"/{SERVICE}/Handshake": RpcMethod(
+                self.handshake, pb.KVPeer.FromString, pb.KVPeer.SerializeToString
+            ),
+            f"/{SERVICE}/Release": RpcMethod(
+                self.release, pb.ReleaseRequest.FromString, pb.ReleaseReply.SerializeToString
+            ),
+            f"/{SERVICE}/StillHeld": RpcMethod(
+                self.still_held, pb.ReleaseRequest.FromString, pb.ReleaseReply.SerializeToString
+            ),
+            PULL_PATH: RpcMethod(self.pull_kv, pb.PullRequest.FromString),
+        }
 
     async def handshake(self, request: pb.KVPeer, call: ServerCall) -> pb.KVPeer:
         try:
@@ -148,10 +134,8 @@ class PullService:
         transfer = pull.transfer
         while True:
             pull.wake.clear()
-            for entry in pull.staged():
-                message = self._sender.message_for(pull, entry)
+            while message := self._sender.next_message(pull):
                 await self._write(pull, call, message)
-                self._sender.was_sent(pull, entry, len(message) - HEADER.size)
                 if transfer.end_reason:
                     break
             if transfer.end_reason:
@@ -159,14 +143,19 @@ class PullService:
             if pull.is_complete:
                 break
             await self._wait(pull.wake, transfer.transfer_id, transfer.attempt, call)
-        await call.write(self._sender.mark(ChunkKind.END, transfer.transfer_id, transfer.attempt))
+        await self._mark(ChunkKind.END, transfer.transfer_id, transfer.attempt, call)
 
-    async def _write(self, pull: Pull, call: ServerCall, message: bytes) -> None:
+    async def _write(self, pull: Pull, call: ServerCall, message: OutMessage) -> None:
         pull.is_writing = True
         try:
             await call.write(message)
         finally:
             pull.is_writing = False
+
+    async def _mark(
+        self, kind: ChunkKind, transfer_id: str, attempt: int, call: ServerCall
+    ) -> None:
+        await call.write(OutMessage([self._sender.mark(kind, transfer_id, attempt)]))
 
     async def _wait(
         self, event: asyncio.Event, transfer_id: str, attempt: int, call: ServerCall
@@ -176,7 +165,7 @@ class PullService:
             async with asyncio.timeout(self._heartbeat_s):
                 await event.wait()
         except TimeoutError:
-            await call.write(self._sender.mark(ChunkKind.HEARTBEAT, transfer_id, attempt))
+            await self._mark(ChunkKind.HEARTBEAT, transfer_id, attempt, call)
 
     async def _check_name(self, transfer_id: str, epoch: int, call: ServerCall) -> None:
         if not is_transfer_id(transfer_id):

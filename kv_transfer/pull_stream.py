@@ -1,7 +1,8 @@
 """Consumer: one PullKV call, repeated once if chunks arrived damaged.
 
 1. the call is made; messages arrive, in any order of chunks
-2. each is checked and written by the stream's `Landing`; damaged ones are counted and dropped
+2. each is received into the blocks where it belongs, or into memory from which it is copied, as
+   the stream's `Landing` says; damaged ones are counted and stay missing
 3. END; if chunks are missing, a second call asks for exactly those
 4. still missing: `CorruptChunk`
 """
@@ -11,12 +12,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from kv_transfer.cache_view import CacheMap
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.landing import Landing
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.pull_transport import PullTransport
-from kv_transfer.wire import ByteArray, ChunkKind, decode_chunk
+from kv_transfer.wire import (
+    ByteArray,
+    ChunkKind,
+    check_payload,
+    decode_chunk,
+    decode_head,
+)
 from tandem_pb import kv_transfer_pb2 as pb
 
 _MAX_REFUSED = 16
@@ -47,6 +56,10 @@ class PullStream:
         self._on_refused = on_refused
         self._num_refused = 0
         self._has_ended = False
+        self._head = b""
+        self._buffer: ByteArray = np.empty(0, np.uint8)
+        self._message = self._buffer
+        self._in_place: tuple[int, list[memoryview]] | None = None
 
     @property
     def peer_cache(self) -> CacheMap | None:
@@ -71,21 +84,53 @@ class PullStream:
         self.last_heard_at = time.monotonic()
         self._num_refused = 0
         self._has_ended = False
-        await transport.pull(self.address, self._slot, self._request(repeat), self._take)
+        await transport.pull(self.address, self._slot, self._request(repeat), self)
         missing = self._landing.missing
         if not self._has_ended or missing is None:
             raise PeerLost(f"the stream from {self.address} stopped before its end")
         return missing
 
-    def _take(self, message: ByteArray) -> None:
+    # As a `MessageSink` -----------------------------------------------------------------------
+
+    def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
+        """Blocks of ours if it can be, or memory from which the chunk is copied at its `end`."""
+        self.last_heard_at = time.monotonic()
+        self._head = head
+        self._in_place = self._place(num_bytes)
+        if self._in_place is not None:
+            return self._in_place[1]
+        if num_bytes > len(self._buffer):
+            self._buffer = np.empty(num_bytes, np.uint8)
+        self._message = self._buffer[:num_bytes]
+        self._message[: len(head)] = np.frombuffer(head, np.uint8)
+        return [self._message[len(head) :].data] if num_bytes > len(head) else []
+
+    def end(self) -> None:
         self.last_heard_at = time.monotonic()
         try:
-            self._land(message)
+            if self._in_place is None:
+                self._land(self._message)
+            else:
+                self._accept_in_place(*self._in_place)
         except CorruptChunk:
             self._on_refused()
             self._num_refused += 1
             if self._num_refused > _MAX_REFUSED:
                 raise
+
+    def _place(self, num_bytes: int) -> tuple[int, list[memoryview]] | None:
+        try:
+            header = decode_head(self._head, num_bytes)
+            if header.kind is not ChunkKind.DATA:
+                return None
+            return self._landing.place(header, num_bytes - len(self._head))
+        except CorruptChunk:
+            return None  # It is found again, and counted, when all of it is there.
+
+    def _accept_in_place(self, index: int, views: list[memoryview]) -> None:
+        check_payload(self._head, views)
+        self._landing.accept_in_place(index)
+        self._on_bytes(sum(len(view) for view in views))
 
     def _land(self, message: ByteArray) -> None:
         chunk = decode_chunk(message)

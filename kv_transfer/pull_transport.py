@@ -7,31 +7,26 @@ congestion window, and keep idle connections for the next transfer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import grpc
 import grpc.aio
-import numpy as np
 
 from kv_transfer.channels import ChannelPool
 from kv_transfer.errors import CorruptChunk, KVTransferError, PeerLost, TransferTimeout
-from kv_transfer.pull_service import SERVICE
-from kv_transfer.wire import ByteArray
+from kv_transfer.h2_connection import HEAD_BYTES, MessageSink
+from kv_transfer.pull_service import PULL_PATH
 from tandem_pb import kv_transfer_pb2 as pb
-
-PULL_PATH = f"/{SERVICE}/PullKV"
-
-Take = Callable[[ByteArray], None]
-"""Gets each message, valid only until it returns."""
 
 
 class PullTransport(ABC):
     """All methods may be used by many streams at the same time."""
 
     @abstractmethod
-    async def pull(self, address: str, slot: int, request: pb.PullRequest, take: Take) -> None:
-        """One call: returns after a complete stream. Raises KVTransferError, or what `take`
-        raises. `slot` tells streams of one transfer apart. Cancelled, it takes nothing more."""
+    async def pull(
+        self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
+    ) -> None:
+        """One call: returns after a complete stream. Raises KVTransferError, or what `sink`
+        raises. `slot` tells streams of one transfer apart. Cancelled, it writes nothing more."""
 
     @abstractmethod
     async def forget(self, addresses: set[str]) -> None:
@@ -52,13 +47,15 @@ class GrpcPullTransport(PullTransport):
     def __init__(self) -> None:
         self._channels = ChannelPool()
 
-    async def pull(self, address: str, slot: int, request: pb.PullRequest, take: Take) -> None:
+    async def pull(
+        self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
+    ) -> None:
         call: grpc.aio.UnaryStreamMultiCallable[pb.PullRequest, bytes] = self._channels.get(
             address, slot
         ).unary_stream(PULL_PATH, request_serializer=pb.PullRequest.SerializeToString)
         try:
             async for message in call(request):
-                take(np.frombuffer(message, np.uint8))
+                _give(message, sink)
         except grpc.aio.AioRpcError as error:
             raise refusal(address, error.code(), error.details() or "") from error
 
@@ -71,6 +68,15 @@ class GrpcPullTransport(PullTransport):
 
     async def close(self) -> None:
         await self._channels.close()
+
+
+def _give(message: bytes, sink: MessageSink) -> None:
+    data = memoryview(message)
+    at = min(HEAD_BYTES, len(data))
+    for view in sink.begin(bytes(data[:at]), len(data)):
+        view[:] = data[at : at + len(view)]
+        at += len(view)
+    sink.end()
 
 
 def refusal(address: str, code: grpc.StatusCode, details: str) -> KVTransferError:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
+from kv_transfer.block_views import BlockViews
 from kv_transfer.cache_view import KVCacheView
 from kv_transfer.channels import slot_of
 from kv_transfer.chunk_grid import num_streams_for, streams_of
@@ -42,6 +43,9 @@ from kv_transfer.state import KVTransferState, LateMessage, TransferTable
 
 _IDLE_S = 600.0
 """Connections that were not used for so long are closed; longer than a transfer can take."""
+
+_IN_PLACE_BYTES = 16 << 10
+"""Blocks from this size on are received in place; smaller ones are sooner copied."""
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +112,11 @@ class KVReceiver:
         self._index = index
         self._process = rank * config.num_processes + index
         self._cache = cache
+        self._views = (
+            BlockViews(cache, me.layout.num_layers)
+            if cache.device.copies_at_once and cache.shape.num_bytes >= _IN_PLACE_BYTES
+            else None
+        )
         self._emit_event = emit
         self._on_change = on_change
         self._peers = PeerClient(me, config.stall_timeout_s)
@@ -255,7 +264,7 @@ class KVReceiver:
             addresses = meta.peer.endpoints[peer_rank]
             num_streams = self._num_streams(meta, heads, len(addresses))
             for number in streams_of(num_streams, self._index, self._config.num_processes):
-                landing = Landing(meta, ours, self._cache, heads, number, num_streams)
+                landing = Landing(meta, ours, self._cache, heads, number, num_streams, self._views)
                 streams.append(
                     PullStream(
                         meta,

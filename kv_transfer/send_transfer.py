@@ -6,6 +6,8 @@
     1. `announce`   a step (or a cached prefix) will have computed tokens up to here
     2. `advance`    layers of that step are done: whole chunks become ready, layer by layer
     3. `pop_ready` / `add_staged`   by the sender, as staging memory allows
+       `pop_ready_for` / `was_sent_straight`   a pull that waits gets a chunk straight from the
+                                    blocks; until it is sent it is in `straight`
     4. `Pull`s read staged chunks in the order in which they were staged
 
 A chunk becomes ready when all of its tokens are computed, so a chunk that two steps share waits
@@ -15,13 +17,15 @@ for the second.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kv_transfer.chunk_grid import ChunkGrid
-from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
+from kv_transfer.out_message import OutMessage
+from kv_transfer.pull_wish import PullWish
 from kv_transfer.staging import StagedChunk
 
 _COMPUTED_ALREADY = -1
@@ -37,6 +41,22 @@ class SentChunk:
         self.index = index
         self.chunk = chunk
         self.num_sent = 0
+
+
+class StraightChunk:
+    """A chunk on its way from the blocks to a socket. `staged` is the copy that was made after
+    all, because the peer is slow; `entry` exists once nobody reads the blocks any more."""
+
+    __slots__ = ("entry", "group", "index", "layer", "message", "since", "staged")
+
+    def __init__(self, index: int, layer: int, group: int) -> None:
+        self.index = index
+        self.layer = layer
+        self.group = group
+        self.since = time.monotonic()
+        self.message: OutMessage | None = None
+        self.staged: StagedChunk | None = None
+        self.entry: SentChunk | None = None
 
 
 class SendTransfer:
@@ -62,6 +82,9 @@ class SendTransfer:
         self.block_ids: list[int] = []
         self.staged: list[SentChunk] = []
         """In the order in which they were staged, which is the order in which they are sent."""
+        self.straight: set[StraightChunk] = set()
+        self.gone: set[int] = set()
+        """Chunks that went straight to their puller: nothing is kept of them."""
         self.pulls: set[Pull] = set()
         self.lease_ends_at = 0.0
         self.stage_after = 0.0
@@ -134,14 +157,48 @@ class SendTransfer:
         """Every puller that is here reads blocks itself."""
         return bool(self.pulls) and all(pull.wish.direct for pull in self.pulls)
 
-    def add_staged(self, index: int, chunk: StagedChunk | None) -> None:
+    def pop_ready_for(self, pull: Pull) -> StraightChunk | None:
+        """A ready chunk that this pull wants and may have straight from the blocks."""
+        if not pull.goes_straight:
+            return None
+        for i, (layer, group) in enumerate(self._ready):
+            index = self.grid.index(layer, group)
+            if pull.wants(index):
+                del self._ready[i]
+                pull.forget(index)
+                straight = StraightChunk(index, layer, group)
+                self.straight.add(straight)
+                return straight
+        return None
+
+    def put_back(self, straight: StraightChunk) -> None:
+        """It was not sent: it has to be staged now."""
+        self.straight.discard(straight)
+        self._ready.appendleft((straight.layer, straight.group))
+
+    def was_sent_straight(self, straight: StraightChunk) -> None:
+        """It has left the blocks."""
+        self.gone.add(straight.index)
+        self._num_unstaged -= 1
+
+    def is_pulled_straight(self, slow_s: float) -> bool:
+        """Whether pulls that keep up take what is ready: then nothing needs to be staged. A peer
+        that takes longer than `slow_s` for a chunk does not keep up."""
+        if not any(pull.goes_straight for pull in self.pulls):
+            return False
+        horizon = time.monotonic() - slow_s
+        return all(straight.since > horizon for straight in self.straight)
+
+    def add_staged(self, index: int, chunk: StagedChunk | None) -> SentChunk:
         """`chunk` None: the blocks must stay as they are until the transfer has ended."""
         self.needs_blocks |= chunk is None
-        self.staged.append(SentChunk(index, chunk))
+        entry = SentChunk(index, chunk)
+        self.staged.append(entry)
         self._num_unstaged -= 1
         for pull in self.pulls:
             if pull.wants(index):
                 pull.wake.set()
+        return entry
 
     def end(self, reason: str) -> None:
         self.end_reason = reason
@@ -170,39 +227,30 @@ class SendTransfer:
                 break
             if self.grid.index(layer, group) % num_shares == share:
                 self._ready.append((layer, group))
+                self._wake_straight(self.grid.index(layer, group))
             group += 1
         self._next_group[layer] = group
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullWish:
-    """What one PullKV call asks for.
-
-    Attributes:
-        heads: Global heads.
-        stream, num_streams: As in `kv_transfer.chunk_grid`.
-        first_token, num_tokens: Tokens [first_token, num_tokens) of the prompt.
-        num_pullers: Calls that carry each chunk, this one included.
-        repeat: Only these chunks, once more; empty for all of the stream.
-        direct: It has mapped our cache and wants to be told where blocks lie.
-    """
-
-    heads: HeadRange
-    stream: int
-    num_streams: int
-    first_token: int
-    num_tokens: int
-    num_pullers: int = 1
-    repeat: frozenset[int] = frozenset()
-    direct: bool = False
+    def _wake_straight(self, index: int) -> None:
+        for pull in self.pulls:
+            if pull.goes_straight and pull.wants(index):
+                pull.wake.set()
 
 
 class Pull:
     """One PullKV call that reads from a transfer. `wake` is set when there is more to see."""
 
-    def __init__(self, transfer: SendTransfer, wish: PullWish, first_block: int) -> None:
+    def __init__(
+        self,
+        transfer: SendTransfer,
+        wish: PullWish,
+        first_block: int,
+        goes_straight: bool = False,
+    ) -> None:
         self.transfer = transfer
         self.wish = wish
+        self.goes_straight = goes_straight
+        """It alone wants its chunks, and as they lie in the blocks."""
         self.first_block = first_block
         """Of the sender's; the puller holds those before."""
         self.wake = asyncio.Event()
@@ -218,6 +266,13 @@ class Pull:
 
     def wants(self, index: int) -> bool:
         return index in self._wanted
+
+    def wants_any(self, indices: set[int]) -> bool:
+        return not self._wanted.isdisjoint(indices)
+
+    def forget(self, index: int) -> None:
+        """It has got it."""
+        self._wanted.discard(index)
 
     @property
     def is_complete(self) -> bool:

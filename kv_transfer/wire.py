@@ -82,19 +82,28 @@ class Chunk:
 
 def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
     """`parts`: C-contiguous arrays that make up the payload in order."""
+    views = [part.data for part in parts]
+    return b"".join((chunk_head(header, views), *views))
+
+
+def chunk_head(header: ChunkHeader, parts: Sequence[memoryview]) -> bytes:
+    """What goes before the payload `parts`."""
     payload_bytes = sum(part.nbytes for part in parts)
-    crc = google_crc32c.value(_pack(header, payload_bytes)[:_CRC_AT])
-    for part in parts:
-        crc = google_crc32c.extend(crc, part)
-    return b"".join((_pack(header, payload_bytes, crc), *(part.data for part in parts)))
+    return _pack(header, payload_bytes, _checksum(_pack(header, payload_bytes), parts))
 
 
 def fill_header(message: ByteArray, header: ChunkHeader) -> None:
     """Completes a message whose payload lies behind the place of its header already."""
-    payload = message[HEADER.size :]
-    crc = google_crc32c.value(_pack(header, payload.nbytes)[:_CRC_AT])
-    crc = google_crc32c.extend(crc, payload)
-    message[: HEADER.size] = np.frombuffer(_pack(header, payload.nbytes, crc), np.uint8)
+    head = chunk_head(header, [message[HEADER.size :].data])
+    message[: HEADER.size] = np.frombuffer(head, np.uint8)
+
+
+def _checksum(head: bytes, parts: Sequence[memoryview]) -> int:
+    crc: int = google_crc32c.value(head[:_CRC_AT])
+    for part in parts:
+        # The library takes an array, but no memoryview that can be written to.
+        crc = google_crc32c.extend(crc, np.frombuffer(part, np.uint8))
+    return crc
 
 
 def _pack(header: ChunkHeader, payload_bytes: int, crc: int = 0) -> bytes:
@@ -119,19 +128,31 @@ def _pack(header: ChunkHeader, payload_bytes: int, crc: int = 0) -> bytes:
 
 def decode_chunk(message: ByteArray) -> Chunk:
     """Raises `CorruptChunk` unless every byte is as it was sent."""
-    if len(message) < HEADER.size:
-        raise CorruptChunk(f"a message of {len(message)} bytes cannot hold a header")
-    (magic, version, kind, dtype, *numbers, payload_bytes, crc) = HEADER.unpack_from(message.data)
+    head, payload = message[: HEADER.size].tobytes(), message[HEADER.size :]
+    header = decode_head(head, len(message))
+    check_payload(head, [payload.data])
+    return Chunk(header, payload)
+
+
+def decode_head(head: bytes, message_bytes: int) -> ChunkHeader:
+    """Of a message whose payload may still be on its way: `check_payload` must follow. Raises
+    `CorruptChunk` for what cannot be a chunk of `message_bytes`."""
+    if len(head) < HEADER.size:
+        raise CorruptChunk(f"a message of {message_bytes} bytes cannot hold a header")
+    (magic, version, kind, dtype, *numbers, payload_bytes, _) = HEADER.unpack(head)
     if magic != MAGIC or version != VERSION:
         raise CorruptChunk(f"not a chunk of version {VERSION}")
-    if payload_bytes != len(message) - HEADER.size:
+    if payload_bytes != message_bytes - HEADER.size:
         raise CorruptChunk(
-            f"{len(message) - HEADER.size} bytes follow a header that announces {payload_bytes}"
+            f"{message_bytes - HEADER.size} bytes follow a header that announces {payload_bytes}"
         )
-    payload = message[HEADER.size :]
-    if google_crc32c.extend(google_crc32c.value(message[:_CRC_AT]), payload) != crc:
+    return _header_of(kind, dtype, numbers)
+
+
+def check_payload(head: bytes, parts: Sequence[memoryview]) -> None:
+    """Raises `CorruptChunk` unless header and payload are as they were sent."""
+    if _checksum(head, parts) != HEADER.unpack(head)[-1]:
         raise CorruptChunk("the checksum does not match")
-    return Chunk(_header_of(kind, dtype, numbers), payload)
 
 
 def _header_of(kind: int, dtype: int, numbers: list[int | bytes]) -> ChunkHeader:

@@ -24,7 +24,7 @@ from engine.config import (
     DeviceConfig,
     EngineConfig,
     ExecutorBackend,
-    Experiment,
+    FastPath,
     LoadFormat,
     ModelConfig,
     ParallelConfig,
@@ -32,7 +32,7 @@ from engine.config import (
     SchedulingPolicy,
 )
 from engine.models.checkpoint import load_model_config, resolve_model
-from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName
+from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
 _EPOCH_BITS = 63
@@ -130,9 +130,11 @@ class EngineSettings(BaseSettings):
         description="A request's tokens and KV, to the last bit, do not depend on what else runs "
         "at the same time, nor on how its prompt is cut into steps. Slower.",
     )
-    experiments: tuple[Experiment, ...] = Field(
+    disabled_fast_paths: tuple[FastPath, ...] = Field(
         default=(),
-        description="On a GPU: fast ways that have not been measured yet.",
+        description="On a GPU: what to do without, should one be suspected. chained-launches: "
+        "small kernels overlap. narrow-products: products of few rows by our own kernels. "
+        "prompt-graphs: CUDA graphs of steps with short prompts.",
     )
     async_scheduling: bool | None = Field(
         default=None,
@@ -181,6 +183,11 @@ class EngineSettings(BaseSettings):
         description="How KV gets from a prefill to a decode node. grpc: over the network. "
         "cuda_ipc: where both are on one host, decode copies it itself, from GPU to GPU. auto: "
         "cuda_ipc for KV on GPUs, else grpc.",
+    )
+    kv_pull_transport: PullTransportName = Field(
+        default="h2",
+        description="What carries KV over the network. h2: HTTP/2 ends of our own, which copy "
+        "much less. grpcio: that library. Both speak gRPC, so nodes need not agree.",
     )
     kv_processes: int = Field(default=1, ge=1, description="KV transfer processes of each worker.")
     kv_streams: int = Field(
@@ -313,7 +320,7 @@ class EngineSettings(BaseSettings):
             cudagraph_capture_sizes=self.cudagraph_capture_sizes,
             attention_backend=self.attention_backend,
             deterministic=self.deterministic,
-            experiments=self.experiments,
+            disabled_fast_paths=self.disabled_fast_paths,
         )
 
     def _kv_transfer_config(self, kv_role: KVRole) -> KVTransferConfig:
@@ -327,6 +334,7 @@ class EngineSettings(BaseSettings):
             staging_bytes=self.kv_staging_bytes,
             lease_s=self.kv_lease_s,
             stall_timeout_s=self.kv_stall_timeout_s,
+            pull_transport=self.kv_pull_transport,
         )
 
     def _kv_host(self, kv_role: KVRole) -> str:

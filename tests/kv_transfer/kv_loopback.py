@@ -11,11 +11,9 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 
-import grpc.aio
 from kv_caches import Blocks, RankCache
 
 from kv_transfer.cache_view import KVCacheView
-from kv_transfer.channels import SERVER_OPTIONS
 from kv_transfer.config import KVTransferConfig, KVTransportName, PullTransportName
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.device import MemoryDevice
@@ -30,11 +28,13 @@ from kv_transfer.metadata import (
     TransferEvent,
     TransferEventKind,
 )
+from kv_transfer.pull_server import PullServer, new_pull_server
 from kv_transfer.pull_service import PullService
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 
 TIMEOUT_S = 60.0
+_ENDS = set(TransferEventKind) - {TransferEventKind.STAGED, TransferEventKind.FIRST_BYTE}
 
 
 def new_transfer_id() -> str:
@@ -77,9 +77,16 @@ class Node:
     async def until_all(
         self, kind: TransferEventKind, transfer_id: str, attempt: int = 0
     ) -> list[TransferEvent]:
-        """Waits until every process has said so."""
-        await until(lambda: self.count(kind, transfer_id, attempt) == self.num_processes)
-        return [e for e in self.events[transfer_id, attempt] if e.kind is kind]
+        """Waits until every process has said so. Another end than this is told at once."""
+        events = self.events[transfer_id, attempt]
+
+        def is_over() -> bool:
+            ended = [event for event in events if event.kind in _ENDS]
+            assert kind not in _ENDS or all(event.kind is kind for event in ended), ended
+            return self.count(kind, transfer_id, attempt) == self.num_processes
+
+        await until(is_over)
+        return [event for event in events if event.kind is kind]
 
     def parts(self) -> list[tuple[int, int]]:
         """(rank, process index) in the order of process numbers."""
@@ -108,7 +115,7 @@ class LoopbackProducer(Node):
         super().__init__(config, shape, num_blocks, device)
         self.peer = KVPeer(engine_id="prefill", epoch=epoch, layout=shape)
         self.senders: list[KVSender] = []
-        self._servers: list[grpc.aio.Server] = []
+        self._servers: list[PullServer] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -117,11 +124,9 @@ class LoopbackProducer(Node):
             sender = KVSender(
                 self.config, self.layout, rank, index, self.views[rank], self.emit, lambda: None
             )
-            server = grpc.aio.server(options=SERVER_OPTIONS)
             service = PullService(self.config, self.peer, sender)
-            server.add_generic_rpc_handlers((service.handlers(),))
-            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-            await server.start()
+            server = new_pull_server(self.config.pull_transport, service)
+            addresses.append(f"127.0.0.1:{await server.listen('127.0.0.1', 0)}")
             self.senders.append(sender)
             self._servers.append(server)
             self._tasks.append(asyncio.create_task(sender.run()))
@@ -198,7 +203,7 @@ class LoopbackProducer(Node):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for server in self._servers:
-            await server.stop(0)
+            await server.close()
         self.senders.clear()
         self.close_caches()
 
@@ -277,6 +282,7 @@ class Loopback:
         lease_s: float = 30.0,
         stall_timeout_s: float = 20.0,
         transport: PullTransportName = "h2",
+        server: PullTransportName = "h2",
         data: KVTransportName = "grpc",
         devices: tuple[MemoryDevice | None, MemoryDevice | None] = (None, None),
     ) -> None:
@@ -288,6 +294,7 @@ class Loopback:
             lease_s=lease_s,
             transport=data,
             stall_timeout_s=stall_timeout_s,
+            pull_transport=server,
         )
         consumer_config = KVTransferConfig(
             kv_role="kv_consumer",

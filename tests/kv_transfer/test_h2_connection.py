@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Callable
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -13,17 +15,14 @@ from hypothesis import strategies as st
 
 from kv_transfer import h2_frames as h2
 from kv_transfer.errors import CorruptChunk, PeerLost
-from kv_transfer.h2_connection import CallRefused, H2Connection
-from kv_transfer.wire import ByteArray
+from kv_transfer.h2_connection import HEAD_BYTES, CallRefused, H2Connection
 
 DATA, HEADERS = h2.FrameKind.DATA, h2.FrameKind.HEADERS
 OK_HEADERS = h2.frame(HEADERS, h2.END_HEADERS, 1, b"\x88")
 
 
 def trailers(status: int, message: str = "") -> bytes:
-    fields = {"grpc-status": str(status), "grpc-message": message}
-    block = b"".join(b"\0" + h2._string(k) + h2._string(v) for k, v in fields.items())
-    return h2.frame(HEADERS, h2.END_HEADERS | h2.END_STREAM, 1, block)
+    return h2.trailers(1, status, message, is_first=False)
 
 
 def framed(messages: list[bytes], frame_sizes: list[int], between: list[bytes]) -> bytes:
@@ -39,41 +38,85 @@ def framed(messages: list[bytes], frame_sizes: list[int], between: list[bytes]) 
     return out
 
 
-class Wire(asyncio.Transport):
-    """What the connection wrote, and whether it was ended."""
+class Wire:
+    """The socket under the connection: it gives `data` in pieces, and keeps what is written."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, cuts: Callable[[int], int] = lambda room: room) -> None:
+        self.data = b""
+        self.has_ended = False
         self.written = b""
-        self.is_aborted = False
+        self.is_closed = False
+        self._cuts = cuts
+        self._ends = socket.socketpair()
 
-    def write(self, data: bytes) -> None:  # type: ignore[override]
+    def fileno(self) -> int:
+        return self._ends[0].fileno()
+
+    def recvmsg_into(self, views: list[memoryview]) -> tuple[int]:
+        room = sum(len(view) for view in views)
+        count = min(room, len(self.data), max(1, self._cuts(room)))
+        if count == 0 and not self.has_ended:
+            raise BlockingIOError
+        piece, self.data = self.data[:count], self.data[count:]
+        for view in views:
+            view[: len(piece)] = piece[: len(view)]
+            piece = piece[len(view) :]
+        return (count,)
+
+    def send(self, data: bytes) -> int:
         self.written += data
+        return len(data)
 
-    def abort(self) -> None:
-        self.is_aborted = True
+    def close(self) -> None:
+        self.is_closed = True
+        for end in self._ends:
+            end.close()
 
 
-def feed(connection: H2Connection, data: bytes, cuts: Callable[[int], int]) -> None:
-    """As asyncio does: at most as much as the connection has room for, until it is ended."""
-    at = 0
-    while at < len(data) and not connection._is_closed:
-        buffer = connection.get_buffer(-1)
-        count = min(len(buffer), len(data) - at, max(1, cuts(len(buffer))))
-        buffer[:count] = data[at : at + count]
-        connection.buffer_updated(count)
-        at += count
+class Sink:
+    """Keeps every message; `views` cuts the memory for it into pieces."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self.messages: list[bytes] = []
+        self._rng = rng or random.Random(0)
+        self._memory = bytearray()
+
+    def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
+        assert len(head) == min(HEAD_BYTES, num_bytes)
+        self._memory = bytearray(num_bytes)
+        self._memory[: len(head)] = head
+        rest = memoryview(self._memory)[len(head) :]
+        views = []
+        while rest:
+            size = self._rng.randint(1, len(rest))
+            views.append(rest[:size])
+            rest = rest[size:]
+        return views
+
+    def end(self) -> None:
+        self.messages.append(bytes(self._memory))
+
+
+def feed(connection: H2Connection, wire: Wire, data: bytes) -> None:
+    """Until all is read, or the connection has ended."""
+    wire.data += data
+    while wire.data and not connection._is_closed:
+        connection._read()
+
+
+def new_connection(wire: Wire) -> H2Connection:
+    return H2Connection("host:1", wire)  # type: ignore[arg-type]
 
 
 async def answer(
-    data: bytes, cuts: Callable[[int], int], take: Callable[[ByteArray], None]
+    data: bytes, sink: Sink, cuts: Callable[[int], int] = lambda room: room
 ) -> tuple[H2Connection, Wire]:
     """One call whose answer is `data`; raises what the call raises."""
-    connection, wire = H2Connection("host:1"), Wire()
-    connection.connection_made(wire)
-    call = asyncio.create_task(connection.call("/s/m", b"request", take))
+    wire = Wire(cuts)
+    connection = new_connection(wire)
+    call = asyncio.create_task(connection.call("/s/m", b"request", sink))
     await asyncio.sleep(0)
-    feed(connection, data, cuts)
+    feed(connection, wire, data)
     async with asyncio.timeout(60):
         await call
     return connection, wire
@@ -100,69 +143,100 @@ def test_messages_arrive_whole_however_they_are_cut(
         sizes = [size % 3000 + 1 for size in sizes]
     rng = random.Random(seed)
     messages = [rng.randbytes(size) for size in sizes]
-    arrived: list[bytes] = []
+    sink = Sink(rng)
     data = OK_HEADERS + framed(messages, frame_sizes, between) + trailers(0)
-    connection, wire = asyncio.run(
-        answer(
-            data,
-            lambda room: rng.choice([room, rng.randint(1, room), rng.randint(1, 30)]),
-            lambda message: arrived.append(message.tobytes()),
+
+    async def run() -> Wire:
+        connection, wire = await answer(
+            data, sink, lambda room: rng.choice([room, rng.randint(1, room), rng.randint(1, 30)])
         )
-    )
-    assert arrived == messages
-    assert connection.is_usable and not wire.is_aborted
+        assert connection.is_usable and not wire.is_closed
+        connection.close()
+        return wire
+
+    wire = asyncio.run(run())
+    assert sink.messages == messages
     num_pings = data.count(PING)
     assert wire.written.count(h2.frame(h2.FrameKind.PING, h2.ACK, 0, b"12345678")) == num_pings
 
 
-def whole(room: int) -> int:
-    return room
-
-
 async def test_a_second_call_uses_the_next_stream() -> None:
-    connection, wire = await answer(OK_HEADERS + trailers(0), whole, lambda message: None)
-    call = asyncio.create_task(connection.call("/s/m", b"again", lambda message: None))
+    connection, wire = await answer(OK_HEADERS + trailers(0), Sink())
+    call = asyncio.create_task(connection.call("/s/m", b"again", Sink()))
     await asyncio.sleep(0)
     assert not connection.is_usable
     assert wire.written.endswith(h2.request(3, "/s/m", "host:1", b"again"))
-    feed(connection, OK_HEADERS + trailers(0), whole)
+    feed(connection, wire, OK_HEADERS + trailers(0))
     await call
     assert connection.is_usable
+    connection.close()
+
+
+async def test_windows_never_grow_beyond_what_was_sent() -> None:
+    """Over many calls on one connection, each smaller than what is told at once."""
+    sizes = [40 << 20, 40 << 20, 70 << 20]
+    connection, wire = await answer(OK_HEADERS + trailers(0), Sink())
+    told = {0: 0}
+    for call_number, size in enumerate(sizes, start=1):
+        stream = 2 * call_number + 1
+        wire.written = b""
+        call = asyncio.create_task(connection.call("/s/m", b"", Sink()))
+        await asyncio.sleep(0)
+        whole, num_frames = b"\0" + size.to_bytes(4) + bytes(size), 10
+        cut = -(-len(whole) // num_frames)
+        for i in range(0, len(whole), cut):
+            feed(connection, wire, h2.frame(DATA, 0, stream, whole[i : i + cut]))
+        feed(connection, wire, h2.trailers(stream, 0, "", is_first=False))
+        await call
+        written = memoryview(wire.written)
+        while written:
+            length, kind, _, of = h2.parse_frame_header(written)
+            if kind == h2.FrameKind.WINDOW_UPDATE:
+                told[of] = told.get(of, 0) + int.from_bytes(written[9:13])
+            written = written[9 + length :]
+        assert told.get(stream, 0) <= len(whole)
+    assert 0 < told[0] <= sum(sizes) + 5 * len(sizes)
+    connection.close()
 
 
 async def test_a_status_is_an_answer_and_the_connection_stays() -> None:
-    connection, wire = H2Connection("host:1"), Wire()
-    connection.connection_made(wire)
-    call = asyncio.create_task(connection.call("/s/m", b"", lambda message: None))
-    await asyncio.sleep(0)
-    feed(connection, trailers(5, "transfer 7%25 is unknown"), whole)
-    with pytest.raises(CallRefused) as refused:
-        await call
-    assert refused.value.code is grpc.StatusCode.NOT_FOUND
-    assert refused.value.details == "transfer 7% is unknown"
-    assert connection.is_usable
+    """Even in the middle of a message."""
+    for before in (b"", OK_HEADERS + h2.frame(DATA, 0, 1, b"\0\0\0\0\5hel")):
+        wire = Wire()
+        connection = new_connection(wire)
+        call = asyncio.create_task(connection.call("/s/m", b"", Sink()))
+        await asyncio.sleep(0)
+        feed(connection, wire, before + trailers(5, "transfer 7% is unknown"))
+        with pytest.raises(CallRefused) as refused:
+            await call
+        assert refused.value.code is grpc.StatusCode.NOT_FOUND
+        assert refused.value.details == "transfer 7% is unknown"
+        assert connection.is_usable
+        connection.close()
 
 
 async def fails_with(data: bytes, why: str) -> None:
-    connection, wire = H2Connection("host:1"), Wire()
-    connection.connection_made(wire)
-    call = asyncio.create_task(connection.call("/s/m", b"", lambda message: None))
+    wire = Wire()
+    connection = new_connection(wire)
+    call = asyncio.create_task(connection.call("/s/m", b"", Sink()))
     await asyncio.sleep(0)
-    feed(connection, data, whole)
+    feed(connection, wire, data)
     with pytest.raises(PeerLost, match=why):
         await call
-    assert wire.is_aborted and not connection.is_usable
+    assert wire.is_closed and not connection.is_usable
 
 
 BROKEN = {
-    "reset": (h2.frame(h2.FrameKind.RST_STREAM, 0, 1, b"\0\0\0\x08"), "reset with code 8"),
-    "going": (h2.frame(h2.FrameKind.GOAWAY, 0, 0, bytes(8)), "going away"),
+    "reset": (h2.reset(1, h2.ErrorCode.CANCEL), "reset with code 8"),
+    "gone": (h2.go_away(0, h2.ErrorCode.NO_ERROR), "going away"),
+    "angry": (h2.go_away(1, h2.ErrorCode.ENHANCE_YOUR_CALM, "too many"), "away too many"),
     "status": (h2.frame(HEADERS, h2.END_HEADERS, 1, b"\x8d"), "HTTP status 404"),
     "padded": (h2.frame(DATA, h2.PADDED, 1, b"\1ab\0"), "padded"),
     "compressed": (h2.frame(DATA, 0, 1, b"\1\0\0\0\5hello"), "compressed"),
     "huge": (h2.frame(DATA, 0, 1, b"\0\xff\xff\xff\xff"), "4294967295 bytes"),
     "half": (h2.frame(DATA, 0, 1, b"\0\0\0\0\5hel") + trailers(0), "middle of a message"),
     "long": (h2.frame(h2.FrameKind.SETTINGS, 0, 0, bytes(70_000)), "70000 bytes"),
+    "foreign": (h2.frame(DATA, 0, 3, b"\0\0\0\0\1a"), "without a call"),
     "noise": (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, "host:1"),
 }
 
@@ -172,48 +246,56 @@ async def test_what_is_not_understood_ends_the_call_and_the_connection(case: str
     await fails_with(*BROKEN[case])
 
 
+async def test_a_server_that_goes_may_finish_its_call() -> None:
+    data = OK_HEADERS + h2.go_away(1, h2.ErrorCode.NO_ERROR)
+    sink = Sink()
+    connection, _ = await answer(data + framed([b"last"], [100], [b""]) + trailers(0), sink)
+    assert sink.messages == [b"last"] and not connection.is_usable
+    connection.close()
+
+
 async def test_the_peer_hangs_up() -> None:
-    connection, wire = H2Connection("host:1"), Wire()
-    connection.connection_made(wire)
-    call = asyncio.create_task(connection.call("/s/m", b"", lambda message: None))
+    wire = Wire()
+    connection = new_connection(wire)
+    call = asyncio.create_task(connection.call("/s/m", b"", Sink()))
     await asyncio.sleep(0)
-    connection.connection_lost(ConnectionResetError("reset"))
-    with pytest.raises(PeerLost, match="reset"):
+    wire.has_ended = True
+    connection._read()
+    with pytest.raises(PeerLost, match="closed by it"):
         await call
 
 
-async def test_what_the_taker_raises_ends_the_call() -> None:
-    def take(message: ByteArray) -> None:
-        raise CorruptChunk("not mine")
+async def test_what_the_sink_raises_ends_the_call() -> None:
+    class Refusing(Sink):
+        def end(self) -> None:
+            raise CorruptChunk("not mine")
 
     with pytest.raises(CorruptChunk, match="not mine"):
-        await answer(OK_HEADERS + framed([b"a"], [100], [b""]), whole, take)
+        await answer(OK_HEADERS + framed([b"a"], [100], [b""]), Refusing())
 
 
 async def test_a_cancelled_call_takes_nothing_more() -> None:
-    taken: list[int] = []
-    connection, wire = H2Connection("host:1"), Wire()
-    connection.connection_made(wire)
-    call = asyncio.create_task(connection.call("/s/m", b"", lambda m: taken.append(len(m))))
+    sink, wire = Sink(), Wire()
+    connection = new_connection(wire)
+    call = asyncio.create_task(connection.call("/s/m", b"", sink))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert wire.is_aborted and not connection.is_usable and not taken
+    assert wire.is_closed and not connection.is_usable and not sink.messages
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(min_size=1, max_size=400), st.booleans())
 def test_noise_never_hangs_the_parser(noise: bytes, is_after_headers: bool) -> None:
     async def run() -> None:
-        connection, wire = H2Connection("host:1"), Wire()
-        connection.connection_made(wire)
-        call = asyncio.create_task(connection.call("/s/m", b"", lambda message: None))
+        wire = Wire()
+        connection = new_connection(wire)
+        call = asyncio.create_task(connection.call("/s/m", b"", Sink()))
         await asyncio.sleep(0)
-        feed(connection, (OK_HEADERS if is_after_headers else b"") + noise, whole)
-        connection.connection_lost(None)
-        ended: Awaitable[list[object]] = asyncio.gather(call, return_exceptions=True)
-        (result,) = await ended
-        assert result is None or isinstance(result, PeerLost | CallRefused)
+        feed(connection, wire, (OK_HEADERS if is_after_headers else b"") + noise)
+        connection.close()
+        with suppress(PeerLost, CallRefused):
+            await call
 
     asyncio.run(run())

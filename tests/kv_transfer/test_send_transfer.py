@@ -12,7 +12,8 @@ from kv_caches import layout
 
 from kv_transfer.layout import HeadRange
 from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
-from kv_transfer.send_transfer import Pull, PullWish, SendTransfer
+from kv_transfer.pull_wish import PullWish
+from kv_transfer.send_transfer import Pull, SendTransfer
 from kv_transfer.staging import StagedChunk
 
 NONE_YET = StepProgress(0, 0)

@@ -37,6 +37,7 @@ async def test_every_pair_of_layouts(
         producer_processes=processes[0],
         consumer_processes=processes[1],
         transport="grpcio" if num_streams == 2 else "h2",
+        server="grpcio" if processes == (1, 2) else "h2",
     )
     async with loopback as (producer, consumer):
         pulls = {}

@@ -1,0 +1,79 @@
+"""A gRPC server of our own for a few methods: any gRPC client can call it.
+
+1. `listen`
+2. connections (`H2ServerConnection`); silent ones are asked and then left
+3. `close`: all calls are cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+
+from kv_transfer.h2_server_connection import H2ServerConnection
+from kv_transfer.rpc_method import RpcMethod
+from kv_transfer.send_threads import SendThreads
+
+_BACKLOG = 512
+_MAX_CONNECTIONS = 4096
+_MAX_SEND_THREADS = 4
+_PING_AFTER_S = 10.0
+_GIVE_UP_AFTER_S = 25.0
+_CHECK_S = 2.5
+
+
+class H2Server:
+    """`methods` by path. Lives on the event loop on which it was made."""
+
+    def __init__(self, methods: Mapping[str, RpcMethod]) -> None:
+        self._methods = methods
+        self._loop = asyncio.get_running_loop()
+        self._threads = SendThreads(min(_MAX_SEND_THREADS, os.cpu_count() or 1))
+        self._listener: socket.socket | None = None
+        self._connections: set[H2ServerConnection] = set()
+        self._check: asyncio.Task[None] | None = None
+
+    async def listen(self, host: str, port: int) -> int:
+        """On one address only. The port. Raises OSError when it cannot be had."""
+        infos = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = infos[0]
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listener.setblocking(False)
+        self._listener = listener
+        self._loop.add_reader(listener.fileno(), self._accept)
+        self._check = self._loop.create_task(self._check_forever())
+        bound: int = listener.getsockname()[1]
+        return bound
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        if self._check is not None:
+            self._check.cancel()
+        for connection in list(self._connections):
+            connection.close()
+        self._threads.close()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        # A peer that has gone again is no reason to stop.
+        with suppress(OSError):
+            sock, _ = self._listener.accept()
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                sock.close()
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connections.add(
+                H2ServerConnection(sock, self._methods, self._threads, self._connections.discard)
+            )
+
+    async def _check_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            for connection in list(self._connections):
+                connection.check_alive(_PING_AFTER_S, _GIVE_UP_AFTER_S)
