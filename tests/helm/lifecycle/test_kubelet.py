@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helm.lifecycle.cluster import NAMESPACE, Cluster
+from tests.helm.lifecycle.dns_server import may_serve
 from tests.helm.lifecycle.pod_state import is_ready, phase
 from tests.helm.lifecycle.resources import Object
 from tests.processes import is_alive
@@ -193,7 +193,7 @@ async def test_a_pod_asks_the_api_as_its_service_account(cluster: Cluster) -> No
     assert ("serving:s", "list", "Pod", "") in cluster.api.requests
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a resolv.conf of one's own needs root")
+@pytest.mark.skipif(not may_serve(), reason="a cluster DNS needs root")
 async def test_names_of_services_resolve_in_pods(cluster: Cluster) -> None:
     cluster.store.create(
         {

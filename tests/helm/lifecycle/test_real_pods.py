@@ -18,16 +18,21 @@ import pytest
 import pytest_asyncio
 
 from tests.helm.lifecycle.cluster import Cluster
+from tests.helm.lifecycle.dns_server import may_serve
 from tests.helm.lifecycle.helm_release import CliRelease, Release
 from tests.helm.lifecycle.load import Load, body, stream
 from tests.helm.lifecycle.resources import Object
 from tests.processes import is_alive
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(not may_serve(), reason="the router's discovery needs a DNS, and that root"),
+]
 
 _NUM_REQUESTS = 8
 START_S = 90.0
-LONG_WISHES = [body(i, max_tokens=400) for i in range(4)]
+LONG_WISHES = [body(i, max_tokens=250) for i in range(4)]
 """During these answers there is time to do something."""
 
 
@@ -88,7 +93,8 @@ class Serving:
     async def begin_long_answers(self) -> tuple[Object, list[asyncio.Task[str]]]:
         """A decode pod, and answers that have begun, some of them there."""
         if not self.long_expected:
-            self.long_expected = [await stream(self.url, wish) for wish in LONG_WISHES]
+            calls = (stream(self.url, wish) for wish in LONG_WISHES)
+            self.long_expected = await asyncio.gather(*calls)
         begun = [asyncio.Event() for _ in LONG_WISHES]
         answers = [
             asyncio.create_task(stream(self.url, wish, event))
