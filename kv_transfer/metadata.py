@@ -15,7 +15,7 @@ polling its workers. The workers' loop does no work for KV that arrives.
 from __future__ import annotations
 
 import re
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 import msgspec
 
@@ -141,6 +141,20 @@ class TransferEventKind(IntEnum):
     ABORTED = 5
 
 
+class Reclaim(StrEnum):
+    """Why a producer's memory of a transfer became free.
+
+    RELEASED: the puller has it all. GIVEN_UP: the puller wants it no more. ABORTED: called off by
+    this node. LEASE_ENDED: nobody pulled for too long. ERROR: it could not go on.
+    """
+
+    RELEASED = "released"
+    GIVEN_UP = "given_up"
+    ABORTED = "aborted"
+    LEASE_ENDED = "lease_ended"
+    ERROR = "error"
+
+
 class TransferStats(msgspec.Struct, frozen=True, array_like=True):
     """Measured by one transfer process for one transfer. Times: CLOCK_MONOTONIC seconds."""
 
@@ -178,6 +192,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
         bytes_moved: Payload sent (producer) or received (consumer) since it started.
         corrupt_chunks: Chunks refused since it started.
         leases_expired: Since it started.
+        reclaimed: Transfers that have ended since it started, by `Reclaim`.
         commands_address: Where it listens for commands when the engine core is on another host.
     """
 
@@ -191,6 +206,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
     bytes_moved: int = 0
     corrupt_chunks: int = 0
     leases_expired: int = 0
+    reclaimed: dict[str, int] = {}
     commands_address: str = ""
 
 

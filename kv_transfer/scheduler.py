@@ -25,6 +25,7 @@ from kv_transfer.metadata import (
     KVPeer,
     KVTransferParams,
     OfferMeta,
+    Reclaim,
     RecvMeta,
     ReleaseMeta,
     SendMeta,
@@ -143,7 +144,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     @property
     def counters(self) -> dict[str, float]:
-        total = self._processes.total
+        total, reclaimed = self._processes.total, self._processes.reclaimed
         return {
             **self._totals,
             "live_transfers": float(len(self._transfers)),
@@ -154,6 +155,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             "bytes_moved": total("bytes_moved"),
             "corrupt_chunks": total("corrupt_chunks"),
             "leases_expired": total("leases_expired"),
+            **{f"reclaimed_{why}": float(reclaimed[why]) for why in Reclaim},
             "processes_ready": float(self._processes.num_ready),
             "process_restarts": float(self._processes.num_restarts),
         }

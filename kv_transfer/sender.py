@@ -1,23 +1,23 @@
 """Producer: copies KV out of the blocks as layers finish, and keeps it until it was pulled.
 
     1. OfferMeta      a transfer opens; its lease starts; pulls that came early go on
-    2. SendMeta,      chunks become ready; pullers that keep up take them from the blocks
-       StepProgress   (`kv_transfer.straight_sends`), `_stage_ready` copies the others into staging
-                      memory, those of transfers with a waiting puller first
+    2. SendMeta,      chunks become ready; `_stage_ready` copies them into staging memory, those
+       StepProgress   of transfers with a waiting puller first
     3. all staged     STAGED: the blocks may be freed
     4. pulls          read staged chunks; each message that leaves renews the lease
     5. the end        Release ──▶ RELEASED, AbortMeta ──▶ ABORTED, lease over ──▶ FAILED:
                       staged memory is free, open pulls stop
 
 Everything runs on one event loop. On a device copies run beside it; once a transfer has ended, a
-copy that is on its way may still read its blocks, but nobody looks at what it read. Threads that
-send from blocks are waited for before the end is told.
+copy that is on its way may still read its blocks, but nobody looks at what it read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -31,23 +31,24 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import (
     AbortMeta,
     OfferMeta,
+    Reclaim,
     SendMeta,
     StepProgress,
     TransferEvent,
     TransferEventKind,
     TransferStats,
 )
-from kv_transfer.out_message import OutMessage
-from kv_transfer.pull_wish import PullWish
-from kv_transfer.send_transfer import Pull, SendTransfer, SentChunk
+from kv_transfer.send_transfer import Pull, PullWish, SendTransfer, SentChunk
 from kv_transfer.staging import StagedChunk, StagingPool
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
-from kv_transfer.straight_sends import SLOW_S, StraightSends
 from kv_transfer.wire import HEADER, ChunkKind, fill_header
+
+logger = logging.getLogger(__name__)
 
 _RESERVE_CHUNKS = 4
 _WAIT_FOR_PULL_S = 0.05
 """A puller on this host may want no copy; it comes at about the same time as the offer."""
+_END_OF = {Reclaim.RELEASED: KVTransferState.DONE, Reclaim.ABORTED: KVTransferState.ABORTED}
 _EVENT_OF = {
     KVTransferState.DONE: TransferEventKind.RELEASED,
     KVTransferState.FAILED: TransferEventKind.FAILED,
@@ -84,27 +85,23 @@ class KVSender:
             config.staging_bytes, chunk_bytes, min(_RESERVE_CHUNKS, num_slots // 2)
         )
         cache.device.pin(self.pool.memory)
-        self._straight = StraightSends(
-            cache,
-            layout.num_layers,
-            self.pool,
-            self._messages,
-            self.was_sent,
-            self._left_the_blocks,
-        )
         self._transfers: TransferTable[SendTransfer] = TransferTable()
         self._early_pulls: dict[str, set[asyncio.Event]] = {}
         """Pulls that came before their offer, by transfer id."""
         self._progress = StepProgress(0, 0)
         self._work = asyncio.Event()
-        self._next_look: asyncio.TimerHandle | None = None
         self.num_pulls = 0
         self.bytes_sent = 0
-        self.leases_expired = 0
+        self.reclaimed: Counter[Reclaim] = Counter()
+        """Transfers that have ended, by why their memory became free."""
 
     @property
     def num_transfers(self) -> int:
         return len(self._transfers)
+
+    @property
+    def leases_expired(self) -> int:
+        return self.reclaimed[Reclaim.LEASE_ENDED]
 
     # What the scheduler and the worker say ----------------------------------------------------
 
@@ -142,7 +139,7 @@ class KVSender:
             self._cache.check_block_ids(meta.block_ids)
             transfer.announce(meta, self._progress)
         except ValueError as error:
-            self._end(transfer, KVTransferState.FAILED, str(error))
+            self._end(transfer, Reclaim.ERROR, str(error))
         self._work.set()
 
     def progress(self, progress: StepProgress) -> None:
@@ -158,7 +155,7 @@ class KVSender:
     def abort(self, meta: AbortMeta) -> None:
         transfer = self._transfers.find(meta.transfer_id, meta.attempt)
         if transfer is not None:
-            self._end(transfer, KVTransferState.ABORTED, "called off by the prefill node")
+            self._end(transfer, Reclaim.ABORTED, "called off by the prefill node")
         elif not self._transfers.is_late(meta.transfer_id, meta.attempt):
             self._transfers.refuse(meta.transfer_id, meta.attempt)
             self._emit_event(
@@ -200,9 +197,7 @@ class KVSender:
     def open_pull(self, transfer: SendTransfer, wish: PullWish) -> Pull:
         """Raises KVTransferError when this process does not hold what is asked for."""
         self._check_wish(transfer, wish)
-        first_block = wish.first_token // self._layout.block_size
-        goes_straight = self._straight.suits(transfer, wish, first_block)
-        pull = Pull(transfer, wish, first_block, goes_straight)
+        pull = Pull(transfer, wish, wish.first_token // self._layout.block_size)
         transfer.pulls.add(pull)
         transfer.num_pulls_seen += 1
         self._transfers.activate(transfer.transfer_id, transfer.attempt)
@@ -217,32 +212,17 @@ class KVSender:
         self.num_pulls -= 1
         self._on_change()
 
-    def next_message(self, pull: Pull) -> OutMessage | None:
-        """What this pull is sent next; None: there is nothing more now. Raises `CorruptChunk` for
-        a repeat of what has left staging memory, or never was there."""
-        entry = next(pull.staged(), None)
-        if entry is None:
-            return self._straight.next_message(pull)
-        chunk, message = entry.chunk, self._messages.message_for(pull, entry)
+    def message_for(self, pull: Pull, entry: SentChunk) -> bytes:
+        """Raises `CorruptChunk` for a repeat of what was displaced from staging memory."""
+        return self._messages.message_for(pull, entry)
 
-        def on_end(is_sent: bool) -> None:
-            if is_sent:
-                self.was_sent(pull, entry, len(message) - HEADER.size)
-            if chunk is not None:
-                self.pool.unpin(chunk)
-
-        if chunk is not None:
-            self.pool.pin(chunk)
-        return OutMessage([message], on_end)
-
-    def was_sent(self, pull: Pull, entry: SentChunk | None, num_bytes: int) -> None:
-        """`entry` None: the chunk went straight from the blocks."""
+    def was_sent(self, pull: Pull, entry: SentChunk, num_bytes: int) -> None:
         transfer = pull.transfer
         self._renew(transfer)
         transfer.num_bytes_sent += num_bytes
         self.bytes_sent += num_bytes
         self._on_change()
-        if pull.wish.repeat or entry is None:
+        if pull.wish.repeat:
             return
         entry.num_sent += 1
         if entry.chunk is not None and entry.num_sent >= pull.wish.num_pullers:
@@ -256,12 +236,12 @@ class KVSender:
             self._transfers.refuse(transfer_id, attempt)
             return False
         if not complete:
-            self._end(transfer, KVTransferState.FAILED, "the puller gave up", retryable=False)
+            self._end(transfer, Reclaim.GIVEN_UP, "the puller gave up", retryable=False)
             return True
         if not transfer.is_staged or transfer.needs_blocks:
             self._emit(TransferEventKind.STAGED, transfer)
         self._transfers.activate(transfer_id, attempt)
-        self._end(transfer, KVTransferState.DONE, "released")
+        self._end(transfer, Reclaim.RELEASED, "released")
         return True
 
     # Tasks ------------------------------------------------------------------------------------
@@ -285,20 +265,9 @@ class KVSender:
         none could: more room, progress or a puller sets `_work` again."""
         any_staged = False
         for transfer in sorted(self._transfers, key=lambda transfer: not transfer.pulls):
-            if self._straight.keeps_up(transfer):
-                self._look_again_soon()
-            elif transfer.has_ready and self._stage_one(transfer):
+            if transfer.has_ready and self._stage_one(transfer):
                 any_staged = True
         return any_staged
-
-    def _look_again_soon(self) -> None:
-        """A peer that keeps up now may not do so for long."""
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(SLOW_S, self._look)
-
-    def _look(self) -> None:
-        self._next_look = None
-        self._work.set()
 
     def _stage_one(self, transfer: SendTransfer) -> bool:
         if transfer.is_pulled_directly:
@@ -312,7 +281,7 @@ class KVSender:
         try:
             chunk = self.pool.take(num_bytes, is_awaited=bool(transfer.pulls))
         except KVTransferError as error:
-            self._end(transfer, KVTransferState.FAILED, str(error), retryable=False)
+            self._end(transfer, Reclaim.ERROR, str(error), retryable=False)
             return False
         if chunk is None:
             return False
@@ -345,28 +314,41 @@ class KVSender:
                 if any(not pull.is_writing for pull in transfer.pulls):
                     self._renew(transfer)
                 elif transfer.lease_ends_at <= now:
-                    self.leases_expired += 1
-                    self._end(
-                        transfer,
-                        KVTransferState.FAILED,
-                        f"nobody pulled for {self._config.lease_s:g} s: the lease has ended",
-                    )
+                    self._end_lease(transfer)
+
+    def _end_lease(self, transfer: SendTransfer) -> None:
+        num_bytes = sum(entry.chunk.num_bytes for entry in transfer.staged if entry.chunk)
+        logger.warning(
+            "transfer %s: nobody pulled for %g s; %d bytes of staged KV are dropped",
+            transfer.transfer_id, self._config.lease_s, num_bytes,
+        )  # fmt: skip
+        self._end(
+            transfer,
+            Reclaim.LEASE_ENDED,
+            f"nobody pulled for {self._config.lease_s:g} s: the lease has ended",
+        )
 
     # Small parts ------------------------------------------------------------------------------
 
     def _check_wish(self, transfer: SendTransfer, wish: PullWish) -> None:
-        wish.check(self._heads, self._index, self._config.num_processes, transfer.num_tokens)
+        processes = self._config.num_processes
+        is_ours = self._heads.start <= wish.heads.start and wish.heads.stop <= self._heads.stop
+        if wish.heads.count < 1 or not is_ours:
+            raise KVTransferError(f"this rank holds {self._heads}, not {wish.heads}")
+        if wish.num_streams < 1 or wish.num_streams % processes != 0:
+            raise KVTransferError(f"{wish.num_streams} streams, but {processes} processes here")
+        if wish.stream >= wish.num_streams or wish.stream % processes != self._index:
+            raise KVTransferError(f"stream {wish.stream} is not for process {self._index}")
+        if wish.num_tokens != transfer.num_tokens:
+            raise KVTransferError(
+                f"the prompt has {transfer.num_tokens} tokens here and {wish.num_tokens} there"
+            )
         if wish.first_token // self._layout.block_size < transfer.grid.first_block:
             raise KVTransferError("tokens are asked for that the puller was said to hold")
 
     def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:
         """A message without KV."""
         return self._messages.mark(kind, transfer_id, attempt)
-
-    def _left_the_blocks(self, transfer: SendTransfer) -> None:
-        """One more chunk has; or it could not, and has to be staged."""
-        self._report_if_staged(transfer)
-        self._work.set()
 
     def _renew(self, transfer: SendTransfer) -> None:
         transfer.lease_ends_at = time.monotonic() + self._config.lease_s
@@ -376,23 +358,18 @@ class KVSender:
             self._emit(TransferEventKind.STAGED, transfer)
 
     def _end(
-        self,
-        transfer: SendTransfer,
-        state: KVTransferState,
-        reason: str,
-        retryable: bool = True,
+        self, transfer: SendTransfer, why: Reclaim, reason: str, retryable: bool = True
     ) -> None:
+        state = _END_OF.get(why, KVTransferState.FAILED)
         if self._transfers.end(transfer.transfer_id, transfer.attempt, state) is None:
             return
+        self.reclaimed[why] += 1
         transfer.end(reason)
         for entry in transfer.staged:
             if entry.chunk is not None:
                 self.pool.drop(entry.chunk)
         transfer.staged.clear()
-        # The blocks are free with this event, so no thread may still be sending from them.
-        self._straight.let_go(
-            transfer, lambda: self._emit(_EVENT_OF[state], transfer, reason, retryable)
-        )
+        self._emit(_EVENT_OF[state], transfer, reason, retryable)
         self._work.set()
         self._on_change()
 

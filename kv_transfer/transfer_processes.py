@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -144,6 +145,7 @@ def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
         bytes_moved=past.bytes_moved + last.bytes_moved,
         corrupt_chunks=past.corrupt_chunks + last.corrupt_chunks,
         leases_expired=past.leases_expired + last.leases_expired,
+        reclaimed=dict(Counter(past.reclaimed) + Counter(last.reclaimed)),
     )
 
 
@@ -278,6 +280,16 @@ class TransferProcesses:
         reports = [process.report for process in self._processes if process.report is not None]
         reports += [process.past for process in self._processes]
         return float(sum(getattr(report, field) for report in reports))
+
+    @property
+    def reclaimed(self) -> Counter[str]:
+        """As in `ProcessReport`, summed like `total`."""
+        found: Counter[str] = Counter()
+        for process in self._processes:
+            found.update(process.past.reclaimed)
+            if process.report is not None:
+                found.update(process.report.reclaimed)
+        return found
 
     def shutdown(self) -> None:
         """Idempotent."""

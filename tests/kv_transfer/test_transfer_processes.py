@@ -140,6 +140,10 @@ def test_abort_from_either_side(make_node: MakeNode, aborting: str, stage: str) 
         poll_until(lambda: any(transfer_id in end for end in ends), prefill, decode)
     until_empty(prefill, decode)
     assert not prefill.connector.request_finished(request), "nothing keeps the blocks"
+    counters = prefill.connector.counters
+    reasons = {name for name, count in counters.items() if name.startswith("reclaimed_") and count}
+    expected = {"reclaimed_aborted"} if aborting == "prefill" else {"reclaimed_given_up"}
+    assert reasons & {*expected, "reclaimed_released"}, reasons
 
 
 def test_failed_attempt_then_retry_into_the_same_blocks(make_node: MakeNode) -> None:
