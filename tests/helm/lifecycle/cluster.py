@@ -34,8 +34,9 @@ from tests.helm.lifecycle.machine import Machine
 from tests.helm.lifecycle.network import Network
 from tests.helm.lifecycle.object_store import ObjectStore
 from tests.helm.lifecycle.pod_state import is_ready, is_terminating
-from tests.helm.lifecycle.resources import Object, resource_of
+from tests.helm.lifecycle.resources import Object, Target, resource_of
 from tests.helm.lifecycle.service_proxy import ServiceProxy
+from tests.helm.lifecycle.writes import Writer
 
 NAMESPACE = "serving"
 NODE = "this-machine"
@@ -142,12 +143,10 @@ class Cluster:
     # Changing ----------------------------------------------------------------------------------
 
     def scale(self, kind: str, name: str, replicas: int) -> None:
-        """As `kubectl scale`."""
-
-        def edit(current: Object) -> None:
-            current["spec"]["replicas"] = replicas
-
-        self.store.change(self.get(kind, name), edit)
+        """As `kubectl scale` and autoscalers."""
+        target = Target(resource_of(kind), NAMESPACE, name, "scale")
+        patch = {"spec": {"replicas": replicas}}
+        Writer(self.store).patch(target, "merge", patch, "kubectl", dry_run=False)
 
     def delete_pod(self, pod: Object) -> None:
         """As `kubectl delete pod`: with the pod's own grace period."""

@@ -113,6 +113,21 @@ async def test_an_upgrade_leaves_the_replicas_to_the_autoscaler(
     await cluster.wait_ready(router=2, prefill=1, decode=3)
 
 
+async def test_an_upgrade_after_kubectl_scale(cluster: Cluster, release: Release) -> None:
+    """Helm 3 sets what the values say; Helm 4 asks who is right, and takes an equal number."""
+    await release.install(VALUES)
+    cluster.scale("Deployment", "tandem-decode", 3)
+    await cluster.wait_ready(router=2, prefill=1, decode=3)
+    if isinstance(release, SdkRelease):
+        with pytest.raises(HelmError, match=r'conflict with "kubectl": .spec.replicas'):
+            await release.upgrade(changed(prefill={"replicas": 2}))
+        await release.upgrade(changed(decode={"replicas": 3}))
+        await cluster.wait_ready(router=2, prefill=1, decode=3)
+    else:
+        await release.upgrade(changed(prefill={"replicas": 2}))
+        await cluster.wait_ready(router=2, prefill=2, decode=1)
+
+
 async def test_a_version_that_never_gets_ready_leaves_the_old_one_serving(
     cluster: Cluster, release: Release
 ) -> None:
