@@ -9,7 +9,7 @@ import itertools
 import select
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_caches import Blocks, RankCache
@@ -17,6 +17,7 @@ from kv_caches import Blocks, RankCache
 from kv_transfer.base import ChunkLike, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.factory import create_worker_connector
+from kv_transfer.host.process_host import ProcessHost
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 from kv_transfer.scheduler import GrpcConnectorScheduler
@@ -66,6 +67,7 @@ class KVNode:
         num_blocks: int = 64,
         epoch: int = 7,
         cache_type: type[RankCache] = RankCache,
+        hosts: Sequence[ProcessHost] = (),
     ) -> None:
         self.config = config
         self.layout = shape
@@ -79,7 +81,7 @@ class KVNode:
             worker.register_kv_caches(cache.tensors, cache.current_stream)
             for worker, cache in zip(self.workers, self.caches, strict=True)
         ]
-        self.connector = GrpcConnectorScheduler(config, engine_id, epoch, shape, handles)
+        self.connector = GrpcConnectorScheduler(config, engine_id, epoch, shape, handles, hosts)
         self.done = Outcomes()
         self._steps = itertools.count()
 
