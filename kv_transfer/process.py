@@ -18,12 +18,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import grpc.aio
 import msgspec
 import zmq
 
 from kv_transfer.cache_view import KVCacheView
-from kv_transfer.channels import SERVER_OPTIONS
 from kv_transfer.control_channel import connect_events, listen_for_commands
 from kv_transfer.host.child_process import read_config
 from kv_transfer.host.local_socket import bind_socket
@@ -42,6 +40,7 @@ from kv_transfer.metadata import (
     TransferEvent,
 )
 from kv_transfer.process_config import TransferProcessConfig
+from kv_transfer.pull_server import PullServer, join_address, new_pull_server
 from kv_transfer.pull_service import PullService
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
@@ -102,7 +101,7 @@ class TransferProcess:
             for task in tasks:
                 task.cancel()
             if server is not None:
-                await server.stop(0)
+                await server.close()
             if self._receiver is not None:
                 await self._receiver.close()
 
@@ -122,7 +121,7 @@ class TransferProcess:
         if not task.cancelled():
             self._stop(task.exception())
 
-    async def _start(self) -> grpc.aio.Server | None:
+    async def _start(self) -> PullServer | None:
         config = self._config
         server = None
         if self._is_producer:
@@ -161,18 +160,15 @@ class TransferProcess:
         marks = LayerMarks.attach(handle.pid, handle.marks_fd, num_layers)
         return StepWatch(marks, num_layers, handle.cuda is not None, sender.progress)
 
-    async def _listen(self, sender: KVSender) -> grpc.aio.Server:
+    async def _listen(self, sender: KVSender) -> PullServer:
         """On the port that we had before a restart, if it can be had."""
-        host = self._config.transfer.host
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        service = PullService(self._config.transfer, self._me, sender)
-        server.add_generic_rpc_handlers((service.handlers(),))
+        transfer = self._config.transfer
+        server = new_pull_server(transfer.pull_transport, PullService(transfer, self._me, sender))
         try:
-            port = server.add_insecure_port(_join(host, self._config.port))
-        except RuntimeError:
-            port = server.add_insecure_port(_join(host, 0))
-        await server.start()
-        self._address = _join(host, port)
+            port = await server.listen(transfer.host, self._config.port)
+        except OSError:
+            port = await server.listen(transfer.host, 0)
+        self._address = join_address(transfer.host, port)
         return server
 
     def _obey(self, command: TransferCommand) -> None:
@@ -260,10 +256,6 @@ class TransferProcess:
             corrupt_chunks=receiver.corrupt_chunks,
             commands_address=self._commands_address,
         )
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _run(config: TransferProcessConfig) -> None:

@@ -1,15 +1,17 @@
 """Producer: copies KV out of the blocks as layers finish, and keeps it until it was pulled.
 
     1. OfferMeta      a transfer opens; its lease starts; pulls that came early go on
-    2. SendMeta,      chunks become ready; `_stage_ready` copies them into staging memory, those
-       StepProgress   of transfers with a waiting puller first
+    2. SendMeta,      chunks become ready; pullers that keep up take them from the blocks
+       StepProgress   (`kv_transfer.straight_sends`), `_stage_ready` copies the others into staging
+                      memory, those of transfers with a waiting puller first
     3. all staged     STAGED: the blocks may be freed
     4. pulls          read staged chunks; each message that leaves renews the lease
     5. the end        Release ──▶ RELEASED, AbortMeta ──▶ ABORTED, lease over ──▶ FAILED:
                       staged memory is free, open pulls stop
 
 Everything runs on one event loop. On a device copies run beside it; once a transfer has ended, a
-copy that is on its way may still read its blocks, but nobody looks at what it read.
+copy that is on its way may still read its blocks, but nobody looks at what it read. Threads that
+send from blocks are waited for before the end is told.
 """
 
 from __future__ import annotations
@@ -38,9 +40,12 @@ from kv_transfer.metadata import (
     TransferEventKind,
     TransferStats,
 )
-from kv_transfer.send_transfer import Pull, PullWish, SendTransfer, SentChunk
+from kv_transfer.out_message import OutMessage
+from kv_transfer.pull_wish import PullWish
+from kv_transfer.send_transfer import Pull, SendTransfer, SentChunk
 from kv_transfer.staging import StagedChunk, StagingPool
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+from kv_transfer.straight_sends import SLOW_S, StraightSends
 from kv_transfer.wire import HEADER, ChunkKind, fill_header
 
 logger = logging.getLogger(__name__)
@@ -85,11 +90,20 @@ class KVSender:
             config.staging_bytes, chunk_bytes, min(_RESERVE_CHUNKS, num_slots // 2)
         )
         cache.device.pin(self.pool.memory)
+        self._straight = StraightSends(
+            cache,
+            layout.num_layers,
+            self.pool,
+            self._messages,
+            self.was_sent,
+            self._left_the_blocks,
+        )
         self._transfers: TransferTable[SendTransfer] = TransferTable()
         self._early_pulls: dict[str, set[asyncio.Event]] = {}
         """Pulls that came before their offer, by transfer id."""
         self._progress = StepProgress(0, 0)
         self._work = asyncio.Event()
+        self._next_look: asyncio.TimerHandle | None = None
         self.num_pulls = 0
         self.bytes_sent = 0
         self.reclaimed: Counter[Reclaim] = Counter()
@@ -197,7 +211,9 @@ class KVSender:
     def open_pull(self, transfer: SendTransfer, wish: PullWish) -> Pull:
         """Raises KVTransferError when this process does not hold what is asked for."""
         self._check_wish(transfer, wish)
-        pull = Pull(transfer, wish, wish.first_token // self._layout.block_size)
+        first_block = wish.first_token // self._layout.block_size
+        goes_straight = self._straight.suits(transfer, wish, first_block)
+        pull = Pull(transfer, wish, first_block, goes_straight)
         transfer.pulls.add(pull)
         transfer.num_pulls_seen += 1
         self._transfers.activate(transfer.transfer_id, transfer.attempt)
@@ -212,17 +228,32 @@ class KVSender:
         self.num_pulls -= 1
         self._on_change()
 
-    def message_for(self, pull: Pull, entry: SentChunk) -> bytes:
-        """Raises `CorruptChunk` for a repeat of what was displaced from staging memory."""
-        return self._messages.message_for(pull, entry)
+    def next_message(self, pull: Pull) -> OutMessage | None:
+        """What this pull is sent next; None: there is nothing more now. Raises `CorruptChunk` for
+        a repeat of what has left staging memory, or never was there."""
+        entry = next(pull.staged(), None)
+        if entry is None:
+            return self._straight.next_message(pull)
+        chunk, message = entry.chunk, self._messages.message_for(pull, entry)
 
-    def was_sent(self, pull: Pull, entry: SentChunk, num_bytes: int) -> None:
+        def on_end(is_sent: bool) -> None:
+            if is_sent:
+                self.was_sent(pull, entry, len(message) - HEADER.size)
+            if chunk is not None:
+                self.pool.unpin(chunk)
+
+        if chunk is not None:
+            self.pool.pin(chunk)
+        return OutMessage([message], on_end)
+
+    def was_sent(self, pull: Pull, entry: SentChunk | None, num_bytes: int) -> None:
+        """`entry` None: the chunk went straight from the blocks."""
         transfer = pull.transfer
         self._renew(transfer)
         transfer.num_bytes_sent += num_bytes
         self.bytes_sent += num_bytes
         self._on_change()
-        if pull.wish.repeat:
+        if pull.wish.repeat or entry is None:
             return
         entry.num_sent += 1
         if entry.chunk is not None and entry.num_sent >= pull.wish.num_pullers:
@@ -265,9 +296,20 @@ class KVSender:
         none could: more room, progress or a puller sets `_work` again."""
         any_staged = False
         for transfer in sorted(self._transfers, key=lambda transfer: not transfer.pulls):
-            if transfer.has_ready and self._stage_one(transfer):
+            if self._straight.keeps_up(transfer):
+                self._look_again_soon()
+            elif transfer.has_ready and self._stage_one(transfer):
                 any_staged = True
         return any_staged
+
+    def _look_again_soon(self) -> None:
+        """A peer that keeps up now may not do so for long."""
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().call_later(SLOW_S, self._look)
+
+    def _look(self) -> None:
+        self._next_look = None
+        self._work.set()
 
     def _stage_one(self, transfer: SendTransfer) -> bool:
         if transfer.is_pulled_directly:
@@ -331,24 +373,18 @@ class KVSender:
     # Small parts ------------------------------------------------------------------------------
 
     def _check_wish(self, transfer: SendTransfer, wish: PullWish) -> None:
-        processes = self._config.num_processes
-        is_ours = self._heads.start <= wish.heads.start and wish.heads.stop <= self._heads.stop
-        if wish.heads.count < 1 or not is_ours:
-            raise KVTransferError(f"this rank holds {self._heads}, not {wish.heads}")
-        if wish.num_streams < 1 or wish.num_streams % processes != 0:
-            raise KVTransferError(f"{wish.num_streams} streams, but {processes} processes here")
-        if wish.stream >= wish.num_streams or wish.stream % processes != self._index:
-            raise KVTransferError(f"stream {wish.stream} is not for process {self._index}")
-        if wish.num_tokens != transfer.num_tokens:
-            raise KVTransferError(
-                f"the prompt has {transfer.num_tokens} tokens here and {wish.num_tokens} there"
-            )
+        wish.check(self._heads, self._index, self._config.num_processes, transfer.num_tokens)
         if wish.first_token // self._layout.block_size < transfer.grid.first_block:
             raise KVTransferError("tokens are asked for that the puller was said to hold")
 
     def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:
         """A message without KV."""
         return self._messages.mark(kind, transfer_id, attempt)
+
+    def _left_the_blocks(self, transfer: SendTransfer) -> None:
+        """One more chunk has; or it could not, and has to be staged."""
+        self._report_if_staged(transfer)
+        self._work.set()
 
     def _renew(self, transfer: SendTransfer) -> None:
         transfer.lease_ends_at = time.monotonic() + self._config.lease_s
@@ -369,7 +405,10 @@ class KVSender:
             if entry.chunk is not None:
                 self.pool.drop(entry.chunk)
         transfer.staged.clear()
-        self._emit(_EVENT_OF[state], transfer, reason, retryable)
+        # The blocks are free with this event, so no thread may still be sending from them.
+        self._straight.let_go(
+            transfer, lambda: self._emit(_EVENT_OF[state], transfer, reason, retryable)
+        )
         self._work.set()
         self._on_change()
 
