@@ -116,7 +116,7 @@ class ApiServer:
         return scale.read(obj) if target.subresource == "scale" else obj
 
     def _list(self, target: Target, request: web.Request) -> Object:
-        items = self.store.list(target.resource, target.namespace)
+        items = self.store.objects(target.resource, target.namespace)
         return {
             "kind": f"{target.resource.kind}List",
             "apiVersion": target.resource.api_version,
@@ -151,7 +151,7 @@ class ApiServer:
         self, response: web.StreamResponse, target: Target, request: web.Request
     ) -> None:
         """What is there, and with `sendInitialEvents` a bookmark that says that this was all."""
-        for obj in self.store.list(target.resource, target.namespace):
+        for obj in self.store.objects(target.resource, target.namespace):
             if _is_chosen(obj, request):
                 await response.write(_line("ADDED", obj))
         if request.query.get("sendInitialEvents") == "true":
@@ -223,7 +223,7 @@ class ApiServer:
             if "dryRun" in request.query:
                 return self.store.get(target.resource, target.namespace, target.name)
             return self.store.delete(target.resource, target.namespace, target.name, grace_s)
-        for obj in self.store.list(target.resource, target.namespace):
+        for obj in self.store.objects(target.resource, target.namespace):
             if _is_chosen(obj, request):
                 self.store.delete_object(obj, grace_s)
         return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
@@ -296,7 +296,7 @@ def _has_field(obj: Object, term: str) -> bool:
     value: Any = obj
     for part in path.rstrip("!").split("."):
         value = value.get(part, "") if isinstance(value, dict) else ""
-    return (value == wanted) != differs
+    return bool((value == wanted) != differs)
 
 
 def _seen_as(event: Event, target: Target, request: web.Request) -> str | None:

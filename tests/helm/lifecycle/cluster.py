@@ -102,14 +102,14 @@ class Cluster:
         """Raises `NotFound`."""
         return self.store.get(resource_of(kind), NAMESPACE, name)
 
-    def list(self, kind: str) -> list[Object]:
+    def objects(self, kind: str) -> list[Object]:
         return self.store.list_kind(kind, NAMESPACE)
 
     def pods(self, component: str) -> list[Object]:
         """Without those that are terminating."""
         return [
             pod
-            for pod in self.list("Pod")
+            for pod in self.objects("Pod")
             if pod["metadata"]["labels"].get("app.kubernetes.io/component") == component
             and not is_terminating(pod)
         ]
@@ -134,11 +134,11 @@ class Cluster:
 
     def _is_settled(self, component: str, count: int) -> bool:
         label = "app.kubernetes.io/component"
-        pods = [p for p in self.list("Pod") if p["metadata"]["labels"].get(label) == component]
+        pods = [p for p in self.objects("Pod") if p["metadata"]["labels"].get(label) == component]
         return len(pods) == count and all(is_ready(p) and not is_terminating(p) for p in pods)
 
     def _states(self) -> dict[str, Any]:
-        return {pod["metadata"]["name"]: pod.get("status", {}) for pod in self.list("Pod")}
+        return {pod["metadata"]["name"]: pod.get("status", {}) for pod in self.objects("Pod")}
 
     # Changing ----------------------------------------------------------------------------------
 

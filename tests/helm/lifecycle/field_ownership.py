@@ -81,7 +81,7 @@ def apply(live: Object | None, wanted: Object, manager: str, *, force: bool) -> 
     for path in sorted(mine - fields.keys(), key=_is_key):
         if not any(path in paths for paths in others.values()):
             _remove(result, path)
-    result = _merge((), result, wanted)
+    result = dict(_merge((), result, wanted))
     others[me] = set(fields)
     _write_owners(result, others)
     return result

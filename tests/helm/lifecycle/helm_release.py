@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,7 +111,10 @@ class SdkRelease:
         )
 
 
-RELEASES = {HelmCli.name: CliRelease, HelmSdk.name: SdkRelease}
+RELEASES: dict[str, Callable[[Cluster, Path], Release]] = {
+    HelmCli.name: CliRelease,
+    HelmSdk.name: SdkRelease,
+}
 
 
 def _wait_flags(wait_s: int) -> list[str]:

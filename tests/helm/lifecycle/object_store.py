@@ -79,7 +79,7 @@ class ObjectStore:
         found = self._objects.get((resource_of(kind), namespace, name))
         return None if found is None else copy_of(found)
 
-    def list(self, resource: Resource, namespace: str = "") -> list[Object]:
+    def objects(self, resource: Resource, namespace: str = "") -> list[Object]:
         """In the order of their names; an empty `namespace` means all."""
         found = [
             (key[1:], obj)
@@ -89,7 +89,7 @@ class ObjectStore:
         return [copy_of(obj) for _, obj in sorted(found, key=lambda item: item[0])]
 
     def list_kind(self, kind: str, namespace: str = "") -> list[Object]:
-        return self.list(resource_of(kind), namespace)
+        return self.objects(resource_of(kind), namespace)
 
     def all(self) -> list[Object]:
         return [copy_of(obj) for obj in self._objects.values()]
@@ -213,7 +213,7 @@ class ObjectStore:
         wanted = [resource_of(kind) for kind in kinds]
         with self.watching() as queue:
             for resource in wanted:
-                for obj in self.list(resource):
+                for obj in self.objects(resource):
                     yield Event("ADDED", resource, obj, None, self._version)
             while True:
                 event = await queue.get()

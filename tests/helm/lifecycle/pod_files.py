@@ -94,8 +94,8 @@ class PodFiles:
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
         if "persistentVolumeClaim" in volume:
-            return self._machine.claims / volume["persistentVolumeClaim"]["claimName"]
-        return self._folder / "volumes" / volume["name"]
+            return self._machine.claims / str(volume["persistentVolumeClaim"]["claimName"])
+        return self._folder / "volumes" / str(volume["name"])
 
     def _prepare(self, volume: dict[str, Any]) -> None:
         place = self._place(volume)

@@ -66,11 +66,8 @@ def _rules(store: ObjectStore, user: User, namespace: str) -> list[dict[str, Any
 
 
 def _is_user(subject: dict[str, Any], user: User, namespace: str) -> bool:
-    return (
-        subject["kind"] == "ServiceAccount"
-        and subject["name"] == user.account
-        and subject.get("namespace", namespace) == user.namespace
-    )
+    named = (subject["kind"], subject.get("namespace", namespace), subject["name"])
+    return named == ("ServiceAccount", user.namespace, user.account)
 
 
 def _allows(rule: dict[str, Any], verb: str, target: Target) -> bool:

@@ -41,7 +41,7 @@ def _reconcile_slice(store: ObjectStore, service: Object) -> None:
         and not is_over(pod)
     ]
     name = f"{meta['name']}-endpoints"
-    wanted = {
+    wanted: Object = {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
         "metadata": {

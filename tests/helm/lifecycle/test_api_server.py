@@ -207,7 +207,7 @@ async def test_evictions_respect_the_budget(client: Client, cluster: Cluster) ->
     }
     budgets = f"/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets"
     await client.ask("POST", budgets, budget)
-    pods = await cluster.wait(lambda: len(cluster.list("Pod")) == 2 and cluster.list("Pod"))
+    pods = await cluster.wait(lambda: len(cluster.objects("Pod")) == 2 and cluster.objects("Pod"))
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pods[0]['metadata']['name']}/eviction"
     assert (await client.ask("POST", path, {}))[0] == 429
     await client.ask("PATCH", f"{budgets}/b", {"spec": {"maxUnavailable": 1}}, _MERGE)
@@ -216,14 +216,15 @@ async def test_evictions_respect_the_budget(client: Client, cluster: Cluster) ->
 
 
 async def test_a_pods_token_allows_what_its_role_says(client: Client, cluster: Cluster) -> None:
-    for kind, spec in {
+    specs: dict[str, Any] = {
         "ServiceAccount": {},
         "Role": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]},
         "RoleBinding": {
             "subjects": [{"kind": "ServiceAccount", "name": "s"}],
             "roleRef": {"kind": "Role", "name": "s"},
         },
-    }.items():
+    }
+    for kind, spec in specs.items():
         meta = {"name": "s", "namespace": NAMESPACE}
         cluster.store.create({"kind": kind, "metadata": meta, **spec})
     token = rbac.token_of(NAMESPACE, "s")

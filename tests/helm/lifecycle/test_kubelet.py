@@ -99,7 +99,7 @@ async def test_deletion_runs_the_hook_then_term_and_gives_time(cluster: Cluster)
     )
     await cluster.wait(lambda: is_ready(cluster.get("Pod", "p")))
     cluster.delete_pod(pod)
-    await cluster.wait(lambda: not cluster.list("Pod"), 10)
+    await cluster.wait(lambda: not cluster.objects("Pod"), 10)
     assert "term" in cluster.kubelet.log(pod)
     assert [p.read_text() for p in cluster.kubelet.claims("out")] == ["hook\n"]
 
@@ -110,7 +110,7 @@ async def test_a_container_that_ignores_term_is_killed_after_its_grace(cluster: 
     await cluster.wait(lambda: is_ready(cluster.get("Pod", "p")))
     (pid,) = cluster.kubelet.pids()
     cluster.delete_pod(pod)
-    await cluster.wait(lambda: not cluster.list("Pod"), 10)
+    await cluster.wait(lambda: not cluster.objects("Pod"), 10)
     assert not is_alive(pid)
 
 
@@ -158,7 +158,7 @@ async def test_a_crashing_container_starts_again_and_losing_the_pod_kills_it(
     )
     assert cluster.kubelet.log(pod).count("once") >= 2
     cluster.lose_pod(pod)
-    await cluster.wait(lambda: not cluster.list("Pod"))
+    await cluster.wait(lambda: not cluster.objects("Pod"))
 
 
 _ASK_API = """

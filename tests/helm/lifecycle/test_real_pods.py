@@ -201,7 +201,7 @@ async def test_losing_a_decode_pod_lets_its_answers_go_on_elsewhere(serving: Ser
 async def test_uninstall_stops_everything(serving: Serving) -> None:
     pids = serving.cluster.kubelet.pids()
     await serving.release.uninstall()
-    await serving.cluster.wait(lambda: not serving.cluster.list("Pod"), timeout_s=30)
+    await serving.cluster.wait(lambda: not serving.cluster.objects("Pod"), timeout_s=30)
     assert not [pid for pid in pids if is_alive(pid)]
     kinds = {obj["kind"] for obj in serving.cluster.store.all()}
     assert kinds == {"Namespace", "Node"}

@@ -36,7 +36,7 @@ async def test_install_makes_every_component_ready(cluster: Cluster, release: Re
     for tier in ("prefill", "decode"):
         (slice_,) = (
             s
-            for s in cluster.list("EndpointSlice")
+            for s in cluster.objects("EndpointSlice")
             if s["metadata"]["name"].endswith(f"{tier}-endpoints")
         )
         assert [e["conditions"]["ready"] for e in slice_["endpoints"]] == [True]
