@@ -4,6 +4,7 @@
 Readers are processes like the workers. Between messages everybody sleeps, as in an engine whose
 steps take `--gap` seconds, so a wake-up is the whole way: futex, scheduler of the kernel, copy,
 checksum. One case waits for seconds between messages: its CPU share is that of an idle worker.
+The ring is for workers on the engine core's host; TCP, encrypted, here over loopback, for others.
 
     python -m bench.message_queue
 """
@@ -23,19 +24,18 @@ import msgspec
 import zmq
 
 from bench.record import write_result
-from engine.executor.message_queue import (
-    MessageQueueHandle,
-    MessageQueueReader,
-    MessageQueueWriter,
-)
+from engine.executor.message_queue import MessageQueueHandle, MessageQueueWriter
+from engine.executor.open_queue import open_queue
+from engine.executor.remote_queue import RemoteQueueHandle, RemoteQueueWriter
 from kv_transfer.host.child_process import ipc_address, read_config
-from kv_transfer.host.local_socket import bind_socket, connect_socket
+from kv_transfer.host.local_socket import Context, bind_socket, connect_socket
+from kv_transfer.host.secure_socket import LinkKey
 
 _WARM_UP = 5
 
 
 class ReaderConfig(msgspec.Struct):
-    handle: MessageQueueHandle
+    handle: MessageQueueHandle | RemoteQueueHandle
     reader: int
     reply_address: str
 
@@ -52,6 +52,7 @@ class Case:
     num_readers: int
     message_bytes: int
     gap_s: float
+    transport: str = "ring"
     send_p50_us: float = 0.0
     send_p99_us: float = 0.0
     wake_up_p50_us: float = 0.0
@@ -64,7 +65,7 @@ def read() -> None:
     config = read_config(ReaderConfig)
     context = zmq.Context()
     replies = connect_socket(context, zmq.PUSH, config.reply_address)
-    queue = MessageQueueReader(context, config.handle, config.reader, lambda: None)
+    queue = open_queue(context, config.handle, config.reader, lambda: None)
     while queue.dequeue() != b"end":
         received_at = time.monotonic()
         replies.send(msgspec.msgpack.encode(Reply(received_at, time.process_time())))
@@ -81,12 +82,19 @@ def start_reader(config: ReaderConfig) -> subprocess.Popen[bytes]:
     return reader
 
 
+def new_queue(context: Context, name: str, case: Case) -> MessageQueueWriter | RemoteQueueWriter:
+    if case.transport == "tcp":
+        key = LinkKey.create()
+        return RemoteQueueWriter(context, "127.0.0.1", key, case.num_readers, lambda: None)
+    addresses = [ipc_address(name, f"reader{r}") for r in range(case.num_readers)]
+    return MessageQueueWriter(context, name, addresses, lambda: None)
+
+
 def measure(case: Case, num_messages: int) -> None:
     name = f"bench-{secrets.token_hex(6)}"
     context = zmq.Context()
     replies = bind_socket(context, zmq.PULL, ipc_address(name, "replies"))
-    addresses = [ipc_address(name, f"reader{r}") for r in range(case.num_readers)]
-    queue = MessageQueueWriter(context, name, addresses, lambda: None)
+    queue = new_queue(context, name, case)
     readers = [
         start_reader(ReaderConfig(queue.handle, r, ipc_address(name, "replies")))
         for r in range(case.num_readers)
@@ -132,7 +140,8 @@ def main() -> None:
         read()
         return
     cases = [
-        Case(readers, size, arguments.gap)
+        Case(readers, size, arguments.gap, transport)
+        for transport in ("ring", "tcp")
         for readers in (1, 2, 4, 8)
         for size in (300, 10_000, 200_000)
     ]

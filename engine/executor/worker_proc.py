@@ -18,13 +18,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 
 import msgspec
 import zmq
 
-from engine.executor.message_queue import MessageQueueHandle, MessageQueueReader
-from engine.executor.remote_queue import RemoteQueueReader
+from engine.executor.open_queue import open_queue
 from engine.executor.result_thread import ResultThread
 from engine.executor.worker_messages import (
     ExecuteStep,
@@ -55,7 +53,7 @@ class WorkerProc:
         self._parent_pid = os.getppid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replies = _connect_replies(self._context, config)
-        self._queue = _open_queue(self._context, config, self._check_alive)
+        self._queue = open_queue(self._context, config.queue, config.reader, self._check_alive)
         self._commands = msgspec.msgpack.Decoder(WorkerCommand)
         self._replies_lock = threading.Lock()
         """The results' thread replies too."""
@@ -135,14 +133,6 @@ def _connect_replies(context: Context, config: WorkerProcConfig) -> zmq.Socket[b
     if config.link is None:
         return connect_socket(context, zmq.PUSH, config.reply_address)
     return connect_secure(context, zmq.PUSH, config.reply_address, config.link.key)
-
-
-def _open_queue(
-    context: Context, config: WorkerProcConfig, check_alive: Callable[[], None]
-) -> MessageQueueReader | RemoteQueueReader:
-    if isinstance(config.queue, MessageQueueHandle):
-        return MessageQueueReader(context, config.queue, config.reader, check_alive)
-    return RemoteQueueReader(context, config.queue, config.reader, check_alive)
 
 
 def main() -> None:

@@ -1,0 +1,21 @@
+"""A reader for whichever queue a handle belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.executor.message_queue import MessageQueueHandle, MessageQueueReader
+from engine.executor.remote_queue import RemoteQueueHandle, RemoteQueueReader
+from kv_transfer.host.local_socket import Context
+
+
+def open_queue(
+    context: Context,
+    handle: MessageQueueHandle | RemoteQueueHandle,
+    reader: int,
+    check_alive: Callable[[], None],
+) -> MessageQueueReader | RemoteQueueReader:
+    """`check_alive` raises when there is nothing to wait for any more."""
+    if isinstance(handle, MessageQueueHandle):
+        return MessageQueueReader(context, handle, reader, check_alive)
+    return RemoteQueueReader(context, handle, reader, check_alive)
