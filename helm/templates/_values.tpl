@@ -34,7 +34,7 @@
 {{- end -}}
 
 {{/* Settings as flags, one a line: maxNumSeqs: 8 is --max-num-seqs=8, true is --name, false is
-  --no-name, a list is joined by commas. */}}
+  --no-name, a list is joined by commas; null and an empty list say nothing. */}}
 {{- define "tandem.flags" -}}
 {{- range $name, $value := . }}
 {{- $flag := kebabcase $name }}
@@ -43,7 +43,9 @@
 {{- else if kindIs "slice" $value }}
 {{- $parts := list }}
 {{- range $value }}{{- $parts = append $parts (include "tandem.scalar" .) }}{{- end }}
-- {{ printf "--%s=%s" $flag (join "," $parts) | quote }}
+{{- with $parts }}
+- {{ printf "--%s=%s" $flag (join "," .) | quote }}
+{{- end }}
 {{- else if not (kindIs "invalid" $value) }}
 - {{ printf "--%s=%s" $flag (include "tandem.scalar" $value) | quote }}
 {{- end }}
