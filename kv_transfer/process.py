@@ -242,7 +242,7 @@ class TransferProcess:
                 num_pulls=sender.num_pulls,
                 bytes_moved=sender.bytes_sent,
                 leases_expired=sender.leases_expired,
-                reclaimed=dict(sender.reclaimed),
+                reclaimed={str(why): count for why, count in sender.reclaimed.items()},
                 commands_address=self._commands_address,
             )
         assert self._receiver is not None

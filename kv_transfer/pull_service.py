@@ -105,7 +105,7 @@ class PullService:
         """Waits for a transfer that is not offered yet, a bounded time."""
         deadline = time.monotonic() + self._longest_wait_s
         name = request.transfer_id, request.attempt
-        with self._sender.awaiting_offer(request.transfer_id) as offered:
+        with self._sender.early_pulls.waiting(request.transfer_id) as offered:
             while (transfer := self._sender.find(*name)) is None:
                 if time.monotonic() >= deadline:
                     await call.abort(

@@ -20,14 +20,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.cache_view import KVCacheView
 from kv_transfer.chunk_grid import blocks_per_chunk
 from kv_transfer.chunk_messages import ChunkMessages
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.early_pulls import EarlyPulls
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import (
@@ -99,8 +99,7 @@ class KVSender:
             self._left_the_blocks,
         )
         self._transfers: TransferTable[SendTransfer] = TransferTable()
-        self._early_pulls: dict[str, set[asyncio.Event]] = {}
-        """Pulls that came before their offer, by transfer id."""
+        self.early_pulls = EarlyPulls()
         self._progress = StepProgress(0, 0)
         self._work = asyncio.Event()
         self._next_look: asyncio.TimerHandle | None = None
@@ -139,8 +138,7 @@ class KVSender:
             transfer.stage_after = time.monotonic() + _WAIT_FOR_PULL_S
             asyncio.get_running_loop().call_later(_WAIT_FOR_PULL_S, self._work.set)
         self._report_if_staged(transfer)
-        for early in self._early_pulls.pop(meta.transfer_id, ()):
-            early.set()
+        self.early_pulls.offered(meta.transfer_id)
         self._on_change()
 
     def send(self, meta: SendMeta) -> None:
@@ -194,19 +192,6 @@ class KVSender:
         """How a puller on this host maps our cache; None: it may not."""
         shares = self._config.shares_memory(self._cache.device.is_gpu)
         return self._cache.handle if shares else None
-
-    @contextmanager
-    def awaiting_offer(self, transfer_id: str) -> Iterator[asyncio.Event]:
-        """The event is set when the transfer is offered."""
-        early = asyncio.Event()
-        self._early_pulls.setdefault(transfer_id, set()).add(early)
-        try:
-            yield early
-        finally:
-            waiting = self._early_pulls.get(transfer_id, set())
-            waiting.discard(early)
-            if not waiting:
-                self._early_pulls.pop(transfer_id, None)
 
     def open_pull(self, transfer: SendTransfer, wish: PullWish) -> Pull:
         """Raises KVTransferError when this process does not hold what is asked for."""

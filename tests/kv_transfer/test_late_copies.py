@@ -124,7 +124,7 @@ async def test_blocks_that_changed_while_they_were_copied_are_not_believed() -> 
         source = prefill.blocks.take(SHAPE, 100)
         prefill.compute_all(1, 100, source)
         decode.pull(prefill.peer, transfer_id, 100)
-        await until(lambda: prefill.senders[0]._early_pulls != {})
+        await until(lambda: len(prefill.senders[0].early_pulls) > 0)
         prefill.offer(transfer_id, 100)
         await until(lambda: prefill.senders[0].num_pulls > 0)
         prefill.send(transfer_id, -1, range(100), source, 100)

@@ -21,7 +21,7 @@ from msgspec.structs import replace as with_fields
 
 from kv_transfer.config import PullTransportName
 from kv_transfer.handshake import peer_to_proto
-from kv_transfer.metadata import KVPeer, TransferEventKind
+from kv_transfer.metadata import KVPeer, Reclaim, TransferEventKind
 from tandem_pb import kv_transfer_pb2 as pb
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
@@ -349,7 +349,7 @@ async def test_kv_that_nobody_pulls_is_dropped_when_its_lease_ends() -> None:
             (event,) = await producer.until_all(FAILED, transfer_id)
             assert "lease" in event.reason and event.retryable
         assert time.monotonic() - started >= 0.5
-        assert producer.senders[0].leases_expired == 2
+        assert producer.senders[0].reclaimed == {Reclaim.LEASE_ENDED: 2}
         await producer.until_empty()
 
 
@@ -361,7 +361,7 @@ async def test_a_pull_of_something_that_never_comes_ends(transport: PullTranspor
         consumer.pull(producer.peer, transfer_id, 40)
         (event,) = await consumer.until_all(FAILED, transfer_id)
         assert "was not offered within 0.6 s" in event.reason and event.retryable
-        await until(lambda: not producer.senders[0]._early_pulls)
+        await until(lambda: not producer.senders[0].early_pulls)
         await consumer.until_empty()
 
 
