@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -32,10 +32,13 @@ from router.client_connection import request_headers, request_id
 from router.closing_connections import ClosingConnections
 from router.config import RouterSettings
 from router.decision_log import DecisionLog
-from router.discovery import Discovery, Resolver, resolve_host
+from router.discovery import Discovery, Resolver, Watcher, resolve_host
 from router.errors import RouterError, error_body
 from router.forward import Forwarder
 from router.health import EjectionPolicy
+from router.kubernetes.api_client import EndpointSliceApi, KubernetesAccess
+from router.kubernetes.endpoint_slices import Endpoints
+from router.kubernetes.slice_watch import SliceWatch
 from router.load_monitor import ChannelFactory, LoadMonitor, open_channel
 from router.metrics import RouterMetrics
 from router.migration import Migrations
@@ -266,7 +269,23 @@ def _make_discovery(
         interval_s=settings.dns_interval_s,
         linger_s=settings.dns_linger_s,
         resolve=world.resolve,
+        watch=_service_watcher(settings, metrics, world.rng),
     )
+
+
+def _service_watcher(
+    settings: RouterSettings, metrics: RouterMetrics, rng: random.Random
+) -> Watcher:
+    access = KubernetesAccess(
+        url=settings.kubernetes_url, credentials=settings.kubernetes_credentials
+    )
+
+    async def watch(service: str, on_endpoints: Callable[[Endpoints], None]) -> None:
+        name, _, namespace = service.partition(".")
+        api = EndpointSliceApi(access, name, namespace)
+        await SliceWatch(api, service, on_endpoints, metrics.discovery_failures.inc, rng).run()
+
+    return watch
 
 
 @asynccontextmanager

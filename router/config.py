@@ -15,7 +15,8 @@ class RouterSettings(BaseSettings):
     Node lists are comma separated. One node is written `host:port` (prefill: its gRPC port) or
     `host:port/grpc_port` (decode: its HTTP port, then the gRPC port of its status service).
     `dns://name:port[/grpc_port]` stands for one node at each address that the name resolves to,
-    such as a headless Kubernetes service.
+    such as a headless Kubernetes service. `k8s://service[.namespace]:port[/grpc_port]` stands for
+    the pods of a service, by the Kubernetes API: changes are known at once.
     """
 
     model_config = SettingsConfigDict(
@@ -65,6 +66,15 @@ class RouterSettings(BaseSettings):
         "The clients' own keys are never passed on.",
     )
 
+    kubernetes_url: str = Field(
+        default="https://kubernetes.default.svc",
+        description="Kubernetes API, for k8s:// entries of the node lists.",
+    )
+    kubernetes_credentials: Path = Field(
+        default=Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="Folder with the files token, ca.crt and namespace of a service account that "
+        "may get, list and watch endpointslices.",
+    )
     dns_interval_s: float = Field(
         default=5.0, gt=0, description="Seconds between two resolutions of dns:// names."
     )

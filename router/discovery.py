@@ -1,13 +1,13 @@
-"""Which nodes there are: the static ones, and those that DNS names resolve to.
+"""Which nodes there are: static ones, those that DNS names resolve to, those of services.
 
 Discovery says who may exist; reports and requests say who is used. So an answer is believed when
 it adds a node and doubted when it takes one away:
 
-    1. resolved     a name's address appears: the node is a member
-    2. missing      the name no longer has the address: still a member while it reports, for at
-                    most `linger_s`
+    1. found        a name or service has the address: the node is a member
+    2. missing      it no longer has: still a member while it reports, for at most `linger_s`
     3. gone         it stopped reporting, or the time is over
-    An empty or failed resolution changes nothing.
+    -  terminating  Kubernetes ends the pod: gone at once
+    An empty or failed answer changes nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from router.kubernetes.endpoint_slices import Endpoints
 from router.metrics import RouterMetrics
-from router.node_address import NodeAddress, NodeEntry
+from router.node_address import NodeAddress, NodeEntry, NodeSource
 
 logger = logging.getLogger(__name__)
 
 Resolver = Callable[[str], Awaitable[Sequence[str]]]
 """Name to IP addresses. Raises `OSError` or `UnicodeError` when it cannot be resolved."""
+
+
+Watcher = Callable[[str, Callable[[Endpoints], None]], Awaitable[None]]
+"""Tells of the endpoints of a Kubernetes service, until cancelled."""
+
+
+async def no_kubernetes(service: str, on_endpoints: Callable[[Endpoints], None]) -> None:
+    """A watcher for a router without a cluster around it."""
 
 
 async def resolve_host(name: str) -> Sequence[str]:
@@ -45,39 +54,65 @@ class Discovery:
         interval_s: float = 5.0,
         linger_s: float = 30.0,
         resolve: Resolver = resolve_host,
+        watch: Watcher = no_kubernetes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._static = {entry.address() for entry in entries if not entry.dns}
-        self._names = [entry for entry in entries if entry.dns]
+        by_source = {s: [entry for entry in entries if entry.source is s] for s in NodeSource}
+        self._static = {entry.address() for entry in by_source[NodeSource.STATIC]}
+        self._names = by_source[NodeSource.DNS]
+        self._services = by_source[NodeSource.KUBERNETES]
         self._on_members = on_members
         self._is_alive = is_alive
         self._metrics = metrics
         self._interval_s = interval_s
         self._linger_s = linger_s
         self._resolve = resolve
+        self._watch = watch
         self._clock = clock
         self._last_seen: dict[NodeEntry, dict[NodeAddress, float]] = {
-            entry: {} for entry in self._names
+            entry: {} for entry in (*self._names, *self._services)
         }
+        self._present: dict[NodeEntry, set[NodeAddress]] = {}
+        """By the last answer."""
         self._members: set[NodeAddress] | None = None
 
     async def run(self) -> None:
-        """Runs until cancelled; returns at once when no name needs resolving."""
+        """Runs until cancelled; returns at once when all nodes are static."""
         await self.refresh()
-        while self._names:
-            await asyncio.sleep(self._interval_s)
-            await self.refresh()
+        async with asyncio.TaskGroup() as tasks:
+            for entry in self._services:
+                tasks.create_task(self._follow_service(entry))
+            while self._names or self._services:
+                await asyncio.sleep(self._interval_s)
+                await self.refresh()
 
     async def refresh(self) -> None:
         for entry in self._names:
-            await self._refresh_entry(entry)
+            await self._resolve_entry(entry)
+        for entry in self._services:
+            self._drop_missing(entry)
+        self._announce()
+
+    def _announce(self) -> None:
         members = self._static.union(*self._last_seen.values())
         if members != self._members:
             self._members = members
             logger.info("members: %s", ", ".join(sorted(map(str, members))) or "none")
             self._on_members(members)
 
-    async def _refresh_entry(self, entry: NodeEntry) -> None:
+    async def _follow_service(self, entry: NodeEntry) -> None:
+        await self._watch(entry.host, lambda endpoints: self._take_endpoints(entry, endpoints))
+
+    def _take_endpoints(self, entry: NodeEntry, endpoints: Endpoints) -> None:
+        """Whatever is missing now was there until now: the watch tells at once."""
+        self._drop_missing(entry)
+        self._present[entry] = {entry.address(host) for host in endpoints.present}
+        for host in endpoints.terminating:
+            self._last_seen[entry].pop(entry.address(host), None)
+        self._drop_missing(entry)
+        self._announce()
+
+    async def _resolve_entry(self, entry: NodeEntry) -> None:
         try:
             hosts = await self._resolve(entry.host)
         except (OSError, UnicodeError) as error:
@@ -86,9 +121,13 @@ class Discovery:
         if not hosts:
             self._metrics.discovery_failures.inc()
             return
+        self._present[entry] = {entry.address(host) for host in hosts}
+        self._drop_missing(entry)
+
+    def _drop_missing(self, entry: NodeEntry) -> None:
         now = self._clock()
         seen = self._last_seen[entry]
-        seen.update({entry.address(host): now for host in hosts})
+        seen.update(dict.fromkeys(self._present.get(entry, ()), now))
         self._last_seen[entry] = {
             address: last for address, last in seen.items() if self._stays(address, now - last)
         }

@@ -7,7 +7,13 @@ from enum import StrEnum
 
 from router.errors import ConfigurationError
 
-_DNS_PREFIX = "dns://"
+
+class NodeSource(StrEnum):
+    """What an entry of a node list stands for; also how it is written."""
+
+    STATIC = ""
+    DNS = "dns://"
+    KUBERNETES = "k8s://"
 
 
 class NodeRole(StrEnum):
@@ -30,13 +36,14 @@ class NodeAddress:
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
-    """One entry of a node list. With `dns`, `host` is a name that stands for many nodes."""
+    """One entry of a node list. `host` is the host of a static node, a DNS name with a node at
+    each of its addresses, or a Kubernetes service (`service` or `service.namespace`)."""
 
     role: NodeRole
     host: str
     port: int
     status_port: int
-    dns: bool
+    source: NodeSource
 
     def address(self, host: str | None = None) -> NodeAddress:
         """The node of this entry at `host`, or at the entry's own host."""
@@ -45,7 +52,7 @@ class NodeEntry:
 
 
 def parse_node_list(role: NodeRole, text: str) -> tuple[NodeEntry, ...]:
-    """Reads `host:port[/grpc_port],dns://name:port[/grpc_port],…`.
+    """Reads `host:port[/grpc_port],dns://name:port[/grpc_port],k8s://service:port[/grpc_port],…`.
 
     Raises:
         ConfigurationError: names the entry that cannot be read, and what is expected.
@@ -59,8 +66,9 @@ def parse_node_list(role: NodeRole, text: str) -> tuple[NodeEntry, ...]:
 
 
 def parse_node_entry(role: NodeRole, text: str) -> NodeEntry:
-    dns = text.startswith(_DNS_PREFIX)
-    location, _, status_port = text.removeprefix(_DNS_PREFIX).partition("/")
+    dynamic = (NodeSource.DNS, NodeSource.KUBERNETES)
+    source = next((s for s in dynamic if text.startswith(s)), NodeSource.STATIC)
+    location, _, status_port = text.removeprefix(source).partition("/")
     host, separator, port = location.rpartition(":")
     if not separator or not host.strip("[]") or (role is NodeRole.DECODE and not status_port):
         raise _cannot_read(role, text)
@@ -69,7 +77,7 @@ def parse_node_entry(role: NodeRole, text: str) -> NodeEntry:
         host=host.removeprefix("[").removesuffix("]"),
         port=_port(role, text, port),
         status_port=_port(role, text, status_port or port),
-        dns=dns,
+        source=source,
     )
 
 
@@ -82,8 +90,9 @@ def _port(role: NodeRole, text: str, digits: str) -> int:
 def _cannot_read(role: NodeRole, text: str) -> ConfigurationError:
     form = "host:port" if role is NodeRole.PREFILL else "host:http_port/grpc_port"
     return ConfigurationError(
-        f"--{role}: cannot read {text!r}. Write each node as {form}, or dns://name… for a name "
-        f"with one node at each of its addresses; separate nodes by commas."
+        f"--{role}: cannot read {text!r}. Write each node as {form}, dns://name… for a name with "
+        f"one node at each of its addresses, or k8s://service… for a Kubernetes service; separate "
+        f"nodes by commas."
     )
 
 

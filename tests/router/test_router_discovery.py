@@ -12,7 +12,7 @@ from router.app import OuterWorld
 from router.discovery import Discovery, resolve_host
 from router.errors import ConfigurationError
 from router.metrics import RouterMetrics
-from router.node_address import NodeAddress, NodeRole, parse_node_list
+from router.node_address import NodeAddress, NodeRole, NodeSource, parse_node_list
 from router.node_registry import NodeRegistry
 from tests.router.router_cluster import Cluster
 from tests.router.router_factories import ManualClock
@@ -32,12 +32,12 @@ PREFILL, DECODE = NodeRole.PREFILL, NodeRole.DECODE
 def test_a_node_is_read(role: NodeRole, text: str, target: str, status_target: str) -> None:
     [entry] = parse_node_list(role, f" {text} ,")
     assert entry.address() == NodeAddress(role, target, status_target)
-    assert not entry.dns
+    assert entry.source is NodeSource.STATIC
 
 
 def test_a_name_stands_for_a_node_at_each_address() -> None:
     [entry] = parse_node_list(DECODE, "dns://decode.ns.svc:8101/9101")
-    assert entry.dns
+    assert entry.source is NodeSource.DNS
     assert entry.address("10.0.0.7") == NodeAddress(DECODE, "10.0.0.7:8101", "10.0.0.7:9101")
     assert entry.address("fd00::7").target == "[fd00::7]:8101"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from router.errors import BadRequest
 from router.request_info import SessionSource, estimate_tokens, read_request_info
-from router.session import node_hash_seed, rank_by_rendezvous
+from router.session import Rendezvous, node_hash_seed
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,19 @@ names = st.sets(st.text(min_size=1, max_size=20), min_size=2, max_size=12).map(s
 keys = st.binary(min_size=1, max_size=40)
 
 
+def home(key: bytes, nodes: Iterable[Place]) -> Place:
+    return Rendezvous(list(nodes)).home(key)
+
+
 @settings(deadline=None)
 @given(names, keys, st.randoms())
-def test_the_ranking_does_not_depend_on_the_order_of_nodes(
+def test_the_home_does_not_depend_on_the_order_of_nodes(
     names: list[str], key: bytes, rng: Any
 ) -> None:
     nodes = [Place(name) for name in names]
     shuffled = list(nodes)
     rng.shuffle(shuffled)
-    assert rank_by_rendezvous(key, nodes) == rank_by_rendezvous(key, shuffled)
+    assert home(key, nodes) == home(key, shuffled)
 
 
 @settings(deadline=None)
@@ -47,9 +52,8 @@ def test_a_node_that_leaves_moves_only_its_own_sessions(
 ) -> None:
     nodes = [Place(name) for name in names]
     leaving = data.draw(st.sampled_from(nodes))
-    before = rank_by_rendezvous(key, nodes)
-    after = rank_by_rendezvous(key, [node for node in nodes if node != leaving])
-    assert after == [node for node in before if node != leaving]
+    after = home(key, [node for node in nodes if node != leaving])
+    assert after == home(key, nodes) or home(key, nodes) == leaving
 
 
 @settings(deadline=None)
@@ -58,20 +62,35 @@ def test_a_node_that_joins_takes_sessions_only_for_itself(
     names: list[str], key: bytes, new: str
 ) -> None:
     nodes = [Place(name) for name in names]
-    home = rank_by_rendezvous(key, nodes)[0]
-    assert rank_by_rendezvous(key, {*nodes, Place(new)})[0] in (home, Place(new))
+    assert home(key, {*nodes, Place(new)}) in (home(key, nodes), Place(new))
 
 
-def test_sessions_spread_evenly_and_one_node_more_takes_its_share() -> None:
-    nodes = [Place(f"10.0.0.{i}:5001") for i in range(16)]
-    more = [*nodes, Place("10.0.0.99:5001")]
-    keys = [str(i).encode() for i in range(20_000)]
-    homes = {key: rank_by_rendezvous(key, nodes)[0] for key in keys}
+@pytest.mark.parametrize(
+    ("count", "spread", "most_moved"),
+    [(16, 0.1, 1.2), (1000, 0.6, 2.6)],
+    ids=["all are weighed", "a window is weighed"],
+)
+def test_sessions_spread_evenly_and_one_node_more_takes_its_share(
+    count: int, spread: float, most_moved: float
+) -> None:
+    nodes = [Place(f"10.0.{i >> 8}.{i & 255}:5001") for i in range(count)]
+    more = [*nodes, Place("10.9.9.9:5001")]
+    keys = [str(i).encode() for i in range(40_000)]
+    fewer, larger = Rendezvous(nodes), Rendezvous(more)
+    homes = {key: fewer.home(key) for key in keys}
     counts = Counter(homes.values())
-    assert max(counts.values()) < 1.15 * len(keys) / 16
-    assert min(counts.values()) > 0.85 * len(keys) / 16
-    moved = sum(rank_by_rendezvous(key, more)[0] != homes[key] for key in keys)
-    assert moved < 1.2 * len(keys) / 17
+    assert len(counts) == count
+    assert max(counts.values()) < (1 + spread) * len(keys) / count
+    moved = sum(larger.home(key) != homes[key] for key in keys)
+    assert moved < most_moved * len(keys) / (count + 1)
+
+
+def test_a_session_that_was_forgotten_has_the_same_home() -> None:
+    rendezvous = Rendezvous([Place(f"n{i}") for i in range(5)])
+    before = rendezvous.home(b"session")
+    for i in range(20_000):
+        rendezvous.home(str(i).encode())
+    assert rendezvous.home(b"session") is before
 
 
 def _read(body: dict[str, Any], path: str = "/v1/chat/completions", **headers: str) -> Any:

@@ -1,0 +1,176 @@
+"""The two calls to the Kubernetes API that a watch needs, and nothing else of it.
+
+Token and certificate authority are files that the kubelet renews, so they are read again for each
+call. Outside a cluster (no token file) the API is asked without a token.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from router.kubernetes.endpoint_slices import EndpointSlice, Metadata
+
+_MAX_EVENT_BYTES = 16 << 20
+_CONNECT_S = 5.0
+_LIST_S = 15.0
+_GONE = 410
+
+
+class ApiUnavailable(Exception):
+    """The API could not be reached or refused; the message says how."""
+
+
+class VersionExpired(Exception):
+    """What happened since is no longer known to the API: list again."""
+
+
+class SliceList(msgspec.Struct):
+    metadata: Metadata
+    items: list[EndpointSlice]
+
+
+class WatchEvent(msgspec.Struct):
+    """`type`: ADDED, MODIFIED, DELETED or BOOKMARK."""
+
+    type: str
+    object: EndpointSlice
+
+
+class _RawEvent(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Status(msgspec.Struct):
+    code: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesAccess:
+    """`credentials`: the folder with `token`, `ca.crt` and `namespace`."""
+
+    url: str
+    credentials: Path
+
+    @property
+    def namespace(self) -> str:
+        """Our own."""
+        return self._read("namespace") or "default"
+
+    def headers(self) -> dict[str, str]:
+        token = self._read("token")
+        return {"authorization": f"Bearer {token}"} if token else {}
+
+    def tls(self) -> ssl.SSLContext | bool:
+        """Raises `ApiUnavailable` when the authority cannot be read."""
+        authority = self.credentials / "ca.crt"
+        if not authority.exists():
+            return True
+        try:
+            return ssl.create_default_context(cafile=str(authority))
+        except (OSError, ssl.SSLError) as error:
+            raise ApiUnavailable(f"{authority}: {error}") from None
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.credentials / name).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+
+class EndpointSliceApi:
+    """EndpointSlices of one service. `namespace` empty: our own."""
+
+    def __init__(self, access: KubernetesAccess, service: str, namespace: str = "") -> None:
+        self._access = access
+        place = namespace or access.namespace
+        self._url = f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{place}/endpointslices"
+        self._query = {"labelSelector": f"kubernetes.io/service-name={service}"}
+
+    async def list(self) -> SliceList:
+        """Raises `ApiUnavailable`."""
+        timeout = aiohttp.ClientTimeout(total=_LIST_S, connect=_CONNECT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                self._get(session, {}) as response,
+            ):
+                await _check(response)
+                return msgspec.json.decode(await response.read(), type=SliceList)
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            raise ApiUnavailable(_describe(error)) from None
+
+    async def watch(self, version: str, seconds: int) -> AsyncIterator[WatchEvent]:
+        """Changes after `version`, until the API ends it after about `seconds`.
+
+        Raises `VersionExpired`, `ApiUnavailable`.
+        """
+        query = {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(seconds),
+        }
+        timeout = aiohttp.ClientTimeout(total=seconds + _LIST_S, connect=_CONNECT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                self._get(session, query) as response,
+            ):
+                await _check(response)
+                async for line in _lines(response.content):
+                    yield _event(line)
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            raise ApiUnavailable(_describe(error)) from None
+
+    def _get(
+        self, session: aiohttp.ClientSession, query: Mapping[str, str]
+    ) -> aiohttp.client._RequestContextManager:
+        return session.get(
+            self._url,
+            params={**self._query, **query},
+            headers=self._access.headers(),
+            ssl=self._access.tls(),
+        )
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status == _GONE:
+        raise VersionExpired
+    if response.status != 200:
+        hint = {401: ": the token is not valid", 403: ": the service account needs get, list and "
+                "watch on endpointslices"}.get(response.status, "")  # fmt: skip
+        raise ApiUnavailable(f"status {response.status}{hint}")
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Of any length that an event may have; what is cut off at the end is left out."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line
+        if len(rest) > _MAX_EVENT_BYTES:
+            raise ApiUnavailable("an event of the watch is too large")
+
+
+def _event(line: bytes) -> WatchEvent:
+    raw = msgspec.json.decode(line, type=_RawEvent)
+    if raw.type == "ERROR":
+        status = msgspec.json.decode(raw.object, type=_Status)
+        if status.code == _GONE:
+            raise VersionExpired
+        raise ApiUnavailable(f"the watch failed with {status.code}: {status.message[:200]}")
+    return WatchEvent(raw.type, msgspec.json.decode(raw.object, type=EndpointSlice))
+
+
+def _describe(error: Exception) -> str:
+    return str(error) or type(error).__name__
