@@ -197,7 +197,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--attention-backend", choices=("auto", "triton", "flash-attn"), default="auto"
     )
-    parser.add_argument("--experiments", default="", help="comma separated; see the setting")
+    parser.add_argument("--deterministic", action="store_true", help="see the setting")
+    parser.add_argument(
+        "--disabled-fast-paths", default="", help="comma separated; see the setting"
+    )
     parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
     return parser.parse_args()
@@ -213,10 +216,11 @@ def main() -> None:
         arguments.shape,
         enforce_eager=arguments.enforce_eager,
         attention_backend=arguments.attention_backend,
-        experiments=tuple(filter(None, arguments.experiments.split(","))),
+        deterministic=arguments.deterministic,
+        disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
         capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
     )
-    results["experiments"] = config.device.experiments
+    results["disabled_fast_paths"] = config.device.disabled_fast_paths
     if cases:
         with offline_engine(config) as engine:
             results["start_s"] = round(engine.start_s, 1)
@@ -231,7 +235,7 @@ def main() -> None:
     if arguments.breakdown:
         from bench.step_breakdown import measure_breakdown
 
-        results["breakdown"] = measure_breakdown(arguments.shape, config.device.experiments)
+        results["breakdown"] = measure_breakdown(arguments.shape)
     print_table(figures, arguments.shape == "llama-3.1-8b")
     if arguments.shape == "llama-3.1-8b" and figures:
         RESULTS.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ from engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
-    Experiment,
+    FastPath,
     SchedulerConfig,
 )
 from engine.core.core import EngineCore
@@ -90,7 +90,8 @@ def shape_config(
     capture_sizes: tuple[int, ...] = (),
     enforce_eager: bool = False,
     attention_backend: AttentionBackend = "auto",
-    experiments: tuple[Experiment, ...] = (),
+    disabled_fast_paths: tuple[FastPath, ...] = (),
+    deterministic: bool = False,
 ) -> EngineConfig:
     """An engine of one GPU with random weights; the prefix cache is off."""
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +115,8 @@ def shape_config(
             enforce_eager=enforce_eager,
             cudagraph_capture_sizes=capture_sizes,
             attention_backend=attention_backend,
-            experiments=experiments,
+            disabled_fast_paths=disabled_fast_paths,
+            deterministic=deterministic,
         ),
     )
 

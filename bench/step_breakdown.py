@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.offline_engine import OfflineEngine, StepResult, offline_engine, shape_config
-from engine.config import EngineConfig, Experiment
+from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.sched.output import SchedulerOutput
 
@@ -72,8 +72,8 @@ class TimedExecutor(UniprocExecutor):
         self.host_us.append(1e6 * (time.perf_counter() - started))
 
 
-def measure_breakdown(shape: str, experiments: tuple[Experiment, ...]) -> dict[str, object]:
-    config = shape_config(shape, capture_sizes=_BATCHES, experiments=experiments)
+def measure_breakdown(shape: str) -> dict[str, object]:
+    config = shape_config(shape, capture_sizes=_BATCHES)
     executor = TimedExecutor(config)
     found: dict[str, object] = {}
     with offline_engine(config, executor) as engine:

@@ -7,7 +7,7 @@
 The model runs in this process, without engine and sampling. A decode step is timed as one CUDA
 graph: requests with 1088 tokens of context whose blocks are scattered over a cache that fills
 most of the memory. A variant must give the logits of the present way but for rounding, and the
-same bits each time. First come variants of one kernel each, then what was fastest, together.
+same bits each time.
 Writes bench/results/step_variants.json.
 """
 
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,36 +27,27 @@ from bench.record import write_result
 from bench.variant_checks import largest_error
 from bench.variant_list import (
     DECODE_CASES,
-    NARROW_BATCHES,
-    Narrow,
     Variant,
     applied,
-    combinations,
     decode_variants,
     narrow_variants,
     prefill_variants,
+    whole_steps,
 )
 from bench.variant_model import VariantModel
 from engine.layers import dense_attention
 from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.narrow_shapes import MAX_ROWS
 
 _LARGEST_LOGITS_ERROR, _LARGEST_KERNEL_ERROR = 0.1, 1e-2
 _ROUNDS, _REPLAYS = 5, 8
+_NARROW_ROWS = 16
 _FLOORS_MS = {1: 3.52, 16: 4.0, 64: 5.6, 256: 14.1}
 _MUST_MS = {1: 4.8, 16: 5.4, 64: 7.5, 256: 17.5}
 _BUSY_MS = {1: 0.04, 16: 0.04, 64: 0.06, 256: 0.1}
 """What sampling and bookkeeping add to a step of the engine, about."""
 _NEVER = 1 << 30
-_PREFILL_WAYS = (
-    ("present", dense_attention.MIN_TOKENS, False),
-    ("triton", _NEVER, False),
-    ("projected from 4096", 4096, True),
-    ("projected from 2048", 2048, True),
-    ("projected from 1024", 1024, True),
-    ("gathered from 2048", 2048, False),
-)
-"""Name, length from which prompts are attended apart, whether from the projection."""
+_PREFILL_WAYS = {"present": dense_attention.MIN_TOKENS, "triton": _NEVER, "cuDNN from 1024": 1024}
+"""Length from which prompts are attended apart."""
 _TUNED_PROMPTS = ((2048,) * 4, (1024,) * 8)
 _PROMPTS = ((8192,), (2048,) * 4, (1024,) * 8, (1536, 512, 4096, 2048), (2048,) * 8)
 
@@ -150,37 +140,15 @@ class Trial:
 
 def try_decode(model: VariantModel) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    best: list[Variant] = []
     for batch, context in DECODE_CASES:
         metadata = model.decode_metadata(batch, context)
-        case, step = f"decode {batch} x {context}", model.decode_step(metadata)
-        trial = Trial(model, case, step_ms, metadata)
-        present = trial.measure(Variant("present"), step)
-        times = {variant: trial.measure(variant, step) for variant in decode_variants()}
-        decode = min(times, key=lambda variant: times[variant])
-        if times[decode] > 0.995 * present or decode.decode is None:
-            decode = Variant("present")
-        if batch in NARROW_BATCHES:
-            together = combinations(decode, fastest_narrow(trial, step))
-            times = {variant: trial.measure(variant, step) for variant in together}
-            best = sorted(together, key=lambda variant: times[variant])[:3]
-        elif batch <= MAX_ROWS:
-            for variant in best:
-                trial.measure(replace(variant, decode=decode.decode), step)
-        trial.measure(Variant("chained, decode", decode.decode, chained=True), step)
-        trial.measure(Variant("present again"), step)
+        trial = Trial(model, f"decode {batch} x {context}", step_ms, metadata)
+        step = model.decode_step(metadata)
+        narrow = narrow_variants() if batch <= _NARROW_ROWS else []
+        for variant in (Variant("present"), *decode_variants(), *narrow, *whole_steps()):
+            trial.measure(variant, step)
         rows += trial.rows
     return rows
-
-
-def fastest_narrow(trial: Trial, step: Callable[[], Tensor]) -> dict[str, Narrow]:
-    """By product."""
-    found = {}
-    trial.measure(Variant("chained", chained=True), step)
-    for product, variants in narrow_variants().items():
-        times = {variant: trial.measure(variant, step) for variant in variants}
-        found[product] = min(times, key=lambda variant: times[variant]).narrow[0]
-    return found
 
 
 def try_prefill(model: VariantModel) -> list[dict[str, object]]:
@@ -188,19 +156,11 @@ def try_prefill(model: VariantModel) -> list[dict[str, object]]:
     for lengths in _PROMPTS:
         lengths = tuple(min(length, model.longest) for length in lengths)
         trial = Trial(model, f"prefill {lengths}", eager_ms)
-        tried = set()
-        for name, apart_from, projected in _PREFILL_WAYS:
-            apart = (tuple(n for n in lengths if n >= apart_from), projected)
-            if apart in tried or (not apart[0] and ((), not projected) in tried):
-                continue
-            tried.add(apart)
-            step = model.prefill_step(lengths, apart_from, projected)
-            for chained in (False, True) if lengths == _PROMPTS[0] else (False,):
-                label = name + (", chained" if chained else "")
-                trial.measure(Variant(label, chained=chained), step)
+        for name, apart_from in _PREFILL_WAYS.items():
+            trial.measure(Variant(name), model.prefill_step(lengths, apart_from))
         if lengths in _TUNED_PROMPTS:
             for variant in (*prefill_variants(), Variant("deterministic", deterministic=True)):
-                trial.measure(variant, model.prefill_step(lengths, _NEVER, False))
+                trial.measure(variant, model.prefill_step(lengths, _NEVER))
         rows += trial.rows
     return rows
 
@@ -219,13 +179,10 @@ def compile_part(arguments: argparse.Namespace) -> None:
     model = VariantModel(arguments.shape, num_layers=1, most_bytes=1 << 30)
     sizes = (16, 32, 64, 256)
     work = [(batch, variant) for batch in sizes for variant in decode_variants()]
-    kinds = narrow_variants().values()
-    work += [(16, variant) for variants in kinds for variant in variants]
-    work += [(batch, Variant("ahead", None, (), True, 8 << 20)) for batch in (16, 64)]
-    work.append((16, Variant("deterministic", deterministic=True)))
+    work += [(16, variant) for variant in (*narrow_variants(), *whole_steps())]
     work += [(0, variant) for variant in prefill_variants()]
     for batch, variant in work[index::count]:
-        step = model.prefill_step((2048, 1024), _NEVER, False)
+        step = model.prefill_step((2048, 1024), _NEVER)
         if batch:
             step = model.decode_step(model.decode_metadata(batch, 1088))
         try:
@@ -233,30 +190,6 @@ def compile_part(arguments: argparse.Namespace) -> None:
                 step()
         except Exception as error:
             print(variant.name, type(error).__name__, str(error)[:100], flush=True)
-
-
-def recommended(rows: list[dict[str, object]]) -> list[str]:
-    """Experiments that the figures speak for, as the setting takes them."""
-
-    def best(case: str, words: str) -> float:
-        times = [_ms(row) for row in rows if row["case"] == case and row.get("right")]
-        named = [row["variant"] for row in rows if row["case"] == case and row.get("right")]
-        fitting = [ms for ms, name in zip(times, named, strict=True) if words in str(name)]
-        return min(fitting, default=float("inf"))
-
-    case, chosen = "decode 16 x 1088", ["prefill-graphs"]
-    narrow, ahead = best(case, "narrow"), best(case, "MB ahead, chained")
-    chained = best(case, "chained, decode")
-    if min(narrow, ahead, chained) < best(case, "present"):
-        chosen.append("chained-launches")
-    if narrow < min(ahead, chained):
-        chosen.append("narrow-products")
-    elif ahead < chained:
-        chosen.append("weights-ahead")
-    case = "prefill (2048, 2048, 2048, 2048)"
-    if best(case, "projected") < best(case, "present"):
-        chosen.append("projected-attention")
-    return chosen
 
 
 def print_table(rows: list[dict[str, object]]) -> None:
@@ -308,10 +241,9 @@ def main() -> None:
         with torch.inference_mode():
             rows += tries[part](model)
         if not arguments.dry_run:
-            figures = {"shape": arguments.shape, "rows": rows, "recommended": recommended(rows)}
+            figures = {"shape": arguments.shape, "rows": rows}
             print(write_result("step_variants", figures), flush=True)
     print_table(rows)
-    print(",".join(recommended(rows)))
 
 
 if __name__ == "__main__":

@@ -4,50 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch.nn.functional as F
-from torch import nn
 
 from engine.models.llama import LlamaForCausalLM
 from tandem_kernels import decode_attention, device, narrow_linear, ops, prefill_attention
 from tandem_kernels.decode_attention import DecodeTuning
 from tandem_kernels.narrow_linear import NarrowTuning
-from tandem_kernels.narrow_shapes import MAX_ROWS
 from tandem_kernels.prefill_attention import PrefillTuning
 
 DECODE_CASES = (
-    (16, 1088),
-    (1, 1088),
-    (64, 1088),
-    (256, 1088),
-    (4, 1088),
-    (8, 1088),
-    (32, 1088),
-    (32, 8192),
-)
+    (16, 1088), (1, 1088), (64, 1088), (256, 1088), (4, 1088), (8, 1088), (32, 1088), (32, 8192),
+)  # fmt: skip
 """Requests, and the context of each."""
-NARROW_BATCHES = (16, 1)
-PRODUCTS = {"qkv": "qkv_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}
-"""Short names, and the ends of the layers' names."""
-
-Narrow = tuple[str, NarrowTuning]
-"""Which product, and how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`narrow`: the products that kernels of ours compute. `decode`: None for the present one."""
+    """None: as it is. `library`: no products by kernels of ours."""
 
     name: str
     decode: DecodeTuning | None = None
-    narrow: tuple[Narrow, ...] = ()
-    chained: bool = False
-    ahead_bytes: int = 0
-    deterministic: bool = False
+    plain: NarrowTuning | None = None
+    gated: NarrowTuning | None = None
     prefill: PrefillTuning | None = None
-    merge_warps: int = decode_attention.MERGE_WARPS
+    library: bool = False
+    chained: bool = True
+    deterministic: bool = False
 
 
 _PREFILL = [(128, 64, 8, 5), (128, 128, 8, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 128, 4, 4)]
@@ -58,123 +43,66 @@ _DECODE = [
 ]  # fmt: skip
 """Tile, warps, stages, programs on an SM."""
 
-_NARROW = {
-    "qkv": [(32, 256, 1, 4, 4), (64, 128, 1, 4, 5), (32, 256, 1, 4, 5), (32, 128, 1, 4, 8)],
-    "gate_up": [(32, 256, 1, 4, 3), (64, 128, 1, 8, 5), (32, 128, 1, 4, 5), (64, 128, 1, 4, 4)],
-    "down": [(64, 128, 4, 4, 5), (32, 256, 2, 4, 4), (64, 128, 2, 4, 6), (64, 256, 4, 4, 3)],
-    "o": [(64, 128, 4, 4, 5), (32, 256, 2, 4, 4), (64, 128, 2, 4, 5)],
-}
-"""Outputs, depth, parts, warps, stages."""
+_PLAIN = [(64, 128, 4, 5), (32, 256, 4, 5), (32, 128, 4, 8)]
+_GATED = [(64, 128, 8, 5), (32, 128, 4, 5), (64, 128, 4, 4)]
+"""Outputs, depth, warps, stages."""
 
 
 def decode_variants() -> list[Variant]:
-    found = [Variant(f"decode {given}", decode=DecodeTuning(*given)) for given in _DECODE]
-    return found + [Variant(f"merge by {warps} warps", merge_warps=warps) for warps in (1, 2)]
+    return [Variant(f"decode {given}", decode=DecodeTuning(*given)) for given in _DECODE]
 
 
 def prefill_variants() -> list[Variant]:
     return [Variant(f"triton {given}", prefill=PrefillTuning(*given)) for given in _PREFILL]
 
 
-def narrow_variants() -> dict[str, list[Variant]]:
-    """Each with one product of ours, chained."""
-    return {
-        product: [
-            Variant(
-                f"{product} {given}" + (" late" if late else ""),
-                narrow=((product, NarrowTuning(*given, ahead=_ahead(late), late=late)),),
-                chained=True,
-            )
-            for given in tunings
-            for late in (False, True)
-        ]
-        for product, tunings in _NARROW.items()
-    }
+def narrow_variants() -> list[Variant]:
+    plain = [Variant(f"qkv {given}", plain=NarrowTuning(*given)) for given in _PLAIN]
+    gated = [Variant(f"gate_up {given}", gated=NarrowTuning(*given)) for given in _GATED]
+    return plain + gated
 
 
-def _ahead(late: bool) -> int:
-    """A kernel that lets the next one start late leaves it less time to ask."""
-    return 512 if late else 256
-
-
-_SUBSETS = (
-    ("qkv",), ("qkv", "down"), ("qkv", "gate_up"), ("gate_up", "down"), ("qkv", "gate_up", "down"),
-    ("qkv", "o", "gate_up", "down"),
-)  # fmt: skip
-
-
-def combinations(decode: Variant, narrow: dict[str, Narrow]) -> list[Variant]:
-    """What was fastest alone, together. `narrow`: by product."""
-    found = [Variant("chained, decode", decode.decode, (), True)]
-    for megabytes in (4, 8):
-        name = f"decode, {megabytes} MB ahead"
-        found.append(Variant(name + ", chained", decode.decode, (), True, megabytes << 20))
-    for products in _SUBSETS:
-        tunings = tuple(narrow[product] for product in products)
-        late, early = (
-            tuple(
-                (product, replace(how, ahead=_ahead(late), late=late)) for product, how in tunings
-            )
-            for late in (True, False)
-        )
-        name = "+".join(products)
-        found.append(Variant(f"decode, narrow {name}, chained", decode.decode, tunings, True))
-        found.append(Variant(f"decode, narrow {name}, all late", decode.decode, late, True))
-        found.append(Variant(f"decode, narrow {name}, all early", decode.decode, early, True))
-        if len(products) < 3:
-            continue
-        found.append(
-            Variant(f"decode, narrow {name}, 8 MB ahead", decode.decode, late, True, 8 << 20)
-        )
-    return [*found, Variant("deterministic", deterministic=True), Variant("present again")]
+def whole_steps() -> list[Variant]:
+    """Other ways for everything at once."""
+    return [
+        Variant("products by the library", library=True),
+        Variant("products by the library, not chained", library=True, chained=False),
+        Variant("not chained", chained=False),
+        Variant("deterministic", deterministic=True),
+        Variant("present again"),
+    ]
 
 
 @contextmanager
 def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     """The model computes this way until the end of the block."""
-    how = dict(variant.narrow)
-
-    def narrow_tuning(kind: narrow_linear.Kind, num_outputs: int, inner: int) -> NarrowTuning:
-        if kind == "partial":
-            return how["down" if inner > num_outputs else "o"]
-        return how["gate_up" if kind == "gated" else "qkv"]
-
-    def decode_tuning(*_: object) -> DecodeTuning:
-        assert variant.decode is not None
-        return variant.decode
-
-    def prefill_tuning(*_: object) -> PrefillTuning:
-        assert variant.prefill is not None
-        return variant.prefill
-
-    ours = tuple(PRODUCTS[product] for product in how)
-    layers = [module for name, module in model.named_modules() if ours and name.endswith(ours)]
-    _set_narrow(layers, MAX_ROWS)
-    _set_deterministic(model, variant.deterministic)
+    layers = [module for module in model.modules() if hasattr(module, "narrow_rows")]
+    before = [layer.narrow_rows for layer in layers]
+    own = narrow_linear.narrow_tuning
+    tunings = {
+        (narrow_linear, "narrow_tuning"): lambda gated: (
+            (variant.gated if gated else variant.plain) or own(gated)
+        ),
+        (decode_attention, "decode_tuning"): lambda *_: variant.decode,
+        (prefill_attention, "prefill_tuning"): lambda *_: variant.prefill,
+    }
+    chosen = (variant.plain or variant.gated, variant.decode, variant.prefill)
     device.chain_launches(variant.chained)
-    device.ask_ahead(variant.ahead_bytes)
+    _set_deterministic(model, variant.deterministic)
+    if variant.library or variant.deterministic:
+        for layer in layers:
+            layer.narrow_rows = 0  # type: ignore[assignment]
     try:
         with ExitStack() as patches:
-            patches.enter_context(patch.object(narrow_linear, "narrow_tuning", narrow_tuning))
-            warps = variant.merge_warps
-            patches.enter_context(patch.object(decode_attention, "MERGE_WARPS", warps))
-            if variant.decode is not None:
-                place = patch.object(decode_attention, "decode_tuning", decode_tuning)
-                patches.enter_context(place)
-            if variant.prefill is not None:
-                place = patch.object(prefill_attention, "prefill_tuning", prefill_tuning)
-                patches.enter_context(place)
+            for (module, name), tuning in zip(tunings, chosen, strict=True):
+                if tuning is not None:
+                    patches.enter_context(patch.object(module, name, tunings[module, name]))
             yield
     finally:
-        device.chain_launches(False)
-        device.ask_ahead(0)
+        device.chain_launches(True)
         _set_deterministic(model, False)
-        _set_narrow(layers, 0)
-
-
-def _set_narrow(layers: list[nn.Module], rows: int) -> None:
-    for layer in layers:
-        layer.narrow_rows = rows  # type: ignore[assignment]
+        for layer, rows in zip(layers, before, strict=True):
+            layer.narrow_rows = rows
 
 
 def _set_deterministic(model: LlamaForCausalLM, enabled: bool) -> None:

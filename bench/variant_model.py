@@ -12,8 +12,6 @@ from torch import Tensor
 
 from bench.offline_engine import shape_config
 from engine.distributed import TensorParallelGroup
-from engine.layers import dense_attention
-from engine.layers.attention_backend import AttentionBackend
 from engine.models.llama import LlamaDecoderLayer
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
@@ -66,12 +64,10 @@ class VariantModel:
     def decode_step(self, metadata: AttentionMetadata) -> Callable[[], Tensor]:
         """Gives logits."""
         positions = metadata.seq_lens.long() - 1
-        step = self._step(positions, metadata, False)
+        step = self._step(positions, metadata)
         return lambda: self.model.compute_logits(step())
 
-    def prefill_step(
-        self, lengths: tuple[int, ...], apart_from: int, projected: bool
-    ) -> Callable[[], Tensor]:
+    def prefill_step(self, lengths: tuple[int, ...], apart_from: int) -> Callable[[], Tensor]:
         """Prompts without a cached beginning; gives the logits of their last tokens. Prompts of
         `apart_from` tokens and more are attended apart, as the runner has it."""
         lengths = tuple(sorted(lengths))
@@ -79,13 +75,11 @@ class VariantModel:
         metadata = self._metadata(list(lengths), list(lengths))
         apart = tuple(n for n in lengths if n >= apart_from)
         metadata = replace(metadata, whole_prompt_lens=apart)
-        step = self._step(positions, metadata, projected)
+        step = self._step(positions, metadata)
         last = metadata.query_start_loc[1:].long() - 1
         return lambda: self.model.compute_logits(step().index_select(0, last))
 
-    def _step(
-        self, positions: Tensor, metadata: AttentionMetadata, projected: bool
-    ) -> Callable[[], Tensor]:
+    def _step(self, positions: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
         counts = metadata.query_start_loc.diff()
         requests = torch.repeat_interleave(counts)
         blocks = metadata.block_tables[requests, positions // self._block_size].long()
@@ -97,17 +91,16 @@ class VariantModel:
         )  # fmt: skip
 
         def run() -> Tensor:
-            backend = AttentionBackend(projected=projected)
             ordered = replace(metadata, fixed_order=self.model.lm_head.deterministic)
             hidden: Tensor = self.model(
-                ids, positions, self.kv_caches, slots, ordered, lambda layer: None, backend
+                ids, positions, self.kv_caches, slots, ordered, lambda layer: None
             )
             return hidden
 
         return run
 
     def _metadata(self, seq_lens: list[int], query_lens: list[int]) -> AttentionMetadata:
-        most = max(-(-n // self._block_size) for n in map(_padded, seq_lens, query_lens))
+        most = max(-(-n // self._block_size) for n in seq_lens)
         num_blocks = len(seq_lens) * most
         generator = torch.Generator(self.device).manual_seed(2)
         order = torch.randperm(self.num_blocks, generator=generator, device=self.device)
@@ -120,8 +113,3 @@ class VariantModel:
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
         )
-
-
-def _padded(seq_len: int, query_len: int) -> int:
-    """Whole prompts may be gathered in padded lengths."""
-    return dense_attention.padded_length(seq_len) if query_len > 1 else seq_len

@@ -16,11 +16,9 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+FastPath = Literal["chained-launches", "narrow-products", "prompt-graphs"]
 AttentionBackend = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
-Experiment = Literal[
-    "chained-launches", "weights-ahead", "narrow-products", "projected-attention", "prefill-graphs"
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +137,10 @@ class DeviceConfig:
         attention_backend: On a GPU. `triton`: always our own kernels; `auto`: another's where it
             is faster; `flash-attn`: FlashAttention 3, which must be installed.
         deterministic: What a request gets does not depend on what else runs. Slower.
-        experiments: Fast ways on a GPU that have not been measured yet.
+        disabled_fast_paths: What to do without, on a GPU, should one of them be suspected:
+            `chained-launches`, small kernels that start before the one before has ended;
+            `narrow-products`, products of few rows by our own kernels; `prompt-graphs`, CUDA
+            graphs of steps with short prompts.
     """
 
     device: Device = "cpu"
@@ -149,7 +150,7 @@ class DeviceConfig:
     cudagraph_capture_sizes: tuple[int, ...] = ()
     attention_backend: AttentionBackend = "auto"
     deterministic: bool = False
-    experiments: tuple[Experiment, ...] = ()
+    disabled_fast_paths: tuple[FastPath, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

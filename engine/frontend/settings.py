@@ -24,7 +24,7 @@ from engine.config import (
     DeviceConfig,
     EngineConfig,
     ExecutorBackend,
-    Experiment,
+    FastPath,
     LoadFormat,
     ModelConfig,
     ParallelConfig,
@@ -130,9 +130,11 @@ class EngineSettings(BaseSettings):
         description="A request's tokens and KV, to the last bit, do not depend on what else runs "
         "at the same time, nor on how its prompt is cut into steps. Slower.",
     )
-    experiments: tuple[Experiment, ...] = Field(
+    disabled_fast_paths: tuple[FastPath, ...] = Field(
         default=(),
-        description="On a GPU: fast ways that have not been measured yet.",
+        description="On a GPU: what to do without, should one be suspected. chained-launches: "
+        "small kernels overlap. narrow-products: products of few rows by our own kernels. "
+        "prompt-graphs: CUDA graphs of steps with short prompts.",
     )
     async_scheduling: bool | None = Field(
         default=None,
@@ -318,7 +320,7 @@ class EngineSettings(BaseSettings):
             cudagraph_capture_sizes=self.cudagraph_capture_sizes,
             attention_backend=self.attention_backend,
             deterministic=self.deterministic,
-            experiments=self.experiments,
+            disabled_fast_paths=self.disabled_fast_paths,
         )
 
     def _kv_transfer_config(self, kv_role: KVRole) -> KVTransferConfig:

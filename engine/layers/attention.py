@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention_backend import OWN_ATTENTION, AttentionBackend
-from engine.layers.dense_attention import dense_attention, projected_attention
+from engine.layers.dense_attention import dense_attention
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -56,6 +56,7 @@ class Attention(nn.Module):
         eps: float = 0.0,
     ) -> Tensor:
         """[T, (Hq + 2 Hkv) * D] -> [T, Hq * D]. The weights normalise each head before RoPE."""
+        metadata = inputs.metadata
         heads = qkv.view(len(qkv), -1, self.head_dim)
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = torch.split(heads, sizes, dim=1)
@@ -70,9 +71,8 @@ class Attention(nn.Module):
             q_weight,
             k_weight,
             eps,
-            inputs.backend.projected,
+            keep_k=len(metadata.whole_prompt_lens) > 0,
         )
-        metadata = inputs.metadata
         if metadata.whole_prompt_lens:
             return self._attend_apart(heads, kv_cache, inputs).flatten(1)
         return inputs.backend.paged(q, kv_cache, metadata, self.scale).flatten(1)
@@ -88,13 +88,8 @@ class Attention(nn.Module):
             paged = metadata.without_whole_prompts()
             q = heads[:start, : self.num_heads]
             parts.append(inputs.backend.paged(q, kv_cache, paged, self.scale))
-        for request, length in enumerate(lengths, num_paged):
+        for length in lengths:
             prompt = heads[start : start + length]
-            if inputs.backend.projected:
-                parts.append(projected_attention(prompt, self.num_heads, self.scale))
-            else:
-                blocks = metadata.block_tables[request]
-                q = prompt[:, : self.num_heads]
-                parts.append(dense_attention(q, kv_cache, blocks, self.scale))
+            parts.append(dense_attention(prompt, self.num_heads, self.scale))
             start += length
         return parts[0] if len(parts) == 1 else torch.cat(parts)

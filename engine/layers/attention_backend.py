@@ -26,12 +26,10 @@ class AttentionBackend:
         paged: Of everything but whole prompts; see `reference.attention.paged_attention`.
         whole_prompts_from: Prompts of so many tokens without a cached beginning are attended by
             cuDNN, one by one; None: no prompts are.
-        projected: They are attended from the projection, not from the cache.
     """
 
     paged: PagedAttention = ops.paged_attention
     whole_prompts_from: int | None = None
-    projected: bool = False
 
 
 OWN_ATTENTION = AttentionBackend()
@@ -49,9 +47,6 @@ def choose_attention(config: EngineConfig, device: torch.device) -> AttentionBac
         return AttentionBackend(flash_attention.flash_attention)
     if wanted == "auto" and dense_attention.is_available(*shape):
         logger.info("attention of whole prompts: cuDNN; of all others: Triton")
-        if "projected-attention" in config.device.experiments:
-            shortest = dense_attention.PROJECTED_MIN_TOKENS
-            return AttentionBackend(whole_prompts_from=shortest, projected=True)
         return AttentionBackend(whole_prompts_from=dense_attention.MIN_TOKENS)
     logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
     return OWN_ATTENTION

@@ -6,9 +6,8 @@
 so a column layer followed by a row layer needs one all-reduce. `MergedColumnParallelLinear` and
 `QKVParallelLinear` are several column layers of the same input, computed as one product.
 
-Products of few rows may be computed by kernels of our own (`Shard.narrow_rows`). They fuse what
-follows: the gated activation, and the sum over the pieces of a row layer, which is left to the
-norm behind it. In deterministic mode all products are those of `ops.invariant_linear`.
+Column layers may compute few rows by kernels of our own (`Shard.narrow_rows`). In deterministic
+mode all products are those of `ops.invariant_linear`.
 """
 
 from __future__ import annotations
@@ -96,13 +95,11 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard)
-        self.ahead: Tensor | None = None
-        """Weights that the product behind this layer reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) <= self.narrow_rows and takes(x, self.weight):
             return ops.gate_up_silu(x, self.weight)
-        return ops.silu_and_mul(self.product(x, self.weight), self.ahead)
+        return ops.silu_and_mul(self.product(x, self.weight))
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -132,8 +129,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """[T, in / ranks] -> [T, out], the sum over ranks; or, of one rank, float32 [S, T, out], to be
-    summed up by `RMSNorm.add`."""
+    """[T, in / ranks] -> [T, out], the sum over ranks."""
 
     def __init__(self, input_size: int, output_size: int, shard: Shard) -> None:
         super().__init__()
@@ -141,13 +137,10 @@ class RowParallelLinear(nn.Module):
         self.start, count = shard.part(input_size)
         self.shape = (output_size, input_size)
         self.weight = shard.parameter(output_size, count)
-        self.narrow_rows = shard.narrow_rows if shard.group.size == 1 else 0
         self.deterministic = shard.deterministic
         self.product = product(shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= self.narrow_rows and takes(x, self.weight):
-            return ops.partial_linear(x, self.weight)
         local = self.product(x, self.weight)
         return self._sum_in_order(local) if self.deterministic else self.group.all_reduce(local)
 

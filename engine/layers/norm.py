@@ -17,18 +17,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = shard.parameter(size)
-        self.ahead: Tensor | None = None
-        """Weights that the product behind `add` reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum). The inputs' memory may be reused. `x`: [T, size], or parts
-        [S, T, size] of it."""
-        if x.dim() > residual.dim():
-            return ops.add_parts_rms_norm(x, residual, self.weight, self.eps)
-        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps, self.ahead)
+        """(norm of the sum, the sum). The inputs' memory may be reused."""
+        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield CheckpointWeight(prefix + ".weight", self.weight, tuple(self.weight.shape))

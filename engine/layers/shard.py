@@ -38,7 +38,7 @@ class Shard:
 
     Attributes:
         deterministic: A row of a product does not depend on the others.
-        narrow_rows: Products of at most so many rows are computed by kernels of our own.
+        narrow_rows: Column layers compute at most so many rows by kernels of our own.
     """
 
     group: TensorParallelGroup

@@ -28,7 +28,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 class LlamaAttention(nn.Module):
-    """[T, H] -> what `RowParallelLinear` gives."""
+    """[T, H] -> [T, H]."""
 
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
@@ -76,7 +76,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """[T, H] -> what `RowParallelLinear` gives."""
+    """[T, H] -> [T, H]."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
@@ -84,7 +84,6 @@ class LlamaMLP(nn.Module):
             config.hidden_size, config.intermediate_size, shard
         )
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, shard)
-        self.gate_up_proj.ahead = self.down_proj.weight.data
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj(x))
@@ -96,8 +95,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """(x, residual) -> (x, residual); the layer's output is their sum. `residual` is [T, H], `x`
-    too, or it comes in parts."""
+    """(x, residual) -> (x, residual), both [T, H]; the layer's output is their sum."""
 
     def __init__(self, config: ModelConfig, kv_heads: HeadRange, shard: Shard) -> None:
         super().__init__()
@@ -105,8 +103,6 @@ class LlamaDecoderLayer(nn.Module):
         self.self_attn = LlamaAttention(config, kv_heads, shard)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, shard)
         self.mlp = LlamaMLP(config, shard)
-        self.input_layernorm.ahead = self.self_attn.qkv_proj.weight.data
-        self.post_attention_layernorm.ahead = self.mlp.gate_up_proj.weight.data
 
     def forward(
         self, x: Tensor, residual: Tensor | None, kv_cache: Tensor, inputs: AttentionInputs

@@ -10,9 +10,10 @@ from engine.layers.shard import Shard
 from engine.models.checkpoint import check_tensor_parallel
 from engine.models.errors import CheckpointError
 from engine.models.llama import LlamaForCausalLM
+from tandem_kernels.device import overlaps_launches
 
 _NARROW_ROWS = 16
-"""With more rows the library is the faster one."""
+"""With more rows, or on older devices, the library is the faster one."""
 
 MODELS: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -38,7 +39,11 @@ def create_model(
         )
     check_tensor_parallel(model, tp.size)
     deterministic = config.device.deterministic
-    narrow = "narrow-products" in config.device.experiments and not deterministic
+    narrow = (
+        overlaps_launches(torch.device(device))
+        and "narrow-products" not in config.device.disabled_fast_paths
+        and not deterministic
+    )
     shard = Shard(
         tp,
         getattr(torch, model.dtype),

@@ -2,6 +2,7 @@
 
 A step is given by the lengths of its prompts. Kernels are compiled for each power of two of the
 number of prompts, for short and long ones, and for what requests may want of their sampling.
+Prompts of one token run as decodes do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _LONG_PROMPT = 160
 _FEWEST_PROMPTS = 16
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, 20)
 """One for each power of two of what a request may ask for."""
-_SMALL_BATCHES = (1, 2, 4)
+_SMALL_BATCHES = (1, 2, 4, 8)
 """Parameters of a batch lie behind each other; these sizes show all their alignments."""
 
 DummyStep = tuple[list[int], SamplingParams]
@@ -33,17 +34,19 @@ def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> lis
 
 def warm_up_steps(max_num_reqs: int, longest: int) -> list[DummyStep]:
     """`longest`: tokens that one prompt, and one step, may have."""
-    plain = SamplingParams(temperature=1.0, top_p=0.5)
+    plain, unfiltered = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
     steps: list[DummyStep] = [([min(length, longest)], plain) for length in _SHORT_PROMPTS]
     num_prompts = _FEWEST_PROMPTS
     while num_prompts < 2 * max_num_reqs:
         count = min(num_prompts, max_num_reqs, longest // 2)
         last = min(_LONG_PROMPT, longest - 2 * (count - 1))
         steps.append(([2] * (count - 1) + [last], plain))
+        steps.append(([1] * count, unfiltered))
         num_prompts *= 2
     for count in _SMALL_BATCHES:
         if count <= max_num_reqs and 2 * count <= longest:
             steps.append(([2] * count, _everything(num_logprobs=0)))
+            steps.append(([1] * count, unfiltered))
     steps += [([1], _everything(num)) for num in _NUM_LOGPROBS[1:]]
     return steps
 

@@ -120,7 +120,7 @@ class ModelRunner:
         max_num_reqs = self.states.max_num_reqs
         sizes = tuple(size for size in sizes if size <= max_num_reqs)
         prompts = []
-        if "prefill-graphs" in self._config.device.experiments:
+        if "prompt-graphs" not in self._config.device.disabled_fast_paths:
             prompts = prompt_keys(max_num_reqs, self._input_buffers.max_num_tokens)
         graphs = CudaGraphManager(
             sizes or default_capture_sizes(max_num_reqs), self._device, prompts
@@ -145,9 +145,7 @@ class ModelRunner:
         steps = warm_up_steps(limits.max_num_seqs, longest)
         if self._attention.whole_prompts_from is not None:
             num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
-            dense_attention.prepare_plans(
-                num_heads, self.kv_caches[0], longest, self._attention.projected
-            )
+            dense_attention.prepare_plans(num_heads, self.kv_caches[0], longest)
         for index, (lengths, sampling) in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(lengths, sampling)

@@ -39,10 +39,9 @@ from engine.worker.memory import MemoryProfiler
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.base import KVCacheHandle
 from tandem_kernels.compile_guard import CompileGuard
-from tandem_kernels.device import ask_ahead, chain_launches
+from tandem_kernels.device import chain_launches
 
 _CPU_SHARE_OF_FREE_MEMORY = 0.1
-_AHEAD_BYTES = 4 << 20
 _CUDA_RESERVE_BYTES = 2 << 30
 """For what the profiling run does not show: the context, loaded kernels, graphs, NCCL."""
 _TRANSFER_CONTEXT_BYTES = 600 << 20
@@ -92,9 +91,7 @@ class Worker:
         """
         torch.set_num_threads(self.config.device.num_threads)
         self._device = _rank_device(self.config, self.rank, self._gpu)
-        experiments = self.config.device.experiments
-        chain_launches("chained-launches" in experiments)
-        ask_ahead(_AHEAD_BYTES if "weights-ahead" in experiments else 0)
+        chain_launches("chained-launches" not in self.config.device.disabled_fast_paths)
         self._tp = TensorParallelGroup(
             self.rank,
             self.config.parallel.tensor_parallel_size,

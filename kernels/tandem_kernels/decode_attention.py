@@ -32,7 +32,6 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.device import num_programs, overlaps_launches
 
 LOG2_E = 1.4426950408889634
-MERGE_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,12 @@ def decode_tuning(num_units: int, head_dim: int, dtype: torch.dtype) -> DecodeTu
         return DecodeTuning(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
     if row_bytes > 256:
         return DecodeTuning(tile=32, num_warps=4, num_stages=5, programs_per_sm=2)
-    if num_units <= 32:
+    if num_units <= 16:
         return DecodeTuning(tile=64, num_warps=4, num_stages=5, programs_per_sm=1)
+    if num_units <= 128:
+        return DecodeTuning(tile=64, num_warps=4, num_stages=3, programs_per_sm=3)
+    if num_units <= 256:
+        return DecodeTuning(tile=128, num_warps=4, num_stages=3, programs_per_sm=2)
     return DecodeTuning(tile=64, num_warps=2, num_stages=3, programs_per_sm=4)
 
 
@@ -348,6 +351,6 @@ def decode_attention(
         partial_state,
         num_reqs,
         PARTS=16,
-        num_warps=MERGE_WARPS,
+        num_warps=4,
         **shape,
     )

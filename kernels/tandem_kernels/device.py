@@ -24,12 +24,11 @@ def has_copy_engine(device: torch.device) -> bool:
     return overlaps_launches(device)
 
 
-_chained = False
-_ahead_bytes = 0
+_chained = True
 
 
 def chain_launches(enabled: bool) -> None:
-    """For this process: whether the small kernels of a layer overlap their predecessors, too, when
+    """For measurements: whether the small kernels of a layer overlap their predecessors, too, when
     a step has few tokens. With many there is nothing to gain."""
     global _chained
     _chained = enabled
@@ -38,14 +37,3 @@ def chain_launches(enabled: bool) -> None:
 def chains_launches(device: torch.device, num_tokens: int) -> bool:
     """Whether a small kernel is launched before its predecessor has drained."""
     return _chained and num_tokens <= MAX_ROWS and overlaps_launches(device)
-
-
-def ask_ahead(num_bytes: int) -> None:
-    """For this process: how much of the next product's weights small kernels ask for."""
-    global _ahead_bytes
-    _ahead_bytes = num_bytes
-
-
-def ahead_bytes(device: torch.device) -> int:
-    """0: nothing, as on devices without a large cache."""
-    return _ahead_bytes if overlaps_launches(device) else 0

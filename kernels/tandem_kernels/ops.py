@@ -43,9 +43,7 @@ class Op(Generic[P, R]):
 
 rms_norm = Op(elementwise.rms_norm, "rms_norm")
 fused_add_rms_norm = Op(elementwise.fused_add_rms_norm, "rms_norm")
-add_parts_rms_norm = Op(elementwise.add_parts_rms_norm, "rms_norm")
 narrow_linear = Op(linear.narrow_linear, "narrow_linear")
-partial_linear = Op(linear.partial_linear, "narrow_linear")
 invariant_linear = Op(linear.invariant_linear, "invariant_linear")
 gate_up_silu = Op(linear.gate_up_silu, "narrow_linear")
 silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")

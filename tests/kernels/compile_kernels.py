@@ -77,9 +77,7 @@ def named(kind: str, *names: str) -> dict[str, str]:
 
 def elementwise_cases(capability: int) -> Iterator[Case]:
     for dtype in DTYPES:
-        pointers = named(f"*{dtype}", "x", "residual", "weight", "out", "ahead")
-        lines = 2 if capability >= 90 else 0
-        asking = {"LINES": lines, **({} if lines else {"ahead": None})}
+        pointers = named(f"*{dtype}", "x", "residual", "weight", "out")
         for fused in (False, True) if dtype == "bf16" else (True,):
             yield Case(
                 rms_norm.rms_norm_kernel,
@@ -87,10 +85,8 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                 {**pointers, "eps": "fp32"},
                 {
                     "HAS_RESIDUAL": fused,
-                    "PARTS": 1,
                     "BLOCK": 4096,
                     "OVERLAP": fused and capability >= 90,
-                    **asking,
                 },
                 {"num_warps": 8},
             )
@@ -98,7 +94,7 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
             silu_and_mul.silu_and_mul_kernel,
             dtype,
             pointers,
-            {"BLOCK": 1024, "OVERLAP": capability >= 90, **asking},
+            {"BLOCK": 1024, "OVERLAP": capability >= 90},
         )
         for to_cache in (False, True) if dtype == "bf16" else ():
             yield Case(
@@ -111,45 +107,20 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
 
 
 def narrow_cases(capability: int) -> Iterator[Case]:
-    overlap = capability >= 90
-    types = named("*bf16", "x", "weight", "bias", "out")
-    yield Case(
-        rms_norm.rms_norm_kernel,
-        "of parts",
-        {**named("*bf16", "residual", "weight", "out"), "x": "*fp32", "eps": "fp32"},
-        {
-            "HAS_RESIDUAL": True,
-            "PARTS": 4,
-            "BLOCK": 4096,
-            "LINES": 0,
-            "ahead": None,
-            "OVERLAP": overlap,
-        },
-        {"num_warps": 8},
-    )
-    kinds: tuple[tuple[narrow_linear.Kind, int], ...] = (
-        ("plain", 16),
-        ("partial", 64),
-        ("gated", 16),
-    )
-    for label, rows in kinds:
-        tuning = narrow_linear.narrow_tuning(label, 4096, 4096)
-        has_bias = label == "plain"
+    for gated in (False, True):
+        tuning = narrow_linear.narrow_tuning(gated)
         yield Case(
             narrow_linear.narrow_linear_kernel,
-            label,
-            {**types, "out": "*fp32" if label == "partial" else "*bf16"},
+            f"gated={gated}",
+            named("*bf16", "x", "weight", "bias", "out"),
             {
-                "ROWS": rows,
+                "ROWS": 16,
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
-                "GATED": label == "gated",
-                "HAS_BIAS": has_bias,
-                "AHEAD": tuning.ahead,
-                "LINE": 64,
-                "LATE": tuning.late,
-                "OVERLAP": overlap,
-                **({} if has_bias else {"bias": None}),
+                "GATED": gated,
+                "HAS_BIAS": not gated,
+                "OVERLAP": capability >= 90,
+                **({"bias": None} if gated else {}),
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )

@@ -31,11 +31,10 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
     check.rms_norm(ops.rms_norm.kernel, 3, 80, dtype)
     check.fused_add_rms_norm(ops.fused_add_rms_norm.kernel, 3, 96, dtype)
     check.silu_and_mul(ops.silu_and_mul.kernel, 3, 1100, dtype)
-    check.add_parts_rms_norm(ops.add_parts_rms_norm.kernel, 3, 2, 80, dtype)
 
 
 def test_products_of_few_rows() -> None:
-    columns = ops.narrow_linear.kernel, ops.partial_linear.kernel, ops.gate_up_silu.kernel
+    columns = ops.narrow_linear.kernel, ops.gate_up_silu.kernel
     check.narrow_linear(*columns, (3, 128, 768), torch.float16)
 
 

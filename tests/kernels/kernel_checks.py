@@ -44,22 +44,8 @@ def fused_add_rms_norm(
     assert oracle.relative_error(normed, oracle.rms_norm(total, weight, 1e-6)) < ELEMENTWISE[dtype]
 
 
-def add_parts_rms_norm(
-    op: Op, parts: int, rows: int, width: int, dtype: torch.dtype, device: str = "cpu"
-) -> None:
-    """Like the fused sum and norm of what the parts add up to."""
-    x = torch.randn(parts, rows, width, device=device)
-    residual = torch.randn(rows, width, device=device).to(dtype)
-    weight = torch.randn(width, device=device).to(dtype)
-    total = (x.sum(0).to(dtype).double() + residual.double()).to(dtype)
-    normed, carried = op(x, residual.clone(), weight, 1e-6)
-    assert oracle.relative_error(carried, total) < ELEMENTWISE[dtype]
-    assert oracle.relative_error(normed, oracle.rms_norm(total, weight, 1e-6)) < ELEMENTWISE[dtype]
-
-
 def narrow_linear(
     linear: Op,
-    partial: Op,
     gated: Op,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
@@ -73,9 +59,6 @@ def narrow_linear(
     exact = x.double() @ weight.double().t()
     assert oracle.relative_error(linear(x, weight), exact) < ELEMENTWISE[dtype]
     assert oracle.relative_error(linear(x, weight, bias), exact + bias) < ELEMENTWISE[dtype]
-    parts = partial(x, weight)
-    assert parts.dtype == torch.float32
-    assert oracle.relative_error(parts.sum(0), exact) < 1e-5
     gate, up = exact.to(dtype).double().chunk(2, -1)
     expected = gate / (1 + (-gate).exp()) * up
     assert oracle.relative_error(gated(x, weight), expected) < 2 * ELEMENTWISE[dtype]

@@ -36,14 +36,13 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None
     check.rms_norm(ops.rms_norm, rows, width, dtype, "cuda")
     check.fused_add_rms_norm(ops.fused_add_rms_norm, rows, width, dtype, "cuda")
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype, "cuda")
-    check.add_parts_rms_norm(ops.add_parts_rms_norm, 4, rows, width, dtype, "cuda")
 
 
 @halves
 @pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
 @pytest.mark.parametrize("shape", [(6144, 4096), (128, 256), (4096, 14336), (4608, 3584)])
 def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
-    columns = ops.narrow_linear, ops.partial_linear, ops.gate_up_silu
+    columns = ops.narrow_linear, ops.gate_up_silu
     check.narrow_linear(*columns, (rows, *shape), dtype, "cuda")
 
 

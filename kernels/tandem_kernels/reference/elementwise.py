@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Add `x` to the residual stream and normalise the sum.
 
@@ -25,7 +25,6 @@ def fused_add_rms_norm(
         residual: [T, H], the residual stream.
         weight: [H].
         eps: Added to the mean square.
-        ahead: Weights [N, K] that the next product will read. A kernel may ask for them.
 
     Returns:
         (normalised sum, sum), both [T, H]. The sum is rounded to the dtype of `x` before it is
@@ -36,17 +35,8 @@ def fused_add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
-def add_parts_rms_norm(
-    parts: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`fused_add_rms_norm` of the sum of `parts` [S, T, H] float32, as `partial_linear` leaves
-    them, rounded to the dtype of `residual`."""
-    return fused_add_rms_norm(parts.sum(0).to(residual.dtype), residual, weight, eps)
-
-
-def silu_and_mul(x: Tensor, ahead: Tensor | None = None) -> Tensor:
-    """Gated activation: [T, 2I] -> [T, I], `silu(x[:, :I]) * x[:, I:]`. `ahead` as in
-    `fused_add_rms_norm`."""
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Gated activation: [T, 2I] -> [T, I], `silu(x[:, :I]) * x[:, I:]`."""
     gate, up = x.chunk(2, dim=-1)
     if x.dtype == torch.float32:
         return F.silu(gate).mul_(up)

@@ -16,11 +16,6 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return F.linear(x, weight, bias)
 
 
-def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, K] x [N, K] -> float32 [S, T, N]: the sum over S is the product. The column decides S."""
-    return F.linear(x.float(), weight.float())[None]
-
-
 def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
     """[T, K] x [2 I, K] -> [T, I]: `silu(gate) * up`, where gate are the first I outputs."""
     return silu_and_mul(F.linear(x, weight))

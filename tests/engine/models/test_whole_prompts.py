@@ -1,5 +1,4 @@
-"""Attention of whole prompts apart from the rest of the batch: gathered from the cache, or straight
-from the projection."""
+"""Attention of whole prompts apart from the rest of the batch."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import torch
 
 from engine.layers import dense_attention
 from engine.layers.attention import Attention, AttentionInputs
-from engine.layers.attention_backend import AttentionBackend
 from engine.layers.rotary import cos_sin_cache
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -62,12 +60,7 @@ def _differences(
     layer = Attention(HEADS, KV_HEADS, head_dim)
     expected: torch.Tensor | None = None
     last = tuple(query_lens[3:])
-    for whole_prompt_lens, projected in (
-        ((), False),
-        (last, False),
-        (last[2:], False),
-        (last, True),
-    ):
+    for whole_prompt_lens in ((), last, last[2:]):
         metadata = AttentionMetadata(
             block_tables=block_tables,
             query_start_loc=bounds.int(),
@@ -78,9 +71,7 @@ def _differences(
             whole_prompt_lens=whole_prompt_lens,
         )
         rotary = cos_sin_cache(head_dim, MAX_LEN, 1e4, None).to(device)
-        inputs = AttentionInputs(
-            positions, rotary, slots, metadata, AttentionBackend(projected=projected)
-        )
+        inputs = AttentionInputs(positions, rotary, slots, metadata)
         attended = layer(qkv.clone(), kv_cache.clone(), inputs).double()
         if expected is None:
             expected = attended

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
-    Experiment,
+    FastPath,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -55,12 +56,7 @@ PENALISED = SamplingParams(
 )
 KINDS = [GREEDY, SEEDED, FILTERED, PENALISED]
 ROWS = 6
-EXPERIMENTS: list[tuple[Experiment, ...]] = [
-    ("chained-launches", "weights-ahead"),
-    ("prefill-graphs",),
-    ("narrow-products",),
-    ("chained-launches", "narrow-products", "prefill-graphs"),
-]
+ALL_FAST_PATHS: tuple[FastPath, ...] = get_args(FastPath)
 
 MODEL = ModelConfig(
     path="",
@@ -161,11 +157,12 @@ def test_gives_the_tokens_of_the_cpu(weights: Path, make_driver, make_prompt) ->
 def test_replay_equals_single_launches_bit_for_bit(
     weights: Path, make_driver, make_prompt, dtype: str
 ) -> None:
-    """With a graph of exactly the batch's size: cuBLAS chooses by size."""
+    """With graphs of exactly the batch's size: cuBLAS chooses by size."""
     sizes = tuple(range(1, ROWS + 1))
     found = []
     for changes in ({"cudagraph_capture_sizes": sizes}, {"enforce_eager": True}):
-        with started(_config(weights, dtype=dtype, **changes)) as worker:
+        config = _config(weights, dtype=dtype, disabled_fast_paths=("prompt-graphs",), **changes)
+        with started(config) as worker:
             tokens = conversation(make_driver(worker.execute_model), make_prompt)
             caches = [layer.clone() for layer in worker.runner.kv_caches]
             found.append((tokens, caches))
@@ -175,26 +172,39 @@ def test_replay_equals_single_launches_bit_for_bit(
         assert torch.equal(replayed[1:], launched[1:])
 
 
-@pytest.mark.parametrize("experiments", EXPERIMENTS)
-def test_experiments_give_the_same_tokens(
-    weights: Path, make_driver, make_prompt, experiments: tuple[Experiment, ...]
+@pytest.mark.parametrize("disabled", [(), *((path,) for path in ALL_FAST_PATHS)])
+def test_fast_paths_give_the_tokens_of_none(
+    weights: Path, make_driver, make_prompt, disabled: tuple[FastPath, ...]
 ) -> None:
-    """Products of few rows are ours in half precision only, and must repeat themselves."""
-    dtype = "bfloat16" if "narrow-products" in experiments else "float32"
     found = []
-    for chosen in (experiments if dtype == "bfloat16" else (), experiments):
-        with started(_config(weights, dtype=dtype, experiments=chosen)) as worker:
+    for left_out in (disabled, ALL_FAST_PATHS):
+        with started(_config(weights, disabled_fast_paths=left_out)) as worker:
             found.append(conversation(make_driver(worker.execute_model), make_prompt))
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fast_paths_repeat_themselves(weights: Path, make_driver, make_prompt, dtype: str) -> None:
+    """In half precision, where products of few rows are ours."""
+    with started(_config(weights, dtype=dtype)) as worker:
+        driver = make_driver(worker.execute_model)
+        found = []
+        for name in ("a", "b"):
+            driver.add(name, 2, make_prompt(20, 1), GREEDY)
+            driver.step({name: 20})
+            driver.run(12)
+            driver.remove(name)
+            found.append(driver.tokens[name])
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("experiments", [(), ("prefill-graphs", "chained-launches")])
+@pytest.mark.parametrize("disabled", [(), ALL_FAST_PATHS])
 def test_deterministic_mode(
-    weights: Path, make_driver, make_prompt, dtype: str, experiments: tuple[Experiment, ...]
+    weights: Path, make_driver, make_prompt, dtype: str, disabled: tuple[FastPath, ...]
 ) -> None:
     """A request alone, and cut into chunks beside others: the same tokens and log probabilities."""
-    config = _config(weights, dtype=dtype, deterministic=True, experiments=experiments)
+    config = _config(weights, dtype=dtype, deterministic=True, disabled_fast_paths=disabled)
     with started(config) as worker:
         driver = make_driver(worker.execute_model)
         prompt, logged = make_prompt(37, 3), SamplingParams(temperature=0.7, seed=1, logprobs=5)
@@ -223,8 +233,9 @@ def test_a_graph_with_prompts_equals_single_launches_bit_for_bit(
 ) -> None:
     """Of a prompt that fills its graph: cuBLAS and the attention choose by size."""
     found = []
-    for experiments in ((), ("prefill-graphs",)):
-        with started(_config(weights, dtype="bfloat16", experiments=experiments)) as worker:
+    for disabled in ((), ("prompt-graphs",)):
+        config = _config(weights, dtype="bfloat16", disabled_fast_paths=disabled)
+        with started(config) as worker:
             driver = make_driver(worker.execute_model)
             driver.add("a", 2, make_prompt(64, 1), GREEDY)
             driver.step({"a": 64})
@@ -283,7 +294,7 @@ def test_padding_changes_nothing(weights: Path, make_driver, make_prompt) -> Non
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"enforce_eager": True}, {"experiments": ("prefill-graphs", "chained-launches")}],
+    [{}, {"enforce_eager": True}, {"disabled_fast_paths": ALL_FAST_PATHS}],
 )
 def test_no_step_waits_for_the_device(
     weights: Path, make_driver, make_prompt, changes: dict[str, object]

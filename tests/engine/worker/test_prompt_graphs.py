@@ -3,8 +3,6 @@ over inputs that were loaded before, as a replay would."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -40,9 +38,6 @@ class GraphsByHand(CudaGraphManager):
 @pytest.fixture
 def graphs(runner, monkeypatch) -> GraphsByHand:
     monkeypatch.setattr(model_runner, "CudaGraphManager", GraphsByHand)
-    config = runner._config
-    device = replace(config.device, experiments=("prefill-graphs",))
-    monkeypatch.setattr(runner, "_config", replace(config, device=device))
     runner.capture_model(lambda fraction: None)
     return runner._graphs
 
