@@ -225,6 +225,17 @@ def test_a_dummy_run_leaves_nothing_behind(runner, driver, make_prompt) -> None:
     assert generate(driver, prompt, 5, PENALISED) == before
 
 
+def test_warm_up_leaves_nothing_behind(runner, driver, make_prompt) -> None:
+    before = generate(driver, make_prompt(10, 1), 5, PENALISED)
+    driver.step()
+    fractions = []
+    runner.warm_up(fractions.append)
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+    assert not runner.states.is_live_np.any()
+    assert runner.sampler.penalties.num_used_entries == 0
+    assert generate(driver, make_prompt(10, 1), 5, PENALISED) == before
+
+
 def test_everything_is_empty_after_all_have_left(runner, driver, make_prompt) -> None:
     for row, sampling in enumerate(KINDS):
         driver.add(str(row), row, make_prompt(5, row), sampling)
