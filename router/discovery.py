@@ -6,7 +6,8 @@ it adds a node and doubted when it takes one away:
     1. found        a name or service has the address: the node is a member
     2. missing      it no longer has: still a member while it reports, for at most `linger_s`
     3. gone         it stopped reporting, or the time is over
-    -  terminating  Kubernetes ends the pod: gone at once
+    -  leaving      Kubernetes ends the pod: a member for as long as a missing one, but gets
+                    requests only when no other node can take them
     An empty or failed answer changes nothing.
 """
 
@@ -42,12 +43,13 @@ async def resolve_host(name: str) -> Sequence[str]:
 
 
 class Discovery:
-    """Calls `on_members` with all members whenever they change, at least once."""
+    """Calls `on_members` with all members, and those of them that are leaving, whenever they
+    change, at least once."""
 
     def __init__(
         self,
         entries: Sequence[NodeEntry],
-        on_members: Callable[[set[NodeAddress]], None],
+        on_members: Callable[[set[NodeAddress], set[NodeAddress]], None],
         is_alive: Callable[[NodeAddress], bool],
         metrics: RouterMetrics,
         *,
@@ -74,7 +76,8 @@ class Discovery:
         }
         self._present: dict[NodeEntry, set[NodeAddress]] = {}
         """By the last answer."""
-        self._members: set[NodeAddress] | None = None
+        self._leaving: dict[NodeEntry, set[NodeAddress]] = {}
+        self._announced: tuple[set[NodeAddress], set[NodeAddress]] | None = None
 
     async def run(self) -> None:
         """Runs until cancelled; returns at once when all nodes are static."""
@@ -95,10 +98,11 @@ class Discovery:
 
     def _announce(self) -> None:
         members = self._static.union(*self._last_seen.values())
-        if members != self._members:
-            self._members = members
+        leaving = members & set().union(*self._leaving.values())
+        if (members, leaving) != self._announced:
+            self._announced = (members, leaving)
             logger.info("members: %s", ", ".join(sorted(map(str, members))) or "none")
-            self._on_members(members)
+            self._on_members(members, leaving)
 
     async def _follow_service(self, entry: NodeEntry) -> None:
         await self._watch(entry.host, lambda endpoints: self._take_endpoints(entry, endpoints))
@@ -107,8 +111,7 @@ class Discovery:
         """Whatever is missing now was there until now: the watch tells at once."""
         self._drop_missing(entry)
         self._present[entry] = {entry.address(host) for host in endpoints.present}
-        for host in endpoints.terminating:
-            self._last_seen[entry].pop(entry.address(host), None)
+        self._leaving[entry] = {entry.address(host) for host in endpoints.terminating}
         self._drop_missing(entry)
         self._announce()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import grpc
 
@@ -63,10 +63,12 @@ class LoadMonitor:
         self._rng = rng or random.Random()
         self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
 
-    def set_members(self, addresses: Iterable[NodeAddress]) -> None:
+    def set_members(
+        self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()
+    ) -> None:
         """Watches exactly `addresses` from now on, and makes them the registry's members."""
         members = set(addresses)
-        self._registry.set_members(members)
+        self._registry.set_members(members, leaving)
         for address in self._tasks.keys() - members:
             self._tasks.pop(address).cancel()
         for address in members - self._tasks.keys():

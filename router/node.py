@@ -4,6 +4,7 @@
     2. ready      reports arrive
     3. suspect    reports are late, the stream broke, or its engine stands still:
                   used only when no node of the tier is ready
+    -  leaving    Kubernetes ends its pod, which still serves: likewise
     4. draining   it said that it stops: finishes what it has, gets nothing new
     5. ejected    it failed several requests in a row (`router.health`)
     6. half-open  an ejection is over: one request at a time, until one succeeds
@@ -31,6 +32,7 @@ class NodeState(StrEnum):
     JOINING = "joining"
     READY = "ready"
     SUSPECT = "suspect"
+    LEAVING = "leaving"
     DRAINING = "draining"
     EJECTED = "ejected"
     HALF_OPEN = "half_open"
@@ -71,6 +73,7 @@ class Node:
     report: NodeReport | None = None
     reported_at: float = -1.0
     connected: bool = False
+    leaving: bool = False
     health: Health = field(default_factory=Health)
     work: OwnWork = field(default_factory=OwnWork)
     pace: Pace = field(default_factory=Pace)
@@ -93,6 +96,8 @@ class Node:
         stalled = report.seconds_since_progress > patience.stall_after_s
         if not self.connected or silent_s > patience.stale_after_s or stalled:
             return NodeState.SUSPECT
+        if self.leaving:
+            return NodeState.LEAVING
         return NodeState.HALF_OPEN if self.health.half_open else NodeState.READY
 
     def apply(self, report: NodeReport, now: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -26,7 +26,7 @@ PrefixListener = Callable[[Node, tuple[int, ...]], None]
 
 _MAX_RETIRED_EPOCHS = 8
 _IN_USE = (NodeState.READY, NodeState.HALF_OPEN)
-_IN_DOUBT = (NodeState.SUSPECT, NodeState.EJECTED)
+_IN_DOUBT = (NodeState.SUSPECT, NodeState.LEAVING, NodeState.EJECTED)
 
 
 class ReportOutcome(StrEnum):
@@ -53,9 +53,14 @@ class NodeRegistry:
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
     _counts: Counter[NodeRole] = field(default_factory=Counter)
 
-    def set_members(self, addresses: Iterable[NodeAddress]) -> None:
-        """Makes `addresses` the members. Those that stay keep all that is known of them."""
+    def set_members(
+        self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()
+    ) -> None:
+        """Makes `addresses` the members. Those that stay keep all that is known of them.
+        `leaving`: those of them that are about to go."""
         self._nodes = {address: self._nodes.get(address) or Node(address) for address in addresses}
+        for address, node in self._nodes.items():
+            node.leaving = address in leaving
         self._counts = Counter(address.role for address in self._nodes)
         self.version += 1
 
@@ -171,7 +176,7 @@ class NodeRegistry:
     def _replace(self, node: Node, old_epoch: int) -> Node:
         logger.info("%s node %s was restarted", node.address.role, node.address)
         retired = (*node.retired_epochs, old_epoch)[-_MAX_RETIRED_EPOCHS:]
-        new = Node(node.address, retired_epochs=retired)
+        new = Node(node.address, retired_epochs=retired, leaving=node.leaving)
         self._nodes[node.address] = new
         return new
 

@@ -28,11 +28,11 @@ th {{ border-bottom: 1px solid #999; font-weight: 600 }}
 tr:nth-child(odd) td {{ background: #f4f4f4 }}
 td.n {{ text-align: right; font-variant-numeric: tabular-nums }}
 .ready {{ color: #176b1f }} .down, .ejected {{ color: #a40000 }}
-.suspect, .draining, .joining, .half_open {{ color: #8a5a00 }}
+.suspect, .leaving, .draining, .joining, .half_open {{ color: #8a5a00 }}
 @media (prefers-color-scheme: dark) {{
 body {{ color: #ddd; background: #181818 }} tr:nth-child(odd) td {{ background: #222 }}
 .ready {{ color: #7ccf84 }} .down, .ejected {{ color: #ff8080 }}
-.suspect, .draining, .joining, .half_open {{ color: #e6b450 }} }}
+.suspect, .leaving, .draining, .joining, .half_open {{ color: #e6b450 }} }}
 </style></head><body>
 <h1>tandem router: {state}</h1>
 {sections}

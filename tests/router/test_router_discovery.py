@@ -95,7 +95,7 @@ class Watched:
         self.announced: list[set[str]] = []
         self.discovery = Discovery(
             parse_node_list(PREFILL, text),
-            lambda members: self.announced.append({m.target for m in members}),
+            lambda members, _leaving: self.announced.append({m.target for m in members}),
             lambda where: where.target in self.alive,
             self.metrics,
             resolve=resolve,

@@ -17,7 +17,7 @@ from router.kubernetes.api_client import ApiUnavailable, EndpointSliceApi, Kuber
 from router.kubernetes.endpoint_slices import Endpoints, EndpointSlice, EndpointSlices
 from router.kubernetes.slice_watch import SliceWatch
 from router.metrics import RouterMetrics
-from router.node_address import NodeRole, NodeSource, parse_node_list
+from router.node_address import NodeAddress, NodeRole, NodeSource, parse_node_list
 from router.node_registry import NodeRegistry
 from tests.router.kubernetes_fake import FakeApi, a_slice, endpoint
 from tests.router.router_cluster import Cluster, eventually
@@ -220,9 +220,10 @@ class Members:
         self.clock = ManualClock()
         self.alive: set[str] = set()
         self.announced: list[set[str]] = []
+        self.leaving: set[str] = set()
         self.discovery = Discovery(
             parse_node_list(PREFILL, "k8s://svc.ns:5"),
-            lambda members: self.announced.append({m.target for m in members}),
+            self._take,
             lambda where: where.target in self.alive,
             RouterMetrics(NodeRegistry(), lambda: set()),
             interval_s=0.01,
@@ -230,6 +231,10 @@ class Members:
             clock=self.clock,
         )
         self.tell: Any = None
+
+    def _take(self, members: set[NodeAddress], leaving: set[NodeAddress]) -> None:
+        self.announced.append({m.target for m in members})
+        self.leaving = {m.target for m in leaving}
 
     async def _watch(self, service: str, on_endpoints: Any) -> None:
         assert service == "svc.ns"
@@ -247,12 +252,16 @@ async def members() -> AsyncIterator[Members]:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_terminating_pod_is_dropped_at_once(members: Members) -> None:
+async def test_a_terminating_pod_is_leaving_at_once(members: Members) -> None:
     members.alive = {"10.0.0.1:5", "10.0.0.2:5"}
     members.tell(endpoints("10.0.0.1", "10.0.0.2"))
-    assert members.announced[-1] == members.alive
+    assert (members.announced[-1], members.leaving) == (members.alive, set())
     members.tell(endpoints("10.0.0.1", terminating=("10.0.0.2",)))
-    assert members.announced[-1] == {"10.0.0.1:5"}
+    assert (members.announced[-1], members.leaving) == (members.alive, {"10.0.0.2:5"})
+    members.alive = {"10.0.0.1:5"}
+    members.clock.now += 1
+    await eventually(lambda: members.announced[-1] == {"10.0.0.1:5"})
+    assert not members.leaving
 
 
 async def test_a_pod_that_vanished_but_reports_lingers(members: Members) -> None:
@@ -283,4 +292,4 @@ async def test_pods_of_a_service_serve(cluster: Cluster, api: FakeApi, credentia
     await router.wait_usable(decode=1, prefill=0)
     await router.text({"prompt": "x"})
     await api.send("MODIFIED", a_slice("a", endpoint("127.0.0.1", terminating=True)))
-    await router.wait_usable(decode=0, prefill=0)
+    await router.text({"prompt": "there is no other node"})

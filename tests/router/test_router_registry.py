@@ -97,6 +97,17 @@ def test_reports_of_strangers_are_refused() -> None:
     assert fleet.registry.apply_report(address("x"), report()) is ReportOutcome.UNKNOWN_NODE
 
 
+def test_a_node_that_is_leaving_is_used_only_when_there_is_no_other() -> None:
+    fleet = Fleet()
+    old, new = address("old"), address("new")
+    fleet.registry.set_members([old, new], leaving=[old])
+    fleet.registry.apply_report(old, report())
+    assert fleet.registry.state(fleet.node("old")) is NodeState.LEAVING
+    assert fleet.registry.usable(NodeRole.DECODE) == [fleet.node("old")], "the new one is joining"
+    fleet.registry.apply_report(new, report())
+    assert fleet.registry.usable(NodeRole.DECODE) == [fleet.node("new")]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0])
 def test_numbers_that_make_no_sense_count_as_unknown(value: float) -> None:
     load = NodeLoad(
