@@ -5,6 +5,8 @@
 2. head complete the clock stops. Repeated `Host`, lengths that contradict each other and heads
                  beyond `max_header_bytes` are refused before anything is routed by them
 3. body          read by whoever serves the request, with a clock of its own
+-  refused       the answer is sent, then what still comes is thrown away for a moment: closing at
+                 once would reset the connection, and the client would lose the answer
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from router.errors import BadHead, HeadTooLarge, RequestTimeout, RouterError
 
 logger = logging.getLogger(__name__)
 
+_LINGER_S = 1.0
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization")
 
 
@@ -39,6 +42,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
     _refusal: RouterError | None = None
+    _is_refused = False
     _address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -60,10 +64,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         super().data_received(data)
-        if self._head_timer is not None and not self.transport.is_closing():
+        if self._head_timer is not None and not self._is_refused:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.limits.max_header_bytes:
                 self._refuse(self._too_large())
@@ -120,6 +124,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: RouterError) -> None:
+        self._is_refused = True
         self._stop_head_timer()
         body = error.body()
         head = (
@@ -127,7 +132,8 @@ class GuardedProtocol(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self.transport.write_eof()
+        self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:

@@ -87,9 +87,9 @@ async def test_trickling_heads_are_closed_and_others_are_served(cluster: Cluster
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         reading = asyncio.create_task(reader.read())
         for byte in b"GET /health HTTP/1.1\r\nhost: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa":
+            writer.write(bytes([byte]))
             if reading.done():
                 break
-            writer.write(bytes([byte]))
             await asyncio.wait({reading}, timeout=0.05)
         async with asyncio.timeout(TIMEOUT_S):
             answer = await reading
