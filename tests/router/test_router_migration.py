@@ -118,6 +118,23 @@ async def test_a_node_that_dies_between_the_last_token_and_the_end(cluster: Clus
     assert other.resumed_from == [COUNT]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_ends_in_order_and_too_early_goes_on(
+    cluster: Cluster, stream: bool
+) -> None:
+    async def end(writer: Writer) -> None:
+        if writer.num_tokens == 5:
+            await writer.response.write_eof()
+            raise ConnectionResetError
+
+    router, handler = await two_nodes(cluster, end)
+    body = {**BODY, "stream": stream}
+    answer = await router.text(body)
+    found = texts(answer)[0] if stream else json.loads(answer)["choices"][0]["text"]
+    assert found == expected(body)
+    assert handler.resumed_from == [5]
+
+
 @pytest.mark.parametrize("num_tokens", [1, COUNT, 2 * COUNT - 1])
 async def test_several_choices_go_on_together(cluster: Cluster, num_tokens: int) -> None:
     router, handler = await two_nodes(cluster, die_at(num_tokens))
