@@ -3,6 +3,8 @@ over inputs that were loaded before, as a replay would."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,6 +12,10 @@ from engine.batch.input_batch import InputBuffers
 from engine.sampling_params import SamplingParams
 from engine.worker import model_runner
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, prompt_keys
+from engine.worker.kv_connector import ActiveKVConnector
+from engine.worker.model_runner import ModelRunner
+from kv_transfer.fake_connector import FakeConnectorWorker
+from kv_transfer.metadata import KVConnectorMetadata
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(seed=5, temperature=0.9, top_p=0.95)
@@ -36,10 +42,16 @@ class GraphsByHand(CudaGraphManager):
 
 
 @pytest.fixture
-def graphs(runner, monkeypatch) -> GraphsByHand:
+def with_graphs(monkeypatch) -> Callable[[ModelRunner], GraphsByHand]:
+    """Gives a runner its graphs."""
     monkeypatch.setattr(model_runner, "CudaGraphManager", GraphsByHand)
-    runner.capture_model(lambda fraction: None)
-    return runner._graphs
+
+    def capture(runner: ModelRunner) -> GraphsByHand:
+        runner.capture_model(lambda fraction: None)
+        assert isinstance(runner._graphs, GraphsByHand)
+        return runner._graphs
+
+    return capture
 
 
 def converse(driver, make_prompt) -> dict[str, list[int]]:
@@ -62,9 +74,10 @@ def converse(driver, make_prompt) -> dict[str, list[int]]:
 
 
 def test_give_the_tokens_of_single_launches(
-    make_runner, make_driver, make_prompt, graphs, runner
+    make_runner, make_driver, make_prompt, with_graphs
 ) -> None:
-    eager = make_runner()
+    eager, runner = make_runner(), make_runner()
+    graphs = with_graphs(runner)
     found = [
         converse(make_driver(lambda step, r=r: r.execute_model(step).get_output()), make_prompt)
         for r in (eager, runner)
@@ -73,6 +86,19 @@ def test_give_the_tokens_of_single_launches(
     # Not the chunk that samples nothing, nor the decodes alone, nor what wants a penalty.
     sizes = [(key.num_reqs, key.num_tokens) for key in graphs.replayed]
     assert sizes == [(6, 16), (6, 32), (6, 16), (6, 32)]
+
+
+def test_layers_are_handed_on_behind_the_graph(
+    make_runner, make_driver, make_prompt, with_graphs
+) -> None:
+    listener = FakeConnectorWorker()
+    runner = make_runner(ActiveKVConnector(listener))
+    graphs = with_graphs(runner)
+    driver = make_driver(lambda step: runner.execute_model(step).get_output())
+    driver.add("a", 0, make_prompt(9, 1))
+    driver.step({"a": 9}, kv=KVConnectorMetadata(save_kv=True))
+    assert len(graphs.replayed) == 1
+    assert listener.saved == [(1, 0), (1, 1), (1, 2)]
 
 
 def test_keys_are_smallest_first_and_fit() -> None:
