@@ -40,6 +40,8 @@ _LOOK_INTERVAL_S = 1.0
 _ON_THIS_HOST = 0.001
 """A share of the resource `node:<address>`, which each host has one of: pins a rank to it."""
 
+logger = logging.getLogger(__name__)
+
 
 class RayCluster:
     """The driver's view. Use in one process at a time: Ray's connection is the process's."""
@@ -51,6 +53,7 @@ class RayCluster:
         self._own: HostFacts | None = None
         self._group: PlacementGroup | None = None
         self._actors: list[ActorHandle[RankActor]] = []
+        self._logged_total = -1.0
 
     @property
     def address(self) -> str:
@@ -101,13 +104,23 @@ class RayCluster:
         bundles = [here] + [{self._resource: 1.0}] * (num_ranks - 1)
         group = placement_group(bundles, strategy="PACK", name=self._name)
         deadline = time.monotonic() + self._config.ray_timeout_s
-        report("waiting for hosts", min(1.0, self._total() / num_ranks))
+        self._report_hosts(report)
         while not group.wait(_LOOK_INTERVAL_S):
             if time.monotonic() > deadline:
                 remove_placement_group(group)
                 raise EngineDeadError(self._describe_shortage())
-            report("waiting for hosts", min(1.0, self._total() / num_ranks))
+            self._report_hosts(report)
         return group
+
+    def _report_hosts(self, report: ReportProgress) -> None:
+        """Logged only when it has changed."""
+        num_ranks, total = self._config.tensor_parallel_size, self._total()
+        if total != self._logged_total:
+            self._logged_total = total
+            logger.info(
+                "the Ray cluster has %g %s, %d are needed", total, self._resource, num_ranks
+            )
+        report("waiting for hosts", min(1.0, total / num_ranks))
 
     def _total(self) -> float:
         return float(ray.cluster_resources().get(self._resource, 0.0))

@@ -28,6 +28,9 @@ from tests.processes import is_alive, is_gone
 
 NUM_REQUESTS = 12
 
+pytestmark = pytest.mark.timeout(300)
+"""Many processes start here, each of which imports Ray or torch."""
+
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[RayHosts]:
