@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import time
 from collections import OrderedDict, deque
@@ -22,6 +23,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bench.routing_requests import BLOCK_TOKENS, SimRequest
+from router.admission.admission_gate import AdmissionGate, GateLimits
+from router.admission.waiting_line import Waiting
+from router.errors import Overloaded
 from router.node_address import NodeAddress, NodeRole
 from router.node_registry import NodeRegistry
 from router.node_report import NodeReport
@@ -57,6 +61,8 @@ class ClusterShape:
     decode_kv_tokens: int = 800_000
     max_waiting_tokens: int = 0
     """A prefill node with more refuses; 0: none does."""
+    gate: GateLimits | None = None
+    """Admission at the routers; None: everybody is admitted."""
     cost: PrefillCost = PrefillCost()
 
 
@@ -148,6 +154,7 @@ class SimDecodeNode:
 class SimRouter:
     registry: NodeRegistry
     policy: Policy
+    gate: AdmissionGate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,7 +166,10 @@ class Measured:
     choices: dict[str, int] = field(default_factory=dict)
     num_cached: int = 0
     num_prompt: int = 0
-    num_refusals: int = 0
+    num_full: int = 0
+    """Prompts that a prefill node was too full for."""
+    num_refused: int = 0
+    """Requests that a router refused."""
     num_overfull: int = 0
     """Requests that a decode node had no KV left for."""
 
@@ -209,7 +219,14 @@ class SimCluster:
     def _make_router(self, make_policy: MakePolicy) -> SimRouter:
         registry = NodeRegistry(clock=lambda: self.now)
         registry.set_members(node.address for node in (*self.prefills, *self.decodes))
-        return SimRouter(registry, make_policy(registry, random.Random(self._rng.random())))
+        rng = random.Random(self._rng.random())
+        gate = AdmissionGate(
+            limits=self._shape.gate or GateLimits(slots_per_node=10**9, ttft_s=0),
+            num_nodes=lambda: self._shape.num_prefill,
+            clock=registry.clock,
+            rng=rng,
+        )
+        return SimRouter(registry, make_policy(registry, rng), gate)
 
     def _at(self, when: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._serial), action))
@@ -236,9 +253,33 @@ class SimCluster:
 
     def _arrive(self, request: SimRequest) -> None:
         router = self._rng.choice(self.routers)
+        try:
+            waiting = router.gate.offer(request.info, lambda: self._place(request, router))
+        except Overloaded:
+            self._refuse(request)
+            return
+        if waiting is not None and waiting.deadline < math.inf:
+            self._at(waiting.deadline, lambda: self._give_up(waiting, request, router))
+
+    def _give_up(self, waiting: Waiting, request: SimRequest, router: SimRouter) -> None:
+        if waiting in router.gate.line:
+            router.gate.too_late(waiting)
+            self._refuse(request)
+
+    def _refuse(self, request: SimRequest) -> None:
+        self._left -= 1
+        self.measured.num_refused += self._counts(request)
+
+    def _place(self, request: SimRequest, router: SimRouter) -> None:
         began = time.perf_counter()
         placement = router.policy.place(request.info)
         took_s = time.perf_counter() - began
+        try:
+            router.gate.check_placement(request.info, placement, self.now - request.at_s)
+        except Overloaded:
+            self._at(self.now, router.gate.free)
+            self._refuse(request)
+            return
         job = _Job(request, router, placement, ExitStack(), ExitStack())
         job.prefill_work.enter_context(placement.hold_prefill())
         job.decode_work.enter_context(placement.hold_decode())
@@ -258,7 +299,7 @@ class SimCluster:
         while limit and len(ranked) > 1 and ranked[0].num_waiting_tokens >= limit:
             refusing = ranked.pop(0)
             job.refused_by += (refusing.address.target,)
-            self.measured.num_refusals += 1
+            self.measured.num_full += 1
             self._changed(refusing)
         return ranked[0]
 
@@ -292,6 +333,7 @@ class SimCluster:
         if self._shape.reports_prefixes:
             node.new_prefixes += request.info.prefix_blocks[-1:]
         job.prefill_work.close()
+        job.router.gate.free()
         self._start_decoding(job)
         job.router.policy.observe(request.info, job.placement, self._outcome(node, job))
         self._left -= 1

@@ -15,7 +15,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 
@@ -23,6 +23,7 @@ from bench.record import RESULTS, write_result
 from bench.routing_cluster import ClusterShape, Measured, PrefillCost, SimCluster
 from bench.routing_requests import SimRequest, at_load, infinite_cache_limit, make_requests
 from bench.workload import PRESETS
+from router.admission.admission_gate import GateLimits
 from router.node_registry import NodeRegistry
 from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.spill import Margin, SpillRule
@@ -67,6 +68,8 @@ class Result:
     num_prefill: int
     num_routers: int
     slo: float
+    """Requests with their first token in time, of all that came."""
+    refused: float
     hit: float
     hit_limit: float
     ttft_mean_s: float
@@ -121,7 +124,8 @@ def _result(
         load=case.load,
         num_prefill=case.shape.num_prefill,
         num_routers=case.shape.num_routers,
-        slo=sum(t < SLO_S for t in ttft) / len(ttft),
+        slo=sum(t < SLO_S for t in ttft) / (len(ttft) + measured.num_refused),
+        refused=measured.num_refused / (len(ttft) + measured.num_refused),
         hit=measured.num_cached / measured.num_prompt,
         hit_limit=limit,
         ttft_mean_s=statistics.fmean(ttft),
@@ -207,27 +211,61 @@ def slow() -> Iterable[Case]:
         yield Case(group="slow", label=policy, load=0.8, policy=policy, slow_nodes=2)
 
 
+def overload() -> Iterable[Case]:
+    """Far more than can be served, without and with admission."""
+    gate = GateLimits(slots_per_node=4, max_waiting=64, ttft_s=SLO_S, num_routers=4)
+    for load in (1.15, 1.5, 2.0, 3.0):
+        for label, limits in (("all admitted", None), ("gate", gate)):
+            shape = ClusterShape(gate=limits)
+            yield Case(group="overload", label=label, load=load, shape=shape)
+
+
 GROUPS: dict[str, Callable[[], Iterable[Case]]] = {
     group.__name__: group
-    for group in (policies, seeds, routers, reports, nodes, workloads, parts, slow)
+    for group in (policies, seeds, routers, reports, nodes, workloads, parts, slow, overload)
 }
+
+
+# The cost of a decision --------------------------------------------------------------------------
+
+
+def decision_us(num_prefill: int, count: int = 4000) -> float:
+    """Processor time of one decision, after a router has placed as many before."""
+    shape = ClusterShape(num_prefill=num_prefill, num_decode=num_prefill // 2, num_routers=1)
+    requests, _ = _requests("conversation", num_prefill, 0.95, 2 * count, 0)
+    cluster = SimCluster(shape, _maker(Case(group="", label="", load=0.95)), 0)
+    cluster.run(requests[:count])
+    place = cluster.routers[0].policy.place
+    began = time.process_time()
+    for request in requests[count:]:
+        place(request.info)
+    return 1e6 * (time.process_time() - began) / count
 
 
 # Output -----------------------------------------------------------------------------------------
 
-_HEAD = ("group", "case", "workload", "nodes", "load", "SLO", "hits / limit", "TTFT mean", "p99")
+_HEAD = (
+    "group", "case", "workload", "nodes", "load", "SLO", "refused", "hits / limit", "TTFT mean",
+    "p99",
+)  # fmt: skip
 
 
 def table(results: Iterable[Result]) -> str:
     rows = [_HEAD, ("---",) * len(_HEAD)]
     for r in results:
         hits = f"{r.hit:.3f} / {r.hit_limit:.3f}"
-        figures = (f"{r.slo:.3f}", hits, f"{r.ttft_mean_s:.2f}", f"{r.ttft_p99_s:.1f}")
+        figures = (
+            f"{r.slo:.3f}",
+            f"{r.refused:.3f}",
+            hits,
+            f"{r.ttft_mean_s:.2f}",
+            f"{r.ttft_p99_s:.1f}",
+        )
         rows.append((r.group, r.label, r.workload, str(r.num_prefill), f"{r.load:g}", *figures))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def plot(results: list[Result]) -> None:
+def plot(results: list[Result], decisions: Mapping[int, float]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -241,10 +279,8 @@ def plot(results: list[Result]) -> None:
         middle.plot(loads, [r.hit / r.hit_limit for r in mine], marker="o", label=policy)
     left.set(xlabel="load", ylabel=f"requests with TTFT < {SLO_S:g} s", ylim=(0, 1))
     middle.set(xlabel="load", ylabel="prefix hits, of an endless cache's", ylim=(0, 1.05))
-    sizes = [r for r in results if r.policy == "tandem" and r.load == 0.95]
-    sizes = sorted({r.num_prefill: r for r in sizes}.values(), key=lambda r: r.num_prefill)
-    right.plot([r.num_prefill for r in sizes], [r.decision_p50_us for r in sizes], marker="o")
-    right.set(xlabel="prefill nodes", ylabel="µs for a decision, median", xscale="log")
+    right.plot(list(decisions), list(decisions.values()), marker="o")
+    right.set(xlabel="prefill nodes", ylabel="µs of processor time for a decision", xscale="log")
     right.set_ylim(bottom=0)
     left.legend()
     for axes in (left, middle, right):
@@ -264,10 +300,13 @@ def main() -> None:
             result = run(replace(case, count=int(case.count * args.part)))
             results.append(result)
             print(table([result]).splitlines()[-1], f"{result.decision_p50_us:.0f} µs", flush=True)
+    decisions = {count: decision_us(count) for count in (16, 64, 256, 1000)}
     if args.part == 1.0 and len(args.only.split(",")) == len(GROUPS):
-        write_result("routing_sim", [asdict(result) for result in results])
-        plot(results)
+        figures = {"decision_us": decisions, "runs": [asdict(result) for result in results]}
+        write_result("routing_sim", figures)
+        plot(results, decisions)
     print(table(results))
+    print("µs of processor time for a decision, by prefill nodes:", decisions)
 
 
 if __name__ == "__main__":

@@ -113,10 +113,11 @@ class JournaledRelay:
         """The status that the client got. Raises `AnswerBroken`."""
         kind = StreamOutlet if exchange.is_event_stream else BodyOutlet
         outlet = kind(self.client, exchange.response_headers())
-        await outlet.start()
         num_migrations = 0
         while True:
             try:
+                if not num_migrations:
+                    await outlet.start()
                 interruption = await self._pump(exchange, outlet)
             finally:
                 exchange.close()
@@ -152,6 +153,7 @@ class JournaledRelay:
             self.attempts.metrics.broken_streams.inc()
             return await outlet.end(self.journal.error, self.journal.error_status)
         self.attempts.judge(exchange, self.request.info)
+        self.attempts.policy.finished(self.request.info, self.journal.next_number)
         return await outlet.end(b"", 200)
 
     async def _migrate(

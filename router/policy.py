@@ -3,6 +3,7 @@
 1. place    nodes are chosen; what the request will cost them is written into the placement, and
             whoever carries it out holds that work on the nodes while it lasts
 2. observe  the first byte is here: where the prompt was really computed, and what it took
+3. finished the answer is complete: how long it was
 """
 
 from __future__ import annotations
@@ -71,3 +72,6 @@ class Policy(Protocol):
 
     def observe(self, request: RequestInfo, placement: Placement, outcome: PrefillOutcome) -> None:
         """Learns from a request whose first byte has arrived."""
+
+    def finished(self, request: RequestInfo, num_tokens: int) -> None:
+        """Learns from a complete answer of about `num_tokens`."""

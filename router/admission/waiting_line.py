@@ -41,6 +41,9 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, waiting: Waiting) -> bool:
+        return waiting in self._waiting
+
     def add(self, waiting: Waiting) -> None:
         self._waiting[waiting] = None
 

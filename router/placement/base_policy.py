@@ -98,6 +98,9 @@ class BasePolicy(ABC):
         if node is not None:
             self.registry.record_success(node)
 
+    def finished(self, request: RequestInfo, num_tokens: int) -> None:
+        self.outputs.observe(request.model, num_tokens)
+
     def _prefill_node(self, placement: Placement, target: str) -> Node | None:
         """The node at `target`, if it still exists."""
         named = [node for node in placement.prefills if node.address.target == target]
