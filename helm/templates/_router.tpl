@@ -14,7 +14,7 @@
 {{- include "tandem.flags" (merge (deepCopy $router.settings) (dict "numRouters" $replicas)) }}
 {{- end -}}
 
-{{/* Which nodes there are: the addresses of the tiers' headless Services, or written down. */}}
+{{/* Which nodes there are: the pods of the tiers' headless Services, or written down. */}}
 {{- define "tandem.discoveryFlags" -}}
 {{- $root := .root -}}
 {{- $discovery := .of.discovery -}}
@@ -27,10 +27,18 @@
 {{- $tiers := dict }}
 {{- include "tandem.tiers" (dict "root" $root "into" $tiers) }}
 {{- with $tiers.prefill }}
-- {{ printf "--prefill=dns://%s:%d" (include "tandem.serviceHost" (dict "root" $root "component" "prefill")) (int .ports.grpc) | quote }}
+- {{ printf "--prefill=%s:%d" (include "tandem.discovered" (dict "root" $root "component" "prefill")) (int .ports.grpc) | quote }}
 {{- end }}
-- {{ printf "--decode=dns://%s:%d/%d" (include "tandem.serviceHost" (dict "root" $root "component" "decode")) (int $tiers.decode.ports.http) (int $tiers.decode.ports.grpc) | quote }}
+- {{ printf "--decode=%s:%d/%d" (include "tandem.discovered" (dict "root" $root "component" "decode")) (int $tiers.decode.ports.http) (int $tiers.decode.ports.grpc) | quote }}
 {{- end }}
+{{- end -}}
+
+{{- define "tandem.discovered" -}}
+{{- if eq .root.Values.router.discovery.type "dns" -}}
+dns://{{ include "tandem.serviceHost" . }}
+{{- else -}}
+k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.serviceHost" -}}

@@ -14,7 +14,7 @@ from tests.helm.value_strategies import schema
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 TOP = {"image", "model", "tierDefaults", "prefill", "decode", "router", "auth", "networkPolicy"} | {
-    "monitoring", "inferencePool", "tests", "global", "serviceAccount",
+    "monitoring", "inferencePool", "tests", "global", "serviceAccount", "rbac",
 }  # fmt: skip
 TIER = {"settings", "parallelism", "topology", "autoscaling", "strategy", "probes", "shm", "drain"}
 

@@ -324,6 +324,21 @@ def test_no_pod_has_rights_that_it_does_not_use(name: str) -> None:
             assert token == (component(deployment) in with_rights)
 
 
+def test_the_router_may_watch_what_it_discovers_by() -> None:
+    found = rendered("default")
+    (binding,) = found.all("RoleBinding")
+    account = serving_pod(found, "router")["spec"]["serviceAccountName"]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": account, "namespace": "default"}
+    ]
+    assert binding["roleRef"]["name"] == found.one("Role")["metadata"]["name"]
+    # Where the token is mounted is where the router looks for it.
+    folder = settings_of("default")["router"]["kubernetes_credentials"]
+    assert folder == "/var/run/secrets/kubernetes.io/serviceaccount"
+    for scenario in ("decode-only", "static"):
+        assert not rendered(scenario).all("Role")
+
+
 @each_scenario
 def test_images_are_pinned(name: str) -> None:
     for pod in pods(rendered(name)).values():

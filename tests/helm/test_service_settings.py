@@ -68,10 +68,10 @@ def test_addresses_ports_and_drains_agree_between_the_services() -> None:
     assert prefill["host"] == prefill["kv_host"] == decode["host"] == "10.1.2.3"
     assert (router["host"], router["admin_host"]) == ("0.0.0.0", "0.0.0.0")
     assert (router["port"], router["admin_port"]) == (8000, 8001)
-    assert router["prefill"] == f"dns://llm-prefill.default.svc.cluster.local:{prefill['port']}"
-    assert router["decode"] == (
-        f"dns://llm-decode.default.svc.cluster.local:{decode['port']}/{decode['grpc_port']}"
-    )
+    assert router["prefill"] == f"k8s://llm-prefill.default:{prefill['port']}"
+    assert router["decode"] == f"k8s://llm-decode.default:{decode['port']}/{decode['grpc_port']}"
+    by_dns = settings_of("decode-only")["router"]
+    assert by_dns["decode"] == "dns://tandem-decode.default.svc.cluster.local:8100/8200"
     assert (prefill["model"], prefill["device"]) == ("/models/llama-3.3-70b-instruct", "cuda")
     for service in (prefill, decode):
         assert service["tensor_parallel_size"] == 4

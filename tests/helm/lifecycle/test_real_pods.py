@@ -64,6 +64,7 @@ def values(revision: int = 1, **replicas: int) -> dict[str, Any]:
             "probes": often,
             "drain": drain,
             "podAnnotations": annotations,
+            "discovery": {"type": "dns"},
             "settings": {"dnsIntervalS": 0.25},
             "service": {"port": 8000},
         },
