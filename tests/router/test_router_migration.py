@@ -323,3 +323,17 @@ async def test_without_migrations_nodes_are_not_asked_for_a_journal(cluster: Clu
     router = await cluster.router(node, max_migrations=0)
     assert texts(await router.text(BODY)) == [expected(BODY)]
     assert "x-tandem-journal" not in node.requests[0][0]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_while_nobody_can_go_on_leaves_nothing(
+    cluster: Cluster, stream: bool
+) -> None:
+    node = await cluster.decode("a", TokenHandler(fault=die_at(3)))
+    router = await cluster.router(node)
+    request = asyncio.create_task(router.text({**BODY, "stream": stream}))
+    await eventually(lambda: router.metric("tandem_router_node_failures_total", reason="lost") > 0)
+    request.cancel()
+    await asyncio.wait({request})
+    await eventually(lambda: router.num_open == 0)
+    assert not router.services.forwarder.attempts.silence.exchanges
