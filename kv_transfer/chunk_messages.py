@@ -46,33 +46,40 @@ class ChunkMessages:
         """A message without KV."""
         return encode_chunk(self._bare_header(kind, transfer_id, attempt))
 
-    def message_for(self, pull: Pull, entry: SentChunk) -> Buffer:
-        """What of the chunk the puller wants: the staged memory itself, if that is all of it.
+    def message_for(self, pull: Pull, entries: list[SentChunk]) -> Buffer:
+        """What of a staged chunk the puller wants: the staged memory itself, if that is all of it.
+        Or where chunks lie that were not staged.
 
         Raises:
             CorruptChunk: It is a repeat of what was displaced from staging memory.
         """
-        transfer, wish = pull.transfer, pull.wish
-        layer, group = transfer.grid.position(entry.index)
-        num_held = max(0, pull.first_block - transfer.grid.blocks_of(group).start)
-        if entry.chunk is None:
-            header = self.header(transfer, layer, group)
-            return self._where_blocks_are(pull, header, transfer.blocks_of(group), num_held)
-        message = entry.chunk.message
-        if message is None:
+        transfer, chunk = pull.transfer, entries[0].chunk
+        if chunk is None:
+            return self._where_blocks_are(pull, entries)
+        if chunk.message is None:
             raise CorruptChunk("the chunk has left staging memory and cannot be repeated")
-        if wish.heads == self._heads and num_held == 0:
-            return message.data
-        return self._narrow(message, wish.heads, num_held)
+        num_held = _num_held(pull, transfer.grid.position(entries[0].index)[1])
+        if pull.wish.heads == self._heads and num_held == 0:
+            return chunk.message.data
+        return self._narrow(chunk.message, pull.wish.heads, num_held)
 
-    def _where_blocks_are(
-        self, pull: Pull, header: ChunkHeader, block_ids: list[int], num_held: int
-    ) -> bytes:
+    def _where_blocks_are(self, pull: Pull, entries: list[SentChunk]) -> bytes:
+        transfer, heads = pull.transfer, pull.wish.heads
         if not pull.wish.direct:
             raise CorruptChunk("the chunk was not staged, because other pullers read its blocks")
-        header = replace(header, kind=ChunkKind.BLOCKS)
-        ids = np.array(block_ids[num_held:], "<u4")
-        return encode_chunk(_narrowed(header, pull.wish.heads, num_held), [ids])
+        words: list[int] = []
+        for entry in entries:
+            layer, group = transfer.grid.position(entry.index)
+            num_held = _num_held(pull, group)
+            block_ids = transfer.blocks_of(group)[num_held:]
+            first_block = transfer.grid.blocks_of(group).start + num_held
+            words += (layer, first_block, len(block_ids), *block_ids)
+        header = replace(
+            self._bare_header(ChunkKind.BLOCKS, transfer.transfer_id, transfer.attempt),
+            head_start=heads.start,
+            num_heads=heads.count,
+        )
+        return encode_chunk(header, [np.array(words, "<u4")])
 
     def _narrow(self, message: ByteArray, wanted: HeadRange, num_held: int) -> bytes:
         """Without heads of the puller's other ranks, and leading blocks that it has."""
@@ -93,6 +100,11 @@ class ChunkMessages:
             block_size=self._layout.block_size,
             blocks_per_chunk=self._blocks_per_chunk,
         )
+
+
+def _num_held(pull: Pull, group: int) -> int:
+    """Leading blocks of the group that the puller has."""
+    return max(0, pull.first_block - pull.transfer.grid.blocks_of(group).start)
 
 
 def _narrowed(header: ChunkHeader, heads: HeadRange, num_held: int) -> ChunkHeader:

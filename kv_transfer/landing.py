@@ -15,6 +15,7 @@ their block was sent.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kv_transfer.block_views import BlockViews
 from kv_transfer.cache_view import BlockShape, CacheMap, KVCacheView, TokenRun, token_runs
@@ -62,12 +63,11 @@ class Landing:
         """Issues copies of the chunk's tokens into our blocks; bytes of KV in it. Raises
         `CorruptChunk` when it is not one that is missing."""
         header = chunk.header
-        index = self._missing_index(header)
         if header.kind is ChunkKind.BLOCKS:
-            self._copy_from_peer(header, self._peer_blocks(chunk))
-        else:
-            self._check_size(header, chunk.payload.nbytes)
-            self._copy_from_payload(header, chunk.payload)
+            return sum(self._accept_named(*named) for named in _named_chunks(chunk))
+        index = self._missing_index(header)
+        self._check_size(header, chunk.payload.nbytes)
+        self._copy_from_payload(header, chunk.payload)
         self._missing.discard(index)
         return header.num_blocks * self._shape.num_bytes
 
@@ -145,18 +145,20 @@ class Landing:
         if payload_bytes != expected:
             raise CorruptChunk(f"{payload_bytes} bytes of KV where {expected} belong")
 
-    def _peer_blocks(self, chunk: Chunk) -> list[int]:
-        """Physical blocks of the peer, in the chunk's order."""
-        if self.peer_cache is None:
+    def _accept_named(self, header: ChunkHeader, block_ids: list[int]) -> int:
+        """A chunk that lies in these blocks of the peer; its bytes."""
+        peer = self.peer_cache
+        if peer is None:
             raise CorruptChunk("the peer names blocks of a cache that is not mapped here")
-        if chunk.payload.nbytes != 4 * chunk.header.num_blocks:
-            raise CorruptChunk("the chunk names another number of blocks than it has")
-        block_ids: list[int] = chunk.payload.view("<u4").tolist()
+        index = self._missing_index(header)
         try:
-            self.peer_cache.check_block_ids(block_ids)
+            peer.check_block_ids(block_ids)
         except ValueError as error:
             raise CorruptChunk(f"the peer's {error}") from error
-        return block_ids
+        sources = [peer.address_of(header.layer, block_id) for block_id in block_ids]
+        self._copy(header, sources, peer.shape, self.heads.start - peer.heads.start)
+        self._missing.discard(index)
+        return header.num_blocks * self._shape.num_bytes
 
     def _copy_from_payload(self, header: ChunkHeader, payload: ByteArray) -> None:
         """`payload` may go when this returns."""
@@ -164,12 +166,6 @@ class Landing:
         sources = [start + i * size for i in range(header.num_blocks)]
         self._copy(header, sources, self._shape, 0)
         self._cache.inbox.copies_issued()
-
-    def _copy_from_peer(self, header: ChunkHeader, block_ids: list[int]) -> None:
-        peer = self.peer_cache
-        assert peer is not None
-        sources = [peer.address_of(header.layer, block_id) for block_id in block_ids]
-        self._copy(header, sources, peer.shape, self.heads.start - peer.heads.start)
 
     def _copy(
         self, header: ChunkHeader, sources: list[int], shape: BlockShape, first_head: int
@@ -188,3 +184,21 @@ class Landing:
         start = max(header.first_block * size, self._meta.first_token)
         stop = min((header.first_block + header.num_blocks) * size, self._meta.num_tokens)
         return token_runs(start, stop, size, self._ours.block_size)
+
+
+def _named_chunks(message: Chunk) -> Iterator[tuple[ChunkHeader, list[int]]]:
+    """What a message of kind BLOCKS names: each chunk as if it had come alone, and its blocks.
+    Raises `CorruptChunk`."""
+    if message.payload.nbytes % 4 != 0:
+        raise CorruptChunk("a message that names blocks is cut off")
+    words: list[int] = message.payload.view("<u4").tolist()
+    at = 0
+    while at < len(words):
+        layer, first_block, num_blocks = (*words[at : at + 3], 0, 0)[:3]
+        start, at = at + 3, at + 3 + num_blocks
+        if num_blocks == 0 or at > len(words):
+            raise CorruptChunk("a message that names blocks is cut off")
+        header = replace(
+            message.header, layer=layer, first_block=first_block, num_blocks=num_blocks
+        )
+        yield header, words[start:at]

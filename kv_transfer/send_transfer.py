@@ -29,6 +29,8 @@ from kv_transfer.pull_wish import PullWish
 from kv_transfer.staging import StagedChunk
 
 _COMPUTED_ALREADY = -1
+_MOST_NAMED = 64
+"""Chunks of which one message says where they lie."""
 
 
 class SentChunk:
@@ -287,6 +289,22 @@ class Pull:
             if entry.index in self._wanted:
                 self._wanted.discard(entry.index)
                 yield entry
+
+    def next_entries(self) -> list[SentChunk]:
+        """One staged chunk, or as many that are only named as follow each other."""
+        first = next(self.staged(), None)
+        if first is None:
+            return []
+        found, chunks = [first], self.transfer.staged
+        while found[-1].chunk is None and len(found) < _MOST_NAMED:
+            if self._cursor == len(chunks) or chunks[self._cursor].chunk is not None:
+                break
+            entry = chunks[self._cursor]
+            self._cursor += 1
+            if entry.index in self._wanted:
+                self._wanted.discard(entry.index)
+                found.append(entry)
+        return found
 
 
 def _has_done(progress: StepProgress, step_id: int, layer: int) -> bool:

@@ -216,14 +216,14 @@ class KVSender:
     def next_message(self, pull: Pull) -> OutMessage | None:
         """What this pull is sent next; None: there is nothing more now. Raises `CorruptChunk` for
         a repeat of what has left staging memory, or never was there."""
-        entry = next(pull.staged(), None)
-        if entry is None:
+        entries = pull.next_entries()
+        if not entries:
             return self._straight.next_message(pull)
-        chunk, message = entry.chunk, self._messages.message_for(pull, entry)
+        chunk, message = entries[0].chunk, self._messages.message_for(pull, entries)
 
         def on_end(is_sent: bool) -> None:
             if is_sent:
-                self.was_sent(pull, entry, len(message) - HEADER.size)
+                self.was_sent(pull, entries[0], len(message) - HEADER.size)
             if chunk is not None:
                 self.pool.unpin(chunk)
 

@@ -9,10 +9,10 @@ Positions are logical: blocks count from the start of the prompt in the sender's
 over all ranks of a node. A receiver maps them to blocks of its own, so a confused sender cannot
 write into another request.
 
-Kinds: DATA carries KV. BLOCKS carries the sender's physical blocks of the same place instead, 32
-bits each, for a puller of the same host that has mapped the sender's cache. HEARTBEAT says that
-the sender lives but has nothing yet. END is the last message of a complete stream; a stream that
-ends without it is broken.
+Kinds: DATA carries KV. BLOCKS tells a puller of the same host, which has mapped the sender's
+cache, where chunks lie: for each its layer, first block and number of blocks, then the sender's
+physical blocks, 32 bits each. HEARTBEAT says that the sender lives but has nothing yet. END is the
+last message of a complete stream; a stream that ends without it is broken.
 """
 
 from __future__ import annotations

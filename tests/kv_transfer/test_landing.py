@@ -126,3 +126,60 @@ def test_the_end_of_another_stream_is_refused(landing: Landing) -> None:
         landing.end(chunk(0, 0, 0, kind=ChunkKind.END, attempt=0))
     with pytest.raises(CorruptChunk):
         landing.end(chunk(0, 0, 0, kind=ChunkKind.END, blocks_per_chunk=4))
+
+
+def named(landing: Landing, *words: int) -> Chunk:
+    """A message that names blocks of a peer whose cache is our own, which is full of ones."""
+    landing.peer_cache = landing._cache
+    header = ChunkHeader(
+        kind=ChunkKind.BLOCKS,
+        dtype="bfloat16",
+        transfer_id="ab" * 16,
+        attempt=2,
+        num_heads=2,
+        block_size=16,
+        blocks_per_chunk=2,
+    )
+    return decode_chunk(np.frombuffer(encode_chunk(header, [np.array(words, "<u4")]), np.uint8))
+
+
+def test_several_chunks_are_named_at_once(cache: RankCache, landing: Landing) -> None:
+    for layer in (0, 1):
+        cache.write(1, layer, range(64), [0, 2, 4, 6])
+    chunk_bytes = SHAPE.block_bytes
+    accepted = landing.accept(named(landing, 0, 2, 2, 4, 6, 0, 1, 1, 2, 1, 1, 1, 2))
+    assert accepted == 4 * chunk_bytes
+    assert landing.missing == [3]
+    landing.accept(named(landing, 1, 2, 2, 4, 6))
+    assert landing.missing == []
+    cache.check(1, range(FIRST_TOKEN, NUM_TOKENS), BLOCK_IDS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (0,),
+        (0, 2),
+        (0, 2, 0),
+        (0, 2, 2),
+        (0, 2, 2, 4),
+        (0, 2, 2, 4, 8),
+        (0, 2, 1, 4),
+        (2, 2, 2, 4, 6),
+    ],
+    ids=str,
+)
+def test_names_that_make_no_sense_change_nothing(
+    cache: RankCache, landing: Landing, words: tuple[int, ...]
+) -> None:
+    before = cache.words.copy()
+    with pytest.raises(CorruptChunk):
+        landing.accept(named(landing, *words))
+    np.testing.assert_array_equal(cache.words, before)
+
+
+def test_names_of_a_cache_that_is_not_mapped_are_refused(landing: Landing) -> None:
+    message = named(landing, 0, 2, 2, 4, 6)
+    landing.peer_cache = None
+    with pytest.raises(CorruptChunk, match="not mapped"):
+        landing.accept(message)
