@@ -153,6 +153,7 @@ class JournaledRelay:
             self.attempts.metrics.broken_streams.inc()
             return await outlet.end(self.journal.error, self.journal.error_status)
         self.attempts.judge(exchange, self.request.info)
+        self.attempts.policy.finished(self.request.info, self.journal.next_number)
         return await outlet.end(b"", 200)
 
     async def _migrate(
