@@ -36,7 +36,7 @@ class KVTransferConfig:
     host: str = "127.0.0.1"
     num_processes: int = 1
     num_streams: int = 4
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 2 << 20
     staging_bytes: int = 256 << 20
     lease_s: float = 30.0
     stall_timeout_s: float = 5.0

@@ -37,6 +37,7 @@ HEAD_BYTES = 64
 _SCRATCH_BYTES = 64 << 10
 _AHEAD_BYTES = 128
 """Read at once where no message is in motion: what belongs to one is not to be copied."""
+_LOW_WATER_BYTES = 256 << 10
 _MAX_VIEWS = 256
 _MAX_MESSAGE_BYTES = 128 << 20
 _WINDOW_UPDATE_BYTES = 64 << 20
@@ -52,6 +53,9 @@ class MessageSink(Protocol):
     def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
         """A message of `num_bytes` begins with `head`, its first 64 bytes (or all of it). Where
         the rest shall be written, exactly."""
+
+    def fill(self, part: memoryview) -> None:
+        """The next bytes of the rest are written; they are still in the processor's cache."""
 
     def end(self) -> None:
         """The rest is there. What is raised ends the call."""
@@ -95,6 +99,7 @@ class H2Connection:
         """Where the rest of the message goes."""
         self._message_left = 0
         self._direct_bytes = 0
+        self._low_water = 1
         self._unacknowledged = 0
         """Bytes of the call that are received, but not taken off the server's window."""
         self._loop.add_reader(sock.fileno(), self._read)
@@ -168,12 +173,23 @@ class H2Connection:
             if count == 0:
                 raise ConnectionError("closed by it")
             self._received(count)
+            self._sleep_until_worth_it()
         except (BlockingIOError, InterruptedError):
             return
         except (h2.H2Error, OSError) as error:
             self._fail(self._lost(error))
         except Exception as error:
             self._fail(error)
+
+    def _sleep_until_worth_it(self) -> None:
+        """Few large reads cost much less than many small ones. What is waited for is sure to come:
+        it is the rest of a frame that has begun."""
+        if self._is_closed:
+            return
+        low_water = max(1, min(self._frame_left, self._message_left, _LOW_WATER_BYTES))
+        if low_water != self._low_water:
+            self._low_water = low_water
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
 
     def _room(self) -> list[memoryview]:
         """Where the next bytes go: the rest of a message, and a little behind it."""
@@ -328,11 +344,13 @@ class H2Connection:
         """So many bytes were written to the first of `_views`."""
         self._count_data(count)
         self._message_left -= count
-        while count:
+        while count and self._sink is not None:
             view = self._views.popleft()
             if len(view) > count:
                 self._views.appendleft(view[count:])
-            count -= min(count, len(view))
+                view = view[:count]
+            count -= len(view)
+            self._sink.fill(view)
         if self._message_left == 0 and self._sink is not None:
             self._sink.end()
 

@@ -71,22 +71,28 @@ class Landing:
         self._missing.discard(index)
         return header.num_blocks * self._shape.num_bytes
 
-    def place(self, header: ChunkHeader, payload_bytes: int) -> tuple[int, list[memoryview]] | None:
-        """(Index, blocks of ours into which a payload may be received). The chunk is missing all
-        the same until `accept_in_place`. None: it has to be copied. Raises `CorruptChunk` as
-        `accept` does."""
-        if self._grid is None or self._views is None:
-            return None  # What is not checked yet must not tell us the grid.
-        index = self._missing_index(header)
+    def place(self, header: ChunkHeader, payload_bytes: int) -> list[memoryview] | None:
+        """Blocks of ours into which a payload may be received. The chunk is missing all the same
+        until `accept_in_place`. None: it has to be copied. Raises `CorruptChunk` as `accept`
+        does."""
+        if self._views is None:
+            return None
+        grid, missing = self._grid, self._missing
+        try:
+            self._missing_index(header)
+        finally:
+            # What is not checked yet must not tell us the grid.
+            self._grid, self._missing = grid, missing
         self._check_size(header, payload_bytes)
         size = self._ours.block_size
         start, stop = header.first_block, header.first_block + header.num_blocks
         if start * size < self._meta.first_token or stop * size > self._meta.num_tokens:
             return None
-        return index, self._views.of(header.layer, self._meta.block_ids[start:stop])
+        return self._views.of(header.layer, self._meta.block_ids[start:stop])
 
-    def accept_in_place(self, index: int) -> None:
+    def accept_in_place(self, header: ChunkHeader) -> None:
         """What `place` gave is written, and was checked."""
+        index = self._index_of(header)
         self._missing.discard(index)
 
     def end(self, chunk: Chunk) -> None:

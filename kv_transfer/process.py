@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -62,6 +63,12 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_M_TOP_PAD, 64 << 20)
+
+
+def _collect_garbage_rarely() -> None:
+    """What was imported stays, and chunks leave no cycles behind."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 class TransferProcess:
@@ -270,6 +277,7 @@ def main() -> None:
         format=f"%(levelname)s kv transfer {config.engine_id}/{config.process}: %(message)s",
     )
     time.sleep(config.start_delay_s)
+    _collect_garbage_rarely()
     asyncio.run(_run(config))
 
 

@@ -21,8 +21,9 @@ from kv_transfer.metadata import RecvMeta
 from kv_transfer.pull_transport import PullTransport
 from kv_transfer.wire import (
     ByteArray,
+    Checksum,
+    ChunkHeader,
     ChunkKind,
-    check_payload,
     decode_chunk,
     decode_head,
 )
@@ -57,9 +58,10 @@ class PullStream:
         self._num_refused = 0
         self._has_ended = False
         self._head = b""
+        self._checksum: Checksum | None = None
         self._buffer: ByteArray = np.empty(0, np.uint8)
         self._message = self._buffer
-        self._in_place: tuple[int, list[memoryview]] | None = None
+        self._in_place: tuple[ChunkHeader, list[memoryview]] | None = None
 
     @property
     def peer_cache(self) -> CacheMap | None:
@@ -98,12 +100,18 @@ class PullStream:
         self._head = head
         self._in_place = self._place(num_bytes)
         if self._in_place is not None:
+            self._checksum = Checksum(head)
             return self._in_place[1]
         if num_bytes > len(self._buffer):
             self._buffer = np.empty(num_bytes, np.uint8)
         self._message = self._buffer[:num_bytes]
         self._message[: len(head)] = np.frombuffer(head, np.uint8)
         return [self._message[len(head) :].data] if num_bytes > len(head) else []
+
+    def fill(self, part: memoryview) -> None:
+        self.last_heard_at = time.monotonic()
+        if self._checksum is not None:
+            self._checksum.extend(part)
 
     def end(self) -> None:
         self.last_heard_at = time.monotonic()
@@ -118,18 +126,21 @@ class PullStream:
             if self._num_refused > _MAX_REFUSED:
                 raise
 
-    def _place(self, num_bytes: int) -> tuple[int, list[memoryview]] | None:
+    def _place(self, num_bytes: int) -> tuple[ChunkHeader, list[memoryview]] | None:
         try:
             header = decode_head(self._head, num_bytes)
             if header.kind is not ChunkKind.DATA:
                 return None
-            return self._landing.place(header, num_bytes - len(self._head))
+            views = self._landing.place(header, num_bytes - len(self._head))
         except CorruptChunk:
             return None  # It is found again, and counted, when all of it is there.
+        return (header, views) if views is not None else None
 
-    def _accept_in_place(self, index: int, views: list[memoryview]) -> None:
-        check_payload(self._head, views)
-        self._landing.accept_in_place(index)
+    def _accept_in_place(self, header: ChunkHeader, views: list[memoryview]) -> None:
+        checksum, self._checksum = self._checksum, None
+        assert checksum is not None
+        checksum.check()
+        self._landing.accept_in_place(header)
         self._on_bytes(sum(len(view) for view in views))
 
     def _land(self, message: ByteArray) -> None:

@@ -75,6 +75,7 @@ def _give(message: bytes, sink: MessageSink) -> None:
     at = min(HEAD_BYTES, len(data))
     for view in sink.begin(bytes(data[:at]), len(data)):
         view[:] = data[at : at + len(view)]
+        sink.fill(view)
         at += len(view)
     sink.end()
 

@@ -84,6 +84,11 @@ class RecvTransfer:
         self.first_byte_at = self.last_byte_at
         return True
 
+    def excuse_silence(self) -> None:
+        """Time starts anew for all streams."""
+        for stream in self.streams:
+            stream.last_heard_at = time.monotonic()
+
     def silent_streams(self, timeout_s: float) -> list[PullStream]:
         horizon = time.monotonic() - timeout_s
         return [
@@ -296,10 +301,14 @@ class KVReceiver:
         )
 
     async def _watch(self, transfer: RecvTransfer) -> None:
-        """Raises when one of the streams has gone silent."""
+        """Raises when one of the streams has gone silent. When we were held up ourselves, what it
+        said meanwhile is not read yet: that is no silence."""
         limit_s = self._config.stall_timeout_s
         while True:
+            slept_from = time.monotonic()
             await asyncio.sleep(limit_s / 10)
+            if time.monotonic() - slept_from > limit_s / 4:
+                transfer.excuse_silence()
             silent = transfer.silent_streams(limit_s)
             if silent:
                 raise TransferTimeout(f"{silent[0].address} said nothing for {limit_s:g} s")

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _RESERVE_CHUNKS = 4
 _WAIT_FOR_PULL_S = 0.05
-"""A puller on this host may want no copy; it comes at about the same time as the offer."""
+"""A puller may want no copy; it comes at about the same time as the offer."""
 _END_OF = {Reclaim.RELEASED: KVTransferState.DONE, Reclaim.ABORTED: KVTransferState.ABORTED}
 _EVENT_OF = {
     KVTransferState.DONE: TransferEventKind.RELEASED,
@@ -134,7 +134,7 @@ class KVSender:
             )
             return
         self._renew(transfer)
-        if self.cache_for_host() is not None:
+        if self._straight.is_possible or self.cache_for_host() is not None:
             transfer.stage_after = time.monotonic() + _WAIT_FOR_PULL_S
             asyncio.get_running_loop().call_later(_WAIT_FOR_PULL_S, self._work.set)
         self._report_if_staged(transfer)

@@ -51,6 +51,11 @@ class StraightSends:
         self._was_sent = was_sent
         self._on_left = on_left
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether sockets can read our blocks."""
+        return self._views is not None
+
     def suits(self, transfer: SendTransfer, wish: PullWish, first_block: int) -> bool:
         """Whether this call wants its chunks as they lie in the blocks, and nobody else does."""
         return (

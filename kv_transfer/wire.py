@@ -98,12 +98,35 @@ def fill_header(message: ByteArray, header: ChunkHeader) -> None:
     message[: HEADER.size] = np.frombuffer(head, np.uint8)
 
 
+class Checksum:
+    """Of a chunk whose payload comes in parts."""
+
+    __slots__ = ("_crc", "_expected")
+
+    def __init__(self, head: bytes) -> None:
+        self._crc: int = google_crc32c.value(head[:_CRC_AT])
+        self._expected: int = HEADER.unpack(head)[-1]
+
+    def extend(self, part: memoryview) -> None:
+        self._crc = _extend(self._crc, part)
+
+    def check(self) -> None:
+        """Raises `CorruptChunk` unless header and payload are as they were sent."""
+        if self._crc != self._expected:
+            raise CorruptChunk("the checksum does not match")
+
+
 def _checksum(head: bytes, parts: Sequence[memoryview]) -> int:
     crc: int = google_crc32c.value(head[:_CRC_AT])
     for part in parts:
-        # The library takes an array, but no memoryview that can be written to.
-        crc = google_crc32c.extend(crc, np.frombuffer(part, np.uint8))
+        crc = _extend(crc, part)
     return crc
+
+
+def _extend(crc: int, part: memoryview) -> int:
+    # The library takes an array, but no memoryview that can be written to.
+    extended: int = google_crc32c.extend(crc, np.frombuffer(part, np.uint8))
+    return extended
 
 
 def _pack(header: ChunkHeader, payload_bytes: int, crc: int = 0) -> bytes:
@@ -130,12 +153,14 @@ def decode_chunk(message: ByteArray) -> Chunk:
     """Raises `CorruptChunk` unless every byte is as it was sent."""
     head, payload = message[: HEADER.size].tobytes(), message[HEADER.size :]
     header = decode_head(head, len(message))
-    check_payload(head, [payload.data])
+    checksum = Checksum(head)
+    checksum.extend(payload.data)
+    checksum.check()
     return Chunk(header, payload)
 
 
 def decode_head(head: bytes, message_bytes: int) -> ChunkHeader:
-    """Of a message whose payload may still be on its way: `check_payload` must follow. Raises
+    """Of a message whose payload may still be on its way: `Checksum` must follow. Raises
     `CorruptChunk` for what cannot be a chunk of `message_bytes`."""
     if len(head) < HEADER.size:
         raise CorruptChunk(f"a message of {message_bytes} bytes cannot hold a header")
@@ -147,12 +172,6 @@ def decode_head(head: bytes, message_bytes: int) -> ChunkHeader:
             f"{message_bytes - HEADER.size} bytes follow a header that announces {payload_bytes}"
         )
     return _header_of(kind, dtype, numbers)
-
-
-def check_payload(head: bytes, parts: Sequence[memoryview]) -> None:
-    """Raises `CorruptChunk` unless header and payload are as they were sent."""
-    if _checksum(head, parts) != HEADER.unpack(head)[-1]:
-        raise CorruptChunk("the checksum does not match")
 
 
 def _header_of(kind: int, dtype: int, numbers: list[int | bytes]) -> ChunkHeader:

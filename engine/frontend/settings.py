@@ -194,7 +194,7 @@ class EngineSettings(BaseSettings):
         default=4, ge=1, le=64, description="Connections over which one request's KV is pulled."
     )
     kv_chunk_bytes: int = Field(
-        default=1 << 20, ge=4096, le=4 << 20, description="Size of a piece of KV on the wire."
+        default=2 << 20, ge=4096, le=4 << 20, description="Size of a piece of KV on the wire."
     )
     kv_staging_bytes: int = Field(
         default=256 << 20,

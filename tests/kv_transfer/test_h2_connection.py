@@ -63,6 +63,9 @@ class Wire:
             piece = piece[len(view) :]
         return (count,)
 
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_RCVLOWAT) and value > 0
+
     def send(self, data: bytes) -> int:
         self.written += data
         return len(data)
@@ -80,6 +83,7 @@ class Sink:
         self.messages: list[bytes] = []
         self._rng = rng or random.Random(0)
         self._memory = bytearray()
+        self._num_filled = 0
 
     def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
         assert len(head) == min(HEAD_BYTES, num_bytes)
@@ -93,7 +97,12 @@ class Sink:
             rest = rest[size:]
         return views
 
+    def fill(self, part: memoryview) -> None:
+        self._num_filled += len(part)
+
     def end(self) -> None:
+        assert self._num_filled == max(0, len(self._memory) - HEAD_BYTES)
+        self._num_filled = 0
         self.messages.append(bytes(self._memory))
 
 

@@ -43,6 +43,7 @@ async def test_a_damaged_chunk_is_pulled_again(offset: int, transport: PullTrans
     async with Loopback(SHAPE, SHAPE, num_streams=2, transport=transport) as (producer, consumer):
         peer = await proxy.start(producer.peer)
         transfer_id = producer.offer_computed(1, 100)
+        await producer.until_all(STAGED, transfer_id)
         block_ids = consumer.pull(peer, transfer_id, 100)
         await consumer.until_all(RECEIVED, transfer_id)
         consumer.check(1, range(100), block_ids)
@@ -62,6 +63,7 @@ async def test_a_chunk_that_is_damaged_twice_is_final(
     async with Loopback(SHAPE, SHAPE, num_streams=1, transport=transport) as (producer, consumer):
         peer = await proxy.start(producer.peer)
         transfer_id = producer.offer_computed(1, 30)
+        await producer.until_all(STAGED, transfer_id)
         block_ids = consumer.pull(peer, transfer_id, 30)
         (event,) = await consumer.until_all(FAILED, transfer_id)
         assert event.retryable and "damaged twice" in event.reason
@@ -80,6 +82,7 @@ async def test_a_link_that_only_garbles_is_given_up_early(transport: PullTranspo
     async with Loopback(SHAPE, SHAPE, num_streams=1, transport=transport) as (producer, consumer):
         peer = await proxy.start(producer.peer)
         transfer_id = producer.offer_computed(1, 900)
+        await producer.until_all(STAGED, transfer_id)
         consumer.pull(peer, transfer_id, 900)
         await consumer.until_all(FAILED, transfer_id)
         assert consumer.receivers[0].corrupt_chunks == 17, "of 87"
@@ -129,6 +132,24 @@ async def test_waiting_for_a_slow_prompt_is_not_a_stall(transport: PullTransport
         await asyncio.sleep(2.0)
         for layer in range(3):
             producer.compute(1, 1, layer, range(40), source)
+        await consumer.until_all(RECEIVED, transfer_id)
+        consumer.check(1, range(40), block_ids)
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+
+
+async def test_a_process_that_was_held_up_itself_blames_nobody() -> None:
+    """What the other side said meanwhile lies unread in the socket."""
+    async with Loopback(SHAPE, SHAPE, stall_timeout_s=0.8) as (producer, consumer):
+        transfer_id = new_transfer_id()
+        source = producer.blocks.take(SHAPE, 40)
+        producer.offer(transfer_id, 40)
+        block_ids = consumer.pull(producer.peer, transfer_id, 40)
+        await until(lambda: producer.senders[0].num_pulls > 0)
+        asyncio.get_running_loop().call_soon(time.sleep, 1.0)
+        await asyncio.sleep(0.1)
+        producer.compute_all(1, 40, source)
+        producer.send(transfer_id, -1, range(40), source, 40)
         await consumer.until_all(RECEIVED, transfer_id)
         consumer.check(1, range(40), block_ids)
         consumer.release(producer.peer, transfer_id)
