@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from router.errors import BadRequest
 from router.request_info import SessionSource, estimate_tokens, read_request_info
 from router.session import Rendezvous, node_hash_seed
+from router.tenants import Priority, Tenant
 
 
 @dataclass(frozen=True)
@@ -180,3 +181,81 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
     else:
         assert isinstance(json.loads(body.decode("utf-8", "replace")), dict)
         assert info.num_prompt_tokens >= 0
+
+
+# Tenants, priorities, turns --------------------------------------------------------------------
+
+
+def _read_as(tenant: Tenant, body: dict[str, Any], **headers: str) -> Any:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return read_request_info("/v1/chat/completions", "r", named, json.dumps(body).encode(), tenant)
+
+
+def test_tenants_with_a_salt_share_neither_sessions_nor_prefixes() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 9000}]}
+    infos = [_read_as(Tenant(salt=salt), body) for salt in (b"", b"a", b"b")]
+    assert len({info.session_key for info in infos}) == 3
+    assert len({info.prefix_blocks for info in infos}) == 3
+    assert {len(info.prefix_blocks) for info in infos} == {2}
+
+
+def test_a_salt_cannot_be_imitated_by_a_model_name() -> None:
+    one = _read_as(Tenant(salt=b"ab"), {"model": "c", "messages": [HELLO]})
+    two = _read_as(Tenant(salt=b"a"), {"model": "bc", "messages": [HELLO]})
+    assert one.session_key != two.session_key
+
+
+@pytest.mark.parametrize(
+    ("best", "wanted", "given"),
+    [
+        (Priority.STANDARD, "", Priority.STANDARD),
+        (Priority.STANDARD, "interactive", Priority.STANDARD),
+        (Priority.STANDARD, "batch", Priority.BATCH),
+        (Priority.INTERACTIVE, "Standard", Priority.STANDARD),
+        (Priority.BATCH, "interactive", Priority.BATCH),
+        (Priority.STANDARD, "first", Priority.STANDARD),
+    ],
+)
+def test_a_request_may_only_lower_its_class(best: Priority, wanted: str, given: Priority) -> None:
+    info = _read_as(Tenant(priority=best), {}, x_tandem_priority=wanted)
+    assert info.priority is given
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1500", 1.5), ("", 0), ("-5", 0), ("1e3", 0), ("9" * 30, 0), ("２", 0)]
+)
+def test_a_deadline_is_whole_milliseconds(text: str, seconds: float) -> None:
+    assert _read_as(Tenant(), {}, x_slo_ttft_ms=text).ttft_deadline_s == seconds
+
+
+def test_a_conversation_that_went_on_is_a_later_turn() -> None:
+    answer = {"role": "assistant", "content": "Hi"}
+    assert not _read({"messages": [SYSTEM, HELLO]}).is_later_turn
+    assert _read({"messages": [SYSTEM, HELLO, answer, HELLO]}).is_later_turn
+    assert not _read({"prompt": "Hello"}).is_later_turn
+
+
+def test_a_later_turn_has_the_blocks_of_the_earlier_one() -> None:
+    long = {"role": "user", "content": "tell me more " * 2000}
+    answer = {"role": "assistant", "content": "well " * 2000}
+    first = _read({"model": "m", "messages": [SYSTEM, long]})
+    later = _read({"model": "m", "messages": [SYSTEM, long, answer, HELLO]})
+    count = len(first.prefix_blocks)
+    assert count == 6
+    assert later.prefix_blocks[:count] == first.prefix_blocks
+    assert first.tokens_per_block == pytest.approx(1024, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        ({"max_tokens": "7"}, 0),
+        ({"max_tokens": -7}, 0),
+        ({"max_tokens": 1 << 80}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_longest_answer_is_read(body: dict[str, Any], count: int) -> None:
+    assert _read(body).max_tokens == count
