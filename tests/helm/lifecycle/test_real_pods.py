@@ -21,14 +21,11 @@ from tests.helm.lifecycle.cluster import Cluster
 from tests.helm.lifecycle.dns_server import may_serve
 from tests.helm.lifecycle.helm_release import CliRelease, Release
 from tests.helm.lifecycle.load import Load, body, stream
+from tests.helm.lifecycle.pod_files import TOKEN_FOLDER
 from tests.helm.lifecycle.resources import Object
 from tests.processes import is_alive
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(not may_serve(), reason="the router's discovery needs a DNS, and that root"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 _NUM_REQUESTS = 8
 START_S = 90.0
@@ -36,7 +33,9 @@ LONG_WISHES = [body(i, max_tokens=250) for i in range(4)]
 """During these answers there is time to do something."""
 
 
-def values(revision: int = 1, **replicas: int) -> dict[str, Any]:
+def values(
+    cluster: Cluster, revision: int = 1, discovery: str = "kubernetes", **replicas: int
+) -> dict[str, Any]:
     """Small nodes on CPU that are asked often how they are. Another `revision` rolls every pod."""
     often = {"readiness": {"periodSeconds": 1}}
     drain = {"preStopSeconds": 1, "drainSeconds": 20, "teardownSeconds": 5}
@@ -64,8 +63,12 @@ def values(revision: int = 1, **replicas: int) -> dict[str, Any]:
             "probes": often,
             "drain": drain,
             "podAnnotations": annotations,
-            "discovery": {"type": "dns"},
-            "settings": {"dnsIntervalS": 0.25},
+            "discovery": {"type": discovery},
+            "settings": {
+                "dnsIntervalS": 0.25,
+                "kubernetesUrl": f"https://127.0.0.1:{cluster.api.tls_port}",
+                "kubernetesCredentials": TOKEN_FOLDER,
+            },
             "service": {"port": 8000},
         },
     }
@@ -128,7 +131,7 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     async with Cluster.real(folder) as cluster:
         release = CliRelease(cluster, folder)
         try:
-            await release.install(values())
+            await release.install(values(cluster))
             await cluster.wait_ready(START_S, router=1, prefill=1, decode=1)
             service = cluster.get("Service", "tandem-router")["spec"]
             url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
@@ -172,11 +175,13 @@ async def test_deleting_a_decode_pod_lets_its_answers_end(serving: Serving) -> N
 
 
 async def test_rolling_everything_under_load_loses_nothing(serving: Serving) -> None:
-    """It begins while the pod that was just deleted is still being replaced."""
+    """It begins while the pod that was just deleted is still being replaced. The new router finds
+    the nodes by DNS, where there is one."""
     cluster = serving.cluster
+    discovery = "dns" if may_serve() else "kubernetes"
     before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
     async with Load(serving.url, serving.expected) as load:
-        await serving.release.upgrade(values(2, decode=2), wait_s=0)
+        await serving.release.upgrade(values(cluster, 2, discovery, decode=2), wait_s=0)
         await cluster.wait(lambda: not before["decode"] & cluster.uids("decode"), START_S)
         await cluster.wait_ready(START_S, router=1, prefill=1, decode=2)
         await load.answers(10)
