@@ -9,7 +9,7 @@
 {{- if eq .part "leader" }}
 - sh
 - -c
-- ray start {{ include "tandem.rayFlags" . }} --head --port=6379 --include-dashboard=false --disable-usage-stats && exec "$0" "$@"
+- ray start {{ include "tandem.rayFlags" . }} --head --port=6379 --ray-client-server-port=10001 --include-dashboard=false && exec "$0" "$@"
 - tandem
 - {{ .component }}
 {{- else if eq .part "worker" }}
@@ -33,10 +33,24 @@
 {{- end }}
 {{- end -}}
 
-{{/* Ray carries nothing but the start of processes: its object store has the least it may. */}}
+{{/* Ray carries nothing but the start of processes: its object store has the least it may. All
+  ports are fixed, so that policies can be written. */}}
 {{- define "tandem.rayFlags" -}}
 {{- $ranks := div (int .of.parallelism.tensor) (int .of.parallelism.hosts) -}}
---node-ip-address="$POD_IP" --node-manager-port=6380 --object-store-memory=80000000 {{ if .of.gpu.enabled }}--num-gpus={{ $ranks }}{{ else }}--num-cpus={{ $ranks }}{{ end }}
+--node-ip-address="$POD_IP" {{ if .of.gpu.enabled }}--num-gpus={{ $ranks }} --num-cpus=1{{ else }}--num-cpus={{ $ranks }}{{ end }} --object-store-memory=104857600 --node-manager-port=6380 --object-manager-port=6381 --runtime-env-agent-port=6382 --dashboard-agent-grpc-port=6383 --dashboard-agent-listen-port=6384 --metrics-export-port=6385 --min-worker-port=10002 --max-worker-port=10199 --disable-usage-stats
+{{- end -}}
+
+{{/* Who has no token runs nothing. Ray must not end our workers because the weights' page cache
+  fills the host's memory. */}}
+{{- define "tandem.rayEnv" -}}
+- name: RAY_AUTH_MODE
+  value: token
+- name: RAY_AUTH_TOKEN_PATH
+  value: {{ printf "/etc/tandem/ray-token/%s" .root.Values.auth.rayToken.secretKey | quote }}
+- name: RAY_memory_monitor_refresh_ms
+  value: "0"
+- name: RAY_DEDUP_LOGS
+  value: "0"
 {{- end -}}
 
 {{- define "tandem.rayWorkerLife" -}}

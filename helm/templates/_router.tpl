@@ -59,16 +59,3 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
-
-{{/* Name of the secret with the clients' keys; empty: nobody needs one. */}}
-{{- define "tandem.apiKeySecret" -}}
-{{- .Values.auth.apiKeys.existingSecret -}}
-{{- end -}}
-
-{{/* Name of the secret with the key that the router shows to decode nodes; empty: none is asked. */}}
-{{- define "tandem.nodeKeySecret" -}}
-{{- $key := .Values.auth.nodeKey -}}
-{{- if $key.enabled -}}
-{{- default (include "tandem.name" (dict "root" . "component" "node-key")) $key.existingSecret -}}
-{{- end -}}
-{{- end -}}

@@ -79,6 +79,9 @@ spec:
 {{- include "tandem.modelEnv" .root }}
 - name: TRITON_CACHE_DIR
   value: /cache/triton
+{{- if .part }}
+{{ include "tandem.rayEnv" . }}
+{{- end }}
 {{- with .of.env }}
 {{ toYaml . }}
 {{- end }}
@@ -141,6 +144,11 @@ livenessProbe:
   mountPath: /etc/tandem/node-key
   readOnly: true
 {{- end }}
+{{- if .part }}
+- name: ray-token
+  mountPath: /etc/tandem/ray-token
+  readOnly: true
+{{- end }}
 {{- with .of.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -161,6 +169,11 @@ livenessProbe:
   secret:
     secretName: {{ include "tandem.nodeKeySecret" .root | quote }}
     items: [{key: {{ .root.Values.auth.nodeKey.secretKey | quote }}, path: {{ .root.Values.auth.nodeKey.secretKey | quote }}}]
+{{- end }}
+{{- if .part }}
+- name: ray-token
+  secret:
+    secretName: {{ include "tandem.rayTokenSecret" .root | quote }}
 {{- end }}
 {{- with .of.extraVolumes }}
 {{ toYaml . }}

@@ -351,7 +351,7 @@ def test_images_are_pinned(name: str) -> None:
 def test_secrets_are_referred_to_never_written(name: str) -> None:
     for pod in pods(rendered(name)).values():
         for variable in (v for c in all_containers(pod) for v in c.get("env", ())):
-            if re.search("KEY|TOKEN|SECRET|PASSWORD", variable["name"]):
+            if re.search("(KEY|TOKEN|SECRET|PASSWORD)$", variable["name"]):
                 assert "secretKeyRef" in variable["valueFrom"]
 
 
@@ -415,6 +415,12 @@ def test_a_node_over_several_hosts_talks_within_its_tier_and_answers_by_its_lead
     leader, worker = (templates_of(workload(found, "decode"))[p] for p in ("leader", "worker"))
     grace = leader["spec"]["terminationGracePeriodSeconds"]
     assert worker["spec"]["terminationGracePeriodSeconds"] == grace
+    for part in (leader, worker):
+        variables = {v["name"]: v.get("value") for v in part["spec"]["containers"][0]["env"]}
+        mounts = {m["name"]: m["mountPath"] for m in part["spec"]["containers"][0]["volumeMounts"]}
+        assert variables["RAY_AUTH_MODE"] == "token"
+        assert str(Path(variables["RAY_AUTH_TOKEN_PATH"]).parent) == mounts["ray-token"]
+    assert "RAY_AUTH_MODE" not in str(workload(found, "prefill"))
     # Workers stay until the leader has drained; Ray's first port is the leader's.
     (stay,) = [c["lifecycle"]["preStop"]["exec"]["command"] for c in worker["spec"]["containers"]]
     assert "ray health-check" in stay[-1]

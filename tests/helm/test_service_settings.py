@@ -23,7 +23,13 @@ from tests.helm.service_settings import (
     settings_of,
 )
 
-LIBRARY_VARIABLES = {"TRITON_CACHE_DIR", "POD_IP", "TZ"} | {
+RAY_VARIABLES = {
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN_PATH",
+    "RAY_memory_monitor_refresh_ms",
+    "RAY_DEDUP_LOGS",
+}
+LIBRARY_VARIABLES = {"TRITON_CACHE_DIR", "POD_IP", "TZ"} | RAY_VARIABLES | {
     name for name in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
     if name in Path(hub.__file__).read_text(encoding="utf-8")
 }  # fmt: skip
