@@ -134,14 +134,15 @@ class KVCacheView(CacheMap):
         handle: KVCacheHandle,
         layout: KVLayout,
         inbox_bytes: int = 0,
+        message_bytes: int = 1 << 20,
         device: MemoryDevice | None = None,
     ) -> None:
-        """`inbox_bytes`: host memory for KV that arrives, where copies take time. Raises as
-        `CacheMap` does."""
+        """`inbox_bytes`: host memory for KV that arrives, where copies take time, in messages of at
+        most `message_bytes` if it shall be quick. Raises as `CacheMap` does."""
         self.device = device if device is not None else device_of(handle)
         super().__init__(handle, layout, self.device)
         self.copies = CopyQueue(self.device.new_stream())
-        self.inbox = Inbox(self.device, self.copies, inbox_bytes)
+        self.inbox = Inbox(self.device, self.copies, inbox_bytes, message_bytes)
 
     def copy_out(self, layer: int, block_ids: list[int], target: int) -> None:
         """The blocks one behind the other, `[n, 2, heads, B, D]`; neighbours move together."""

@@ -22,6 +22,7 @@ from kv_transfer.cache_view import BlockShape, CacheMap, KVCacheView, TokenRun, 
 from kv_transfer.chunk_grid import ChunkGrid
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.memory.inbox import Inbox
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.wire import ByteArray, Chunk, ChunkHeader, ChunkKind
 
@@ -53,6 +54,11 @@ class Landing:
         self._views = views if self._shape == cache.shape and heads == cache.heads else None
         self._grid: ChunkGrid | None = None
         self._missing: set[int] = set()
+
+    @property
+    def inbox(self) -> Inbox:
+        """Where a message may be received from which chunks are copied."""
+        return self._cache.inbox
 
     @property
     def missing(self) -> list[int] | None:

@@ -46,6 +46,7 @@ from kv_transfer.pull_service import PullService
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.step_watch import StepWatch
+from kv_transfer.wire import HEADER
 from kv_transfer.worker import steps_address
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -85,6 +86,7 @@ class TransferProcess:
             config.handle,
             config.layout,
             inbox_bytes=0 if self._is_producer else config.transfer.staging_bytes,
+            message_bytes=HEADER.size + max(config.transfer.chunk_bytes, config.layout.block_bytes),
         )
         self._cache.copies.on_error = self._stop
         self._me = KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.layout)

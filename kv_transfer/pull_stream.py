@@ -19,6 +19,7 @@ from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.landing import Landing
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.pull_transport import PullTransport
+from kv_transfer.staging import StagedChunk
 from kv_transfer.wire import (
     ByteArray,
     Checksum,
@@ -49,7 +50,9 @@ class PullStream:
         self.address = address
         self.last_heard_at = time.monotonic()
         self.is_done = False
-        self._slot = slot
+        self._connection = slot
+        self._slot: StagedChunk | None = None
+        """Pinned memory of the message that is arriving."""
         self._meta = meta
         self._landing = landing
         self._num_pullers = num_pullers
@@ -86,7 +89,10 @@ class PullStream:
         self.last_heard_at = time.monotonic()
         self._num_refused = 0
         self._has_ended = False
-        await transport.pull(self.address, self._slot, self._request(repeat), self)
+        try:
+            await transport.pull(self.address, self._connection, self._request(repeat), self)
+        finally:
+            self._give_back()
         missing = self._landing.missing
         if not self._has_ended or missing is None:
             raise PeerLost(f"the stream from {self.address} stopped before its end")
@@ -102,9 +108,7 @@ class PullStream:
         if self._in_place is not None:
             self._checksum = Checksum(head)
             return self._in_place[1]
-        if num_bytes > len(self._buffer):
-            self._buffer = np.empty(num_bytes, np.uint8)
-        self._message = self._buffer[:num_bytes]
+        self._message = self._memory_for(num_bytes)
         self._message[: len(head)] = np.frombuffer(head, np.uint8)
         return [self._message[len(head) :].data] if num_bytes > len(head) else []
 
@@ -112,6 +116,21 @@ class PullStream:
         self.last_heard_at = time.monotonic()
         if self._checksum is not None:
             self._checksum.extend(part)
+
+    def _memory_for(self, num_bytes: int) -> ByteArray:
+        """Pinned memory, if there is any free."""
+        self._give_back()
+        self._slot = self._landing.inbox.reserve(num_bytes)
+        if self._slot is not None:
+            return self._slot.buffer
+        if num_bytes > len(self._buffer):
+            self._buffer = np.empty(num_bytes, np.uint8)
+        return self._buffer[:num_bytes]
+
+    def _give_back(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._landing.inbox.give_back(slot)
 
     def end(self) -> None:
         self.last_heard_at = time.monotonic()
@@ -125,6 +144,8 @@ class PullStream:
             self._num_refused += 1
             if self._num_refused > _MAX_REFUSED:
                 raise
+        finally:
+            self._give_back()
 
     def _place(self, num_bytes: int) -> tuple[ChunkHeader, list[memoryview]] | None:
         try:

@@ -64,6 +64,7 @@ class StagingPool:
         self._arena = mmap.mmap(-1, max(1, self.capacity))
         self.memory: ByteArray = np.frombuffer(self._arena, np.uint8, count=self.capacity)
         """All slots, for whoever wants to make them known to a device."""
+        self._address = int(self.memory.ctypes.data)
         self._reserve = reserve
         self._free = list(reversed(range(self.num_slots)))
         self._sent: dict[int, StagedChunk] = {}
@@ -93,6 +94,10 @@ class StagingPool:
         self.used += num_bytes
         start = slot * self.slot_bytes
         return StagedChunk(slot, self.memory[start : start + num_bytes])
+
+    def holds(self, address: int) -> bool:
+        """Whether it lies in one of the slots."""
+        return 0 <= address - self._address < self.capacity
 
     def publish(self, chunk: StagedChunk) -> None:
         """The message is complete. Of a chunk that was dropped meanwhile nothing remains."""

@@ -146,7 +146,7 @@ def test_the_inbox_never_lends_memory_that_a_copy_still_reads(seed: int) -> None
     async def run() -> None:
         device = LateDevice()
         queue = CopyQueue(device.new_stream())
-        inbox = Inbox(device, queue, 1000)
+        inbox = Inbox(device, queue, 2000, 64)
         out = np.zeros(200 * 400, np.uint8)
         expected = np.zeros_like(out)
         for i in range(200):
