@@ -3,11 +3,11 @@
 
 One prefill and one decode connector with real transfer processes move the KV of one prompt (an
 8B Llama by default: 32 layers, 8 heads of 128, bf16, 2048 tokens) from one cache into another,
-through staging, checksum and block tables. Measured from the two commands until the decode side
+through block tables and checksums. Measured from the two commands until the decode side
 reports that all has arrived. Raw TCP moves as many bytes in as large chunks with as many
 connections. All processes are up together and take turns, so what else the machine does touches
-both alike; ratios are taken within a turn. The KV is received in both ways that the decode side
-can be told to use (`pull_transport`). Destinations are cleared before and compared byte by
+both alike; ratios are taken within a turn. The KV is carried in both ways that nodes can be told to
+use (`pull_transport`). Destinations are cleared before and compared byte by
 byte after every transfer. 1 GB = 1e9 bytes.
 
     python -m bench.kv_transfer
@@ -318,7 +318,7 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, (rate, cpu) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for transport, marker in ((_RAW_TCP, "o"), ("h2", "s"), ("grpcio", "^")):
         mine = [row for row in rows if row.transport == transport]
-        label = transport if transport == _RAW_TCP else f"KV transfer, {transport} receives"
+        label = transport if transport == _RAW_TCP else f"KV transfer, {transport}"
         streams = [row.streams for row in mine]
         rate.errorbar(
             streams,
@@ -359,7 +359,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--streams", type=int, nargs="+", default=list(_STREAMS))
     parser.add_argument("--processes", type=int, default=1, help="transfer processes of each side")
-    parser.add_argument("--chunk-kib", type=int, default=1024)
+    parser.add_argument("--chunk-kib", type=int, default=2048)
     parser.add_argument("--staging-mib", type=int, default=256)
     parser.add_argument("--transports", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS))
     parser.add_argument(

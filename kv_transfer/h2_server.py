@@ -31,9 +31,7 @@ class H2Server:
     def __init__(self, methods: Mapping[str, RpcMethod]) -> None:
         self._methods = methods
         self._loop = asyncio.get_running_loop()
-        # The event loop and the rest of the host want a core, too.
-        num_threads = max(1, min(_MAX_SEND_THREADS, (os.cpu_count() or 1) - 1))
-        self._threads = SendThreads(num_threads)
+        self._threads = SendThreads(min(_MAX_SEND_THREADS, os.cpu_count() or 1))
         self._listener: socket.socket | None = None
         self._connections: set[H2ServerConnection] = set()
         self._check: asyncio.Task[None] | None = None
