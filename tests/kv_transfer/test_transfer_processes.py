@@ -65,6 +65,14 @@ def test_chunked_prompts_stream_while_they_are_computed(
     assert not decode.done.failed and not prefill.done.failed
 
 
+@pytest.mark.parametrize("ends", [("grpcio", "h2"), ("h2", "grpcio")], ids=str)
+def test_either_end_may_be_grpcio(make_node: MakeNode, ends: tuple[str, str]) -> None:
+    prefill = make_node("prefill", layout(), pull_transport=ends[0])
+    decode = make_node("decode", layout(), pull_transport=ends[1])
+    one_prompt(prefill, decode, 1, 100)
+    until_empty(prefill, decode)
+
+
 def one_prompt(
     prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, cached: int = 0, held: int = 0
 ) -> None:
