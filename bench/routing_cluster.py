@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.routing_requests import BLOCK_TOKENS, SimRequest
 from router.admission.admission_gate import AdmissionGate, GateLimits
@@ -63,6 +63,8 @@ class ClusterShape:
     """A prefill node with more refuses; 0: none does."""
     gate: GateLimits | None = None
     """Admission at the routers; None: everybody is admitted."""
+    deadline_s: float = 0.0
+    """That requests name; 0: none."""
     cost: PrefillCost = PrefillCost()
 
 
@@ -221,7 +223,7 @@ class SimCluster:
         registry.set_members(node.address for node in (*self.prefills, *self.decodes))
         rng = random.Random(self._rng.random())
         gate = AdmissionGate(
-            limits=self._shape.gate or GateLimits(slots_per_node=10**9, ttft_s=0),
+            limits=self._shape.gate or GateLimits(slots_per_node=10**9, wait_s=0),
             num_nodes=lambda: self._shape.num_prefill,
             clock=registry.clock,
             rng=rng,
@@ -253,6 +255,9 @@ class SimCluster:
 
     def _arrive(self, request: SimRequest) -> None:
         router = self._rng.choice(self.routers)
+        if self._shape.deadline_s:
+            info = replace(request.info, ttft_deadline_s=self._shape.deadline_s)
+            request = replace(request, info=info)
         try:
             waiting = router.gate.offer(request.info, lambda: self._place(request, router))
         except Overloaded:

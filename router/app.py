@@ -195,7 +195,7 @@ def _make_gate(
     limits = GateLimits(
         slots_per_node=settings.max_prefills_per_node,
         max_waiting=settings.max_waiting_requests,
-        ttft_s=settings.ttft_deadline_s,
+        wait_s=settings.max_wait_s,
         num_routers=settings.num_routers,
     )
     return AdmissionGate(limits=limits, num_nodes=num_nodes, clock=registry.clock, rng=rng)

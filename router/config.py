@@ -209,11 +209,12 @@ class RouterSettings(BaseSettings):
         ge=1,
         description="Requests that wait in the router; more are answered with 503.",
     )
-    ttft_deadline_s: float = Field(
+    max_wait_s: float = Field(
         default=60.0,
         ge=0,
-        description="Requests whose first token would come later are answered with 503 at once, "
-        "unless they say how long they may wait (header x-slo-ttft-ms). 0: none are.",
+        description="Requests that would wait longer before their prompt is begun are answered "
+        "with 503 at once, unless they say when they want the first token (header "
+        "x-slo-ttft-ms). 0: none are.",
     )
 
     max_body_bytes: int = Field(

@@ -39,7 +39,8 @@ class Placement:
         prefills: Ranked, best first; empty when the decode node is to compute the prompt.
         num_new_tokens: Prompt tokens that the first prefill node will probably have to compute.
         num_kv_tokens: Tokens whose KV the decode node will probably hold at the end.
-        ttft_s: Estimated seconds to the first token; 0 when nobody knows.
+        queue_s: Estimated seconds until the prompt is begun; 0 when nobody knows.
+        ttft_s: Estimated seconds to the first token; likewise.
     """
 
     decode: Node
@@ -47,6 +48,7 @@ class Placement:
     choice: PrefillChoice = PrefillChoice.NONE
     num_new_tokens: int = 0
     num_kv_tokens: int = 0
+    queue_s: float = 0.0
     ttft_s: float = 0.0
 
     def hold_decode(self) -> AbstractContextManager[None]:

@@ -4,8 +4,8 @@
     2. shedding   batch requests, more of them the longer the line is       503
     3. slot       there is room: go on; the slot is free again at the first byte
        line       there is none: wait (`waiting_line`); the line is full    503
-    4. deadline   the first token would come too late, by its place in the line, by the time it
-                  has waited, or by the estimate of its placement           503
+    4. deadline   it would come too late, by its place in the line, by the time it has waited,
+                  or by the estimate of its placement                       503
 
 Waiting happens here and not at the nodes, because here requests can still be compared. An answer
 that would come too late is refused at once: the nodes' time goes to those it is of use to.
@@ -48,13 +48,13 @@ class GateLimits:
         slots_per_node: Requests that wait for their first byte, for each node that computes
             prompts.
         max_waiting: Length of the line.
-        ttft_s: Deadline of the first byte for requests that name none, in seconds; 0: none.
+        wait_s: Longest wait of requests that name no deadline, in seconds; 0: any.
         num_routers: Replicas that share the nodes.
     """
 
     slots_per_node: int = 64
     max_waiting: int = 1024
-    ttft_s: float = 60.0
+    wait_s: float = 60.0
     num_routers: int = 1
 
 
@@ -120,13 +120,15 @@ class AdmissionGate:
         )
 
     def check_placement(self, request: RequestInfo, placement: Placement, waited_s: float) -> None:
-        """Raises `Overloaded` when the first token would come after the deadline."""
-        late_s = waited_s + placement.ttft_s - self.deadline_s(request)
+        """Raises `Overloaded` when the first token would come after the deadline that the request
+        names. One that names none may take as long to compute as it takes, and has waited too long
+        only if its computing would not begin in time."""
+        ahead_s = placement.ttft_s if request.ttft_deadline_s else placement.queue_s
+        late_s = waited_s + ahead_s - self.deadline_s(request)
         if late_s > 0:
             raise self._refuse(
                 Refusal.TOO_LATE,
-                f"The first token would take about {placement.ttft_s:.0f} s, which is later than "
-                f"the request may wait.",
+                f"The request would have to wait about {ahead_s:.0f} s more, and may not.",
                 late_s,
             )
 
@@ -137,7 +139,7 @@ class AdmissionGate:
         return max(1, round(limits.slots_per_node * max(1, self.num_nodes()) * share))
 
     def deadline_s(self, request: RequestInfo) -> float:
-        return request.ttft_deadline_s or self.limits.ttft_s or float("inf")
+        return request.ttft_deadline_s or self.limits.wait_s or float("inf")
 
     def drain_s(self) -> float:
         """Until the line as it is now will have gone on, at the present pace."""

@@ -35,6 +35,7 @@ class RankedPrefills:
     nodes: Sequence[Node]
     choice: PrefillChoice
     num_new_tokens: int = 0
+    queue_s: float = 0.0
     ttft_s: float = 0.0
 
 
@@ -70,7 +71,13 @@ class BasePolicy(ABC):
             ranked = RankedPrefills((), PrefillChoice.NONE)
         prefills = tuple(ranked.nodes[: self._max_prefill_candidates])
         placement = Placement(
-            decode, prefills, ranked.choice, ranked.num_new_tokens, num_kv_tokens, ranked.ttft_s
+            decode,
+            prefills,
+            ranked.choice,
+            num_new_tokens=ranked.num_new_tokens,
+            num_kv_tokens=num_kv_tokens,
+            queue_s=ranked.queue_s,
+            ttft_s=ranked.ttft_s,
         )
         self.placed(request, placement)
         return placement

@@ -19,6 +19,8 @@ _MEMORY = 500
 _PRIOR_WEIGHT = 2.0
 _MEAN_OVER = 100
 _PRIOR_PROMPT = 1000
+_PRIOR_PROMPTS = 10
+"""So many of so many tokens count as seen: one slow first prompt must not frighten everybody."""
 _SWEEPS = 8
 _SCALES = (1.0, 1e-3, 1e-8)
 """Bring base, tokens and pairs to about the same size."""
@@ -83,7 +85,7 @@ class ServiceTimeFit:
     def _follow_means(self, num_new: int, seconds: float) -> None:
         """Both means over the same prompts, so that their quotient weighs tokens, not prompts."""
         self.num_observed += 1
-        part = 1 / min(self.num_observed, _MEAN_OVER)
+        part = 1 / min(self.num_observed + _PRIOR_PROMPTS, _MEAN_OVER)
         self._mean_new += (num_new - self._mean_new) * part
         self.mean_s += (seconds - self.mean_s) * part
         self.s_per_token = self.mean_s / self._mean_new

@@ -117,12 +117,13 @@ class TandemPolicy(BasePolicy):
         num_new: int,
         decode: Node,
     ) -> RankedPrefills:
-        num_prompt = request.num_prompt_tokens
-        remote_s = self._estimator.ttft_s(ranked[0], num_new, num_prompt, self.registry.clock())
+        num_prompt, estimator = request.num_prompt_tokens, self._estimator
+        queue_s = estimator.queue_s(ranked[0], self.registry.clock())
+        remote_s = queue_s + estimator.service_s(ranked[0], num_new, num_prompt)
         alone_s = self.fit.time.seconds(num_prompt, num_prompt)
         if self._local.applies(decode, num_prompt, alone_s, remote_s):
-            return RankedPrefills((), PrefillChoice.LOCAL, 0, alone_s)
-        return RankedPrefills(ranked, choice, num_new, remote_s)
+            return RankedPrefills((), PrefillChoice.LOCAL, ttft_s=alone_s)
+        return RankedPrefills(ranked, choice, num_new, queue_s, remote_s)
 
     # Learning ----------------------------------------------------------------------------------
 

@@ -41,14 +41,10 @@ class TtftEstimator:
     def service_s(self, node: Node, num_new: float, num_prompt: int) -> float:
         return self.fit.time.seconds(num_new, num_prompt) * self.pace(node)
 
-    def ttft_s(self, node: Node, num_new: float, num_prompt: int, now: float) -> float:
-        """What a client would see."""
-        return self.queue_s(node, now) + self.service_s(node, num_new, num_prompt)
-
     def costs_s(
         self, num_new: Mapping[Node, int], num_prompt: int, now: float
     ) -> dict[Node, float]:
-        """What the choice between nodes goes by, for at least one node."""
+        """What the choice between nodes goes by. There is at least one."""
         queues = {node: self.queue_s(node, now) for node in num_new}
         weight = self.weight(min(queues.values()))
         seconds = self.fit.time.seconds

@@ -167,7 +167,7 @@ def test_better_classes_go_first() -> None:
 
 def test_nobody_waits_for_ever() -> None:
     """After 20 s a batch request is in the first class, with the earliest deadline."""
-    gate = Gate(ttft_s=1000)
+    gate = Gate(wait_s=1000)
     gate.offer("first")
     gate.offer("batch", priority=BATCH)
     gone = []
@@ -208,7 +208,7 @@ def test_a_full_line_refuses() -> None:
 
 
 def test_one_who_could_not_be_served_in_time_is_refused_at_once() -> None:
-    gate = Gate(ttft_s=10)
+    gate = Gate(wait_s=10)
     gate.offer()
     for _ in range(40):
         gate.offer()
@@ -222,10 +222,18 @@ def test_one_who_could_not_be_served_in_time_is_refused_at_once() -> None:
 
 def test_a_placement_that_comes_too_late_is_refused() -> None:
     gate = Gate().gate
-    placement = Placement(Node(address("d")), ttft_s=8.0)
+    placement = Placement(Node(address("d")), queue_s=5.0, ttft_s=8.0)
     gate.check_placement(request(ttft_deadline_s=10), placement, waited_s=1.0)
     with pytest.raises(Overloaded, match="about 8 s"):
         gate.check_placement(request(ttft_deadline_s=10), placement, waited_s=3.0)
+
+
+def test_without_a_deadline_only_the_wait_counts() -> None:
+    gate = Gate(wait_s=10).gate
+    long_prompt = Placement(Node(address("d")), queue_s=5.0, ttft_s=500.0)
+    gate.check_placement(request(), long_prompt, waited_s=4.0)
+    with pytest.raises(Overloaded, match="about 5 s"):
+        gate.check_placement(request(), long_prompt, waited_s=6.0)
 
 
 def test_batch_requests_are_shed_as_the_line_grows() -> None:
@@ -308,7 +316,7 @@ async def test_whoever_leaves_the_line_is_forgotten() -> None:
 
 
 async def test_the_deadline_ends_the_wait() -> None:
-    gate = real_gate(ttft_s=0.05)
+    gate = real_gate(wait_s=0.05)
     async with Ticket(gate, request()):
         with pytest.raises(Overloaded, match=r"within 0\.05 s"):
             async with Ticket(gate, request()):

@@ -206,9 +206,11 @@ def estimator() -> TtftEstimator:
 
 def test_the_estimate_is_queue_and_service() -> None:
     busy = node("a", num_waiting_tokens=3000)
-    assert estimator().ttft_s(busy, 500, 500, now=0.5) == pytest.approx(3.5)
+    assert estimator().queue_s(busy, now=0.5) == pytest.approx(3.0)
+    assert estimator().service_s(busy, 500, 500) == pytest.approx(0.5)
     busy.pace.factor, busy.pace.is_known = 2.0, True
-    assert estimator().ttft_s(busy, 500, 500, now=0.5) == pytest.approx(7.0)
+    assert estimator().queue_s(busy, now=0.5) == pytest.approx(6.0)
+    assert estimator().service_s(busy, 500, 500) == pytest.approx(1.0)
 
 
 def test_before_any_prompt_the_reported_speed_counts() -> None:
