@@ -18,6 +18,9 @@ from tests.helm.lifecycle.pod_state import is_terminating
 from tests.helm.lifecycle.pod_worker import PodWorker
 from tests.helm.lifecycle.resources import Object
 
+_KILL_S = 20.0
+"""For killed processes to be gone, on a machine that is very busy."""
+
 
 class Kubelet:
     """`start` → `close`."""
@@ -35,14 +38,18 @@ class Kubelet:
         self._watching = asyncio.create_task(self._watch(), name="kubelet")
 
     async def close(self) -> None:
-        """Raises what went wrong in the kubelet itself, if anything."""
+        """Returns when every process has ended. Raises what went wrong in the kubelet itself."""
         assert self._watching is not None
         self._watching.cancel()
+        await asyncio.wait([self._watching])
         for worker in self._workers.values():
             worker.kill()
-        for task in self._tasks.values():
-            task.cancel()
-        ended = await asyncio.gather(self._watching, *self._tasks.values(), return_exceptions=True)
+        tasks = list(self._tasks.values())
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_KILL_S)
+            for task in late:
+                task.cancel()
+        ended = await asyncio.gather(self._watching, *tasks, return_exceptions=True)
         for result in ended:
             if isinstance(result, Exception):
                 raise result
