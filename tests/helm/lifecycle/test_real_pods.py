@@ -7,6 +7,7 @@ decode node, booted from the chart alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -85,13 +86,14 @@ class Serving:
     long_expected: list[str] = field(default_factory=list)
 
     async def wait_known(self, **nodes: int) -> None:
-        """The router uses so many nodes of each tier."""
+        """The router uses so many nodes of each tier. While it is not ready, nobody answers."""
         async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
             while True:
-                async with session.get(f"{self.url}/ready") as response:
-                    known = await response.json()
-                if all(known[f"{tier}_nodes"] == count for tier, count in nodes.items()):
-                    return
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.get(f"{self.url}/ready") as response:
+                        known = await response.json()
+                    if all(known[f"{tier}_nodes"] == count for tier, count in nodes.items()):
+                        return
                 await asyncio.sleep(0.05)
 
     async def begin_long_answers(self) -> tuple[Object, list[asyncio.Task[str]]]:
