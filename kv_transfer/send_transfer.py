@@ -93,6 +93,7 @@ class SendTransfer:
         """Until then nothing is staged for a puller that is not here."""
         self.num_bytes_sent = 0
         self.num_pulls_seen = 0
+        self._has_told = False
         self.needs_blocks = False
         """Pullers were told where blocks lie."""
         self.end_reason = ""
@@ -110,6 +111,12 @@ class SendTransfer:
     @property
     def is_staged(self) -> bool:
         return self._num_unstaged == 0
+
+    def take_staged(self) -> bool:
+        """True once, when all chunks have left the blocks."""
+        is_news = self.is_staged and not self.needs_blocks and not self._has_told
+        self._has_told |= is_news
+        return is_news
 
     @property
     def has_ready(self) -> bool:

@@ -375,7 +375,7 @@ class KVSender:
         transfer.lease_ends_at = time.monotonic() + self._config.lease_s
 
     def _report_if_staged(self, transfer: SendTransfer) -> None:
-        if transfer.is_staged and not transfer.needs_blocks:
+        if transfer.take_staged():
             self._emit(TransferEventKind.STAGED, transfer)
 
     def _end(

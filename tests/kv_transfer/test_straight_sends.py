@@ -71,6 +71,7 @@ async def test_a_slow_puller_does_not_keep_the_blocks() -> None:
         await consumer.until_all(RECEIVED, transfer_id)
         consumer.release(producer.peer, transfer_id)
         await producer.until_all(RELEASED, transfer_id)
+        assert producer.count(STAGED, transfer_id) == 1, "told once, whatever is sent later"
         await producer.until_empty()
         await proxy.close()
 
