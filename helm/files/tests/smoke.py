@@ -18,7 +18,9 @@ PROMPT = f"Release test {time.time_ns()}. " + "Count the words of this sentence 
 
 def ask(path, body=None, key=KEY, headers=()):
     """Status and text of an answer."""
-    request = urllib.request.Request(URL + path, None if body is None else json.dumps(body).encode())
+    request = urllib.request.Request(
+        URL + path, None if body is None else json.dumps(body).encode()
+    )
     request.add_header("content-type", "application/json")
     if key:
         request.add_header("authorization", f"Bearer {key}")
@@ -79,4 +81,6 @@ answer = events(text)
 expect(any(event.get("choices") for event in answer), "it has tokens, too")
 if os.environ.get("EXPECT_PREFILL") == "1":
     timeline = next((event["timeline"] for event in answer if event.get("timeline")), {})
-    expect(timeline.get("path") == "remote", f"its prompt was computed by a prefill node: {timeline}")
+    expect(
+        timeline.get("path") == "remote", f"its prompt was computed by a prefill node: {timeline}"
+    )
