@@ -173,7 +173,7 @@ def reports() -> Iterable[Case]:
 
 
 def nodes() -> Iterable[Case]:
-    for num_prefill, count in ((64, 16_000), (256, 24_000), (1000, 40_000)):
+    for num_prefill, count in ((64, 24_000), (256, 40_000), (1000, 60_000)):
         shape = ClusterShape(
             num_prefill=num_prefill,
             num_decode=num_prefill // 2,
