@@ -176,7 +176,7 @@ def metrics_urls(supervisor: Supervisor) -> list[str]:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = UpSettings(
-        model=args.model, prefill=args.prefill, decode=args.decode, device=args.device, port=0,
+        model=args.model or str(DEMO_CHECKPOINT), prefill=args.prefill, decode=args.decode, device=args.device, port=0,
         _cli_parse_args=[],
     )  # fmt: skip
     node_args = ["--kv-transport", args.kv_transport, "--no-enable-prefix-caching"]
@@ -212,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=str(DEMO_CHECKPOINT))
+    parser.add_argument("--model", default="", help="default: the demo checkpoint")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
