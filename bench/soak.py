@@ -176,9 +176,13 @@ def metrics_urls(supervisor: Supervisor) -> list[str]:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = UpSettings(
-        model=args.model or str(DEMO_CHECKPOINT), prefill=args.prefill, decode=args.decode, device=args.device, port=0,
+        model=args.model or str(DEMO_CHECKPOINT),
+        prefill=args.prefill,
+        decode=args.decode,
+        device=args.device,
+        port=0,
         _cli_parse_args=[],
-    )  # fmt: skip
+    )
     node_args = ["--kv-transport", args.kv_transport, "--no-enable-prefix-caching"]
     supervisor = Supervisor(cluster_specs(settings, node_args), Listener())
     timeout = aiohttp.ClientTimeout(total=None)
