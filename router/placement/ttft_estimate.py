@@ -4,8 +4,9 @@
     cost = queue + weight · service
     weight = base + per_queue · shortest queue / mean service time
 
-queue     tokens that wait there (its report, and our own dispatches since), at its own pace; more
-          when the report is old, because others have dispatched too
+queue     tokens that wait there (its report, and our own dispatches since), at the rate that it
+          reports; more when the report is old, because others have dispatched too. Not at the
+          time that single prompts took: those computed in the same steps share it
 service   the prompt itself, without the tokens that are cached there
 weight    a prompt's service also delays all who come after it, and its KV drives out what is
           cached for them. How much so depends on how busy the nodes are: when even the best of
@@ -35,8 +36,7 @@ class TtftEstimator:
         waiting = node.predicted_tokens
         if not waiting:
             return 0.0
-        seconds = waiting * self.fit.s_per_token * self.pace(node)
-        return seconds * doubt(now - node.reported_at)
+        return self._s_per_token(node) * waiting * doubt(now - node.reported_at)
 
     def service_s(self, node: Node, num_new: float, num_prompt: int) -> float:
         return self.fit.time.seconds(num_new, num_prompt) * self.pace(node)
@@ -56,6 +56,10 @@ class TtftEstimator:
     def weight(self, shortest_queue_s: float) -> float:
         """Of a second of computing, in seconds of waiting."""
         return self.base_weight + self.queue_weight * shortest_queue_s / self.fit.mean_s
+
+    def _s_per_token(self, node: Node) -> float:
+        rate = node.report.prefill_tokens_per_s if node.report else 0.0
+        return 1 / rate if rate else self.fit.s_per_token * self.pace(node)
 
     def pace(self, node: Node) -> float:
         """Of `node` as measured; before any prompt was, by the speed that it reports."""

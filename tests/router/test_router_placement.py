@@ -213,6 +213,13 @@ def test_the_estimate_is_queue_and_service() -> None:
     assert estimator().service_s(busy, 500, 500) == pytest.approx(1.0)
 
 
+def test_a_queue_empties_at_the_rate_that_the_node_reports() -> None:
+    """Prompts that share their steps take long each, and are computed together all the same."""
+    batching = node("a", num_waiting_tokens=3000, prefill_tokens_per_s=10_000.0)
+    batching.pace.factor, batching.pace.is_known = 60.0, True
+    assert estimator().queue_s(batching, now=0.5) == pytest.approx(0.3)
+
+
 def test_before_any_prompt_the_reported_speed_counts() -> None:
     assert estimator().pace(node("a", prefill_tokens_per_s=500.0)) == pytest.approx(2.0)
 
