@@ -2,8 +2,7 @@
 
     1. OfferMeta      a transfer opens; its lease starts; pulls that came early go on
     2. SendMeta,      chunks become ready; pullers that keep up take them from the blocks
-       StepProgress   (`kv_transfer.straight_sends`), `_stage_ready` copies the others into staging
-                      memory, those of transfers with a waiting puller first
+       StepProgress   (`straight_sends`), the others are copied into staging memory (`stager`)
     3. all staged     STAGED: the blocks may be freed
     4. pulls          read staged chunks; each message that leaves renews the lease
     5. the end        Release ──▶ RELEASED, AbortMeta ──▶ ABORTED, lease over ──▶ FAILED:
@@ -43,16 +42,15 @@ from kv_transfer.metadata import (
 from kv_transfer.out_message import OutMessage
 from kv_transfer.pull_wish import PullWish
 from kv_transfer.send_transfer import Pull, SendTransfer, SentChunk
-from kv_transfer.staging import StagedChunk, StagingPool
+from kv_transfer.stager import Stager
+from kv_transfer.staging import StagingPool
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
-from kv_transfer.straight_sends import SLOW_S, StraightSends
-from kv_transfer.wire import HEADER, ChunkKind, fill_header
+from kv_transfer.straight_sends import StraightSends
+from kv_transfer.wire import HEADER, ChunkKind
 
 logger = logging.getLogger(__name__)
 
 _RESERVE_CHUNKS = 4
-_WAIT_FOR_PULL_S = 0.05
-"""A puller may want no copy; it comes at about the same time as the offer."""
 _END_OF = {Reclaim.RELEASED: KVTransferState.DONE, Reclaim.ABORTED: KVTransferState.ABORTED}
 _EVENT_OF = {
     KVTransferState.DONE: TransferEventKind.RELEASED,
@@ -99,10 +97,18 @@ class KVSender:
             self._left_the_blocks,
         )
         self._transfers: TransferTable[SendTransfer] = TransferTable()
+        self._stager = Stager(
+            self._transfers,
+            layout,
+            cache,
+            self.pool,
+            self._messages,
+            self._straight,
+            self._chunk_staged,
+            self._cannot_stage,
+        )
         self.early_pulls = EarlyPulls()
         self._progress = StepProgress(0, 0)
-        self._work = asyncio.Event()
-        self._next_look: asyncio.TimerHandle | None = None
         self.num_pulls = 0
         self.bytes_sent = 0
         self.reclaimed: Counter[Reclaim] = Counter()
@@ -135,8 +141,7 @@ class KVSender:
             return
         self._renew(transfer)
         if self._straight.is_possible or self.cache_for_host() is not None:
-            transfer.stage_after = time.monotonic() + _WAIT_FOR_PULL_S
-            asyncio.get_running_loop().call_later(_WAIT_FOR_PULL_S, self._work.set)
+            self._stager.wait_for_puller(transfer)
         self._report_if_staged(transfer)
         self.early_pulls.offered(meta.transfer_id)
         self._on_change()
@@ -152,7 +157,7 @@ class KVSender:
             transfer.announce(meta, self._progress)
         except ValueError as error:
             self._end(transfer, Reclaim.ERROR, str(error))
-        self._work.set()
+        self._stager.wake()
 
     def progress(self, progress: StepProgress) -> None:
         """Only ever grows; older messages may come late."""
@@ -162,7 +167,7 @@ class KVSender:
         self._progress = progress
         for transfer in self._transfers:
             transfer.advance(progress)
-        self._work.set()
+        self._stager.wake()
 
     def abort(self, meta: AbortMeta) -> None:
         transfer = self._transfers.find(meta.transfer_id, meta.attempt)
@@ -204,7 +209,7 @@ class KVSender:
         self._transfers.activate(transfer.transfer_id, transfer.attempt)
         self._renew(transfer)
         self.num_pulls += 1
-        self._work.set()
+        self._stager.wake()
         self._on_change()
         return pull
 
@@ -243,7 +248,7 @@ class KVSender:
         entry.num_sent += 1
         if entry.chunk is not None and entry.num_sent >= pull.wish.num_pullers:
             self.pool.mark_sent(entry.chunk)
-            self._work.set()
+            self._stager.wake()
 
     def release(self, transfer_id: str, attempt: int, complete: bool) -> bool:
         """The puller needs no more. False: unknown, or ended before; it cannot come back."""
@@ -265,73 +270,8 @@ class KVSender:
     async def run(self) -> None:
         """Stages and sweeps until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._stage_forever())
+            tasks.create_task(self._stager.run())
             tasks.create_task(self._sweep_forever())
-
-    async def _stage_forever(self) -> None:
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            if self._stage_ready():
-                self._work.set()
-                await asyncio.sleep(0)
-
-    def _stage_ready(self) -> bool:
-        """Copies one chunk of each transfer that has one ready and may stage it. False when
-        none could: more room, progress or a puller sets `_work` again."""
-        any_staged = False
-        for transfer in sorted(self._transfers, key=lambda transfer: not transfer.pulls):
-            if self._straight.keeps_up(transfer):
-                self._look_again_soon()
-            elif transfer.has_ready and self._stage_one(transfer):
-                any_staged = True
-        return any_staged
-
-    def _look_again_soon(self) -> None:
-        """A peer that keeps up now may not do so for long."""
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(SLOW_S, self._look)
-
-    def _look(self) -> None:
-        self._next_look = None
-        self._work.set()
-
-    def _stage_one(self, transfer: SendTransfer) -> bool:
-        if transfer.is_pulled_directly:
-            while transfer.has_ready:
-                layer, group = transfer.pop_ready()
-                transfer.add_staged(transfer.grid.index(layer, group), None)
-            return True
-        if not transfer.pulls and time.monotonic() < transfer.stage_after:
-            return False
-        num_bytes = HEADER.size + transfer.next_size() * self._layout.block_bytes
-        try:
-            chunk = self.pool.take(num_bytes, is_awaited=bool(transfer.pulls))
-        except KVTransferError as error:
-            self._end(transfer, Reclaim.ERROR, str(error), retryable=False)
-            return False
-        if chunk is None:
-            return False
-        layer, group = transfer.pop_ready()
-        # Whatever becomes of the transfer, the copy ends before the slot serves another.
-        self.pool.pin(chunk)
-        payload = int(chunk.buffer.ctypes.data) + HEADER.size
-        self._cache.copy_out(layer, transfer.blocks_of(group), payload)
-        self._cache.copies.then(lambda: self._copied(transfer, layer, group, chunk))
-        return True
-
-    def _copied(self, transfer: SendTransfer, layer: int, group: int, chunk: StagedChunk) -> None:
-        """The blocks are copied out."""
-        if transfer.end_reason:
-            self.pool.drop(chunk)
-        else:
-            fill_header(chunk.buffer, self._messages.header(transfer, layer, group))
-            self.pool.publish(chunk)
-            transfer.add_staged(transfer.grid.index(layer, group), chunk)
-            self._report_if_staged(transfer)
-        self.pool.unpin(chunk)
-        self._work.set()
-        self._on_change()
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -369,7 +309,16 @@ class KVSender:
     def _left_the_blocks(self, transfer: SendTransfer) -> None:
         """One more chunk has; or it could not, and has to be staged."""
         self._report_if_staged(transfer)
-        self._work.set()
+        self._stager.wake()
+
+    def _chunk_staged(self, transfer: SendTransfer) -> None:
+        """Also one whose transfer has ended meanwhile: its room is free."""
+        if not transfer.end_reason:
+            self._report_if_staged(transfer)
+        self._on_change()
+
+    def _cannot_stage(self, transfer: SendTransfer, reason: str) -> None:
+        self._end(transfer, Reclaim.ERROR, reason, retryable=False)
 
     def _renew(self, transfer: SendTransfer) -> None:
         transfer.lease_ends_at = time.monotonic() + self._config.lease_s
@@ -394,7 +343,7 @@ class KVSender:
         self._straight.let_go(
             transfer, lambda: self._emit(_EVENT_OF[state], transfer, reason, retryable)
         )
-        self._work.set()
+        self._stager.wake()
         self._on_change()
 
     def _emit(

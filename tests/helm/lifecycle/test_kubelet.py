@@ -92,7 +92,8 @@ async def test_a_pod_waits_for_what_it_mounts(cluster: Cluster) -> None:
 async def test_deletion_runs_the_hook_then_term_and_gives_time(cluster: Cluster) -> None:
     pod = start(
         cluster,
-        "trap 'echo term; exit 0' TERM; echo up; while :; do sleep 0.05; done",
+        "trap 'echo term; exit 0' TERM; touch /out/up; while :; do sleep 0.05; done",
+        readinessProbe={"exec": {"command": ["test", "-e", "/out/up"]}, "periodSeconds": 1},
         lifecycle={"preStop": {"exec": {"command": ["sh", "-c", "echo hook > /out/hook"]}}},
         volumeMounts=[{"name": "out", "mountPath": "/out"}],
         spec={"volumes": [{"name": "out", "persistentVolumeClaim": {"claimName": "out"}}]},
@@ -101,7 +102,8 @@ async def test_deletion_runs_the_hook_then_term_and_gives_time(cluster: Cluster)
     cluster.delete_pod(pod)
     await cluster.wait(lambda: not cluster.objects("Pod"), 10)
     assert "term" in cluster.kubelet.log(pod)
-    assert [p.read_text() for p in cluster.kubelet.claims("out")] == ["hook\n"]
+    files = {path.name: path.read_text() for path in cluster.kubelet.claims("out")}
+    assert files == {"hook": "hook\n", "up": ""}
 
 
 async def test_a_container_that_ignores_term_is_killed_after_its_grace(cluster: Cluster) -> None:
