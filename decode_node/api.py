@@ -31,7 +31,7 @@ from decode_node.protocol import BodyT, ChatCompletionRequest, CompletionRequest
 from decode_node.responses import Model, ModelList
 from decode_node.serving import OpenAIServing, RequestContext
 from engine.config import ModelConfig
-from engine.frontend.trace_context import TraceContext
+from tandem_wire.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
 

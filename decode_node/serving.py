@@ -32,7 +32,7 @@ from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplateError
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, InvalidRequest
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
-from engine.frontend.trace_context import TraceContext
+from tandem_wire.trace_context import TraceContext
 
 _LONG_TEXT = 16_384
 """Characters from which tokenising has a thread of its own."""

@@ -33,7 +33,6 @@ from engine.frontend.input_processor import (
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.open_requests import OpenRequests
 from engine.frontend.output_processor import OutputStream, RequestOutput
-from engine.frontend.trace_context import TraceContext
 from engine.frontend.wire import logprobs_to_message, sampling_from_message
 from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import SchedulerStats
@@ -43,6 +42,7 @@ from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from prefill_node.metrics import PrefillMetrics
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
+from tandem_wire.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from router.models_catalog import ModelCard, ModelCatalog
 from router.relay import AnswerBroken
 from router.request_info import read_request_info
 from router.tenants import Tenant
-from router.trace_context import TraceContext
+from tandem_wire.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
 

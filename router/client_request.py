@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.request_info import RequestInfo
-from router.trace_context import TraceContext
+from tandem_wire.trace_context import TraceContext
 
 
 @dataclass(frozen=True, slots=True)

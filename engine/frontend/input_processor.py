@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.config import EngineConfig
-from engine.frontend.trace_context import TraceContext
 from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVTransferParams
+from tandem_wire.trace_context import TraceContext
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256

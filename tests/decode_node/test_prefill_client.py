@@ -14,11 +14,11 @@ import pytest
 
 from decode_node.prefill_client import FirstToken, KVTaken, PrefillClient, PrefillError
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.trace_context import TraceContext
 from engine.sampling_params import SamplingParams
 from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from tandem_pb import node_pb2, prefill_pb2, prefill_pb2_grpc
+from tandem_wire.trace_context import TraceContext
 from tests.decode_node.decode_fakes import kv_peer, until
 from tests.engine.core.tiny_engine import tiny_config
 

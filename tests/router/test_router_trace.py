@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from router.trace_context import TraceContext
+from tandem_wire.trace_context import TraceContext
 from tests.router.router_cluster import Cluster
 from tests.router.token_server import TokenHandler
 

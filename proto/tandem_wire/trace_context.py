@@ -1,6 +1,7 @@
-"""W3C Trace Context of a request on a node: the caller's trace, or one that begins here.
+"""W3C Trace Context: the caller's trace goes on through every hop, or one begins here.
 
-It reaches prefill nodes as gRPC metadata. Each node names the trace in its log (level debug).
+It travels in HTTP headers and as gRPC metadata. Each service names the trace in its log (level
+debug).
 
 traceparent: 00-<32 hex: trace>-<16 hex: the caller's span>-<2 hex: flags>
 """

@@ -1,0 +1,1 @@
+"""What all services share at their edges. Written by hand; generated messages are `tandem_pb`."""
