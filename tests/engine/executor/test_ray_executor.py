@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -163,12 +164,15 @@ async def doomed_engine(hosts: RayHosts) -> AsyncIterator[AsyncLLM]:
 
 
 async def reason_of_death(llm: AsyncLLM, pid: int) -> str:
-    """What a stream is told that ran when `pid` was killed."""
+    """What streams are told that run after `pid` was killed: a host's workers outlive its raylet
+    for a moment, in which a stream may still end."""
     stream = llm.generate(make_request("long", 1, max_tokens=90))
     with pytest.raises(EngineDeadError) as error:
         await anext(stream)
         os.kill(pid, signal.SIGKILL)
         await tokens(stream)
+        for number in itertools.count(2):
+            await tokens(llm.generate(make_request(f"long {number}", number, max_tokens=90)))
     assert await llm.wait_dead() == str(error.value)
     return str(error.value)
 
