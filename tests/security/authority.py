@@ -1,0 +1,57 @@
+"""Certificates for tests: an authority, and services that show what it signed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trustme
+
+from tandem_wire.credentials import Credentials
+from tandem_wire.security_config import Role, SecurityConfig, TlsIdentity
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Authority:
+    """Writes into `folder`. Services of one authority believe each other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+
+    def service(
+        self, name: str, role: Role | None = None, addresses: tuple[str, ...] = LOOPBACK
+    ) -> Path:
+        """A folder with tls.crt, tls.key and ca.crt; written over what was there."""
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        names = [*addresses, *([role.certificate_name] if role else [])]
+        issued = self._authority.issue_cert(*names, key_type=trustme.KeyType.ECDSA)
+        for file in ("tls.crt", "tls.key", "ca.crt"):
+            (folder / file).unlink(missing_ok=True)
+        issued.private_key_pem.write_to_path(str(folder / "tls.key"))
+        (folder / "tls.crt").write_bytes(b"".join(p.bytes() for p in issued.cert_chain_pems))
+        self._authority.cert_pem.write_to_path(str(folder / "ca.crt"))
+        return folder
+
+    def credentials(
+        self, role: Role | None = None, identity: TlsIdentity = "address"
+    ) -> Credentials:
+        return Credentials(tls_config(self.service(f"of-{role}", role), identity))
+
+
+def tls_config(folder: Path, identity: TlsIdentity = "address") -> SecurityConfig:
+    return SecurityConfig(
+        tls_cert_file=str(folder / "tls.crt"),
+        tls_key_file=str(folder / "tls.key"),
+        tls_ca_file=str(folder / "ca.crt"),
+        tls_identity=identity,
+    )
+
+
+def move_service(source: Path, target: Path) -> None:
+    """What `target` shows from now on is what `source` has shown."""
+    for file in ("tls.crt", "tls.key", "ca.crt"):
+        (source / file).replace(target / file)

@@ -1,0 +1,149 @@
+"""What services may be told about each other, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem_wire.address import is_loopback, join_address, split_address
+from tandem_wire.cluster_token import TOKEN_HEADER
+from tandem_wire.credentials import CallerRefused, Credentials
+from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig, SecurityError
+from tests.security.authority import Authority, move_service, tls_config
+
+SECRET, OTHER = "a" * 32, "b" * 32
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "node-1.example", "::1", "fe80::1"])
+def test_an_address_is_read_as_it_was_written(host):
+    assert split_address(join_address(host, 8100)) == (host, 8100)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", ":80", "host:", "host:x", "::1:80", "[]:80", "h:-1", "h:65536"]
+)
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(ValueError, match="host:port"):
+        split_address(text)
+
+
+def test_loopback_is_nobody_else():
+    assert all(map(is_loopback, ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "", "10.0.0.1", "localhost.example", "node"]))
+
+
+def test_plaintext_beyond_this_host_needs_to_be_wanted():
+    nothing = SecurityConfig()
+    nothing.check_plaintext("listening", "127.0.0.1")
+    with pytest.raises(PlaintextRefused) as refused:
+        nothing.check_plaintext("listening", "0.0.0.0")
+    for cure in ("--tls-cert-file", "--cluster-token-file", "--allow-plaintext"):
+        assert cure in str(refused.value)
+    SecurityConfig(allow_plaintext=True).check_plaintext("listening", "0.0.0.0")
+    SecurityConfig(cluster_token_file="x").check_plaintext("listening", "0.0.0.0")
+
+
+async def test_a_channel_beyond_this_host_is_not_opened():
+    with pytest.raises(PlaintextRefused):
+        Credentials().channel("10.1.2.3:5000", Role.PREFILL, [])
+
+
+def test_tls_needs_all_three_files():
+    with pytest.raises(SecurityError, match="--tls-ca-file not given"):
+        Credentials(SecurityConfig(tls_cert_file="a", tls_key_file="b"))
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path, authority: Authority):
+    folder = authority.service("ours")
+    with pytest.raises(SecurityError, match=r"tls\.crt"):
+        Credentials(tls_config(tmp_path / "nowhere"))
+    other = authority.service("other")
+    (other / "tls.key").replace(folder / "tls.key")
+    with pytest.raises(SecurityError, match=r"tls\.key"):
+        Credentials(tls_config(folder))
+    folder = authority.service("ours")
+    (folder / "ca.crt").write_text("nothing")
+    with pytest.raises(SecurityError, match=r"ca\.crt"):
+        Credentials(tls_config(folder))
+
+
+def test_renewed_files_that_do_not_fit_leave_the_former_ones_in_use(authority, caplog):
+    folder, new = authority.service("ours"), authority.service("new")
+    credentials = Credentials(tls_config(folder))
+    before = credentials.client_context()
+    (new / "tls.crt").replace(folder / "tls.crt")
+    assert credentials.client_context() is before
+    assert credentials.version == 0
+    assert "former" in caplog.text
+    (new / "tls.key").replace(folder / "tls.key")
+    assert credentials.client_context() is not before
+    assert credentials.version == 1
+    assert credentials.client_context() is credentials.client_context()
+
+
+def judge(credentials: Credentials, names=(), token="") -> None:
+    credentials.check_caller({Role.ROUTER}, names, {TOKEN_HEADER: token})
+
+
+def test_a_token_is_demanded_and_renewed_without_a_gap(token_file):
+    config = SecurityConfig(cluster_token_file=str(token_file(SECRET)))
+    credentials = Credentials(config)
+    assert credentials.metadata() == ((TOKEN_HEADER, SECRET),)
+    judge(credentials, token=SECRET)
+    for wrong in ("", OTHER, SECRET + "a", SECRET[:-1], "ü"):
+        with pytest.raises(CallerRefused, match="cluster token"):
+            judge(credentials, token=wrong)
+    token_file(SECRET, OTHER)
+    judge(credentials, token=SECRET)
+    judge(credentials, token=OTHER)
+    token_file(OTHER)
+    assert credentials.metadata() == ((TOKEN_HEADER, OTHER),)
+    with pytest.raises(CallerRefused):
+        judge(credentials, token=SECRET)
+
+
+@pytest.mark.parametrize("secrets", [(), ("short",), (SECRET, "short"), ("ü" * 20,), (" \n ",)])
+def test_a_token_that_could_be_guessed_is_refused(token_file, secrets):
+    with pytest.raises(SecurityError, match="token"):
+        Credentials(SecurityConfig(cluster_token_file=str(token_file(*secrets))))
+
+
+def test_a_role_must_be_the_right_one(authority: Authority):
+    by_address = authority.credentials(Role.DECODE)
+    judge(by_address, ["tandem-router", "127.0.0.1"])
+    judge(by_address, ["node-1"])
+    by_role = authority.credentials(Role.DECODE, "role")
+    judge(by_role, ["tandem-router"])
+    for credentials, names in (
+        (by_address, ["tandem-prefill"]),
+        (by_role, ["tandem-prefill"]),
+        (by_role, ["node-1"]),
+        (by_role, ["tandem-router.evil"]),
+        (by_role, []),
+    ):
+        with pytest.raises(CallerRefused, match="tandem-router only"):
+            judge(credentials, names)
+
+
+def test_tls_and_token_are_both_demanded(authority: Authority, token_file):
+    folder = authority.service("ours")
+    config = tls_config(folder)
+    both = Credentials(
+        SecurityConfig(
+            tls_cert_file=config.tls_cert_file,
+            tls_key_file=config.tls_key_file,
+            tls_ca_file=config.tls_ca_file,
+            cluster_token_file=str(token_file(SECRET)),
+        )
+    )
+    judge(both, ["tandem-router"], SECRET)
+    with pytest.raises(CallerRefused, match="only"):
+        judge(both, ["tandem-prefill"], SECRET)
+    with pytest.raises(CallerRefused, match="token"):
+        judge(both, ["tandem-router"])
+
+
+def test_certificates_of_another_service_can_take_over(authority: Authority, foreign: Authority):
+    folder = authority.service("ours")
+    credentials = Credentials(tls_config(folder))
+    move_service(foreign.service("theirs"), folder)
+    assert credentials.version == 1
