@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from engine.models.llama import LlamaForCausalLM
+from engine.layers.linear import RowParallelLinear
+from engine.models.llama import LlamaForCausalLM, LlamaMLP
 from tandem_kernels import decode_attention, device, narrow_linear, ops, prefill_attention
 from tandem_kernels.decode_attention import DecodeTuning
 from tandem_kernels.narrow_linear import NarrowTuning
@@ -23,7 +25,8 @@ DECODE_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """None: as it is. `library`: no products by kernels of ours."""
+    """None: as it is. `library`: no products by kernels of ours. `residual_rows`: rows from which
+    row layers add to the residual; `mlp_rows`: rows that an MLP computes at a time."""
 
     name: str
     decode: DecodeTuning | None = None
@@ -33,7 +36,12 @@ class Variant:
     library: bool = False
     chained: bool = True
     deterministic: bool = False
+    residual_rows: int | None = None
+    mlp_rows: int | None = None
 
+
+_NEVER = 0
+_ALWAYS = 1
 
 _PREFILL = [(128, 64, 8, 5), (128, 128, 8, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 128, 4, 4)]
 """Rows, tile, warps, stages."""
@@ -73,11 +81,26 @@ def whole_steps() -> list[Variant]:
     ]
 
 
+def long_prompt_variants() -> list[Variant]:
+    """Of steps with thousands of tokens."""
+    by_parts = [
+        Variant(f"MLP by {rows}", residual_rows=_ALWAYS, mlp_rows=rows)
+        for rows in (512, 1024, 2048, 4096)
+    ]
+    return [
+        Variant("before", residual_rows=_NEVER),
+        Variant("residual products", residual_rows=_ALWAYS),
+        *by_parts,
+    ]
+
+
 @contextmanager
 def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     """The model computes this way until the end of the block."""
     layers = [module for module in model.modules() if hasattr(module, "narrow_rows")]
     before = [layer.narrow_rows for layer in layers]
+    row_layers = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
+    residual_rows = row_layers[0].residual_rows
     own = narrow_linear.narrow_tuning
     tunings = {
         (narrow_linear, "narrow_tuning"): lambda gated: (
@@ -92,15 +115,21 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     if variant.library or variant.deterministic:
         for layer in layers:
             layer.narrow_rows = 0  # type: ignore[assignment]
+    if variant.deterministic or variant.residual_rows is not None:
+        _set_residual_rows(row_layers, variant.residual_rows or _NEVER)
     try:
         with ExitStack() as patches:
             for (module, name), tuning in zip(tunings, chosen, strict=True):
                 if tuning is not None:
                     patches.enter_context(patch.object(module, name, tunings[module, name]))
+            if variant.mlp_rows is not None:
+                by_parts = _mlp_by_parts(variant.mlp_rows)
+                patches.enter_context(patch.object(LlamaMLP, "forward", by_parts))
             yield
     finally:
         device.chain_launches(True)
         _set_deterministic(model, False)
+        _set_residual_rows(row_layers, residual_rows)
         for layer, rows in zip(layers, before, strict=True):
             layer.narrow_rows = rows
 
@@ -110,3 +139,18 @@ def _set_deterministic(model: LlamaForCausalLM, enabled: bool) -> None:
         if hasattr(layer, "product"):
             layer.product = ops.invariant_linear if enabled else F.linear
     model.lm_head.deterministic = enabled
+
+
+def _set_residual_rows(layers: list[RowParallelLinear], rows: int) -> None:
+    for layer in layers:
+        layer.residual_rows = rows
+
+
+def _mlp_by_parts(rows: int) -> Callable[[LlamaMLP, Tensor, Tensor], None]:
+    """What lies between its products stays in the cache when there is little of it."""
+
+    def forward(self: LlamaMLP, x: Tensor, residual: Tensor) -> None:
+        for part, to in zip(x.split(rows), residual.split(rows), strict=True):
+            self.down_proj.add(self.gate_up_proj(part), to)
+
+    return forward

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
 from engine.config import (
     AttentionBackend,
@@ -33,8 +33,11 @@ from engine.config import (
 )
 from engine.models.checkpoint import load_model_config, resolve_model
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
+from tandem_wire.security_config import SecurityError
+from tandem_wire.security_settings import SecuritySettings
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
+_MAX_PORT = 65535
 _EPOCH_BITS = 63
 """One bit less than the wire has, so that every language's signed integers hold it."""
 
@@ -45,7 +48,7 @@ class SettingsError(Exception):
     """Settings that do not fit together. The message says how to mend it."""
 
 
-class EngineSettings(BaseSettings):
+class EngineSettings(SecuritySettings):
     """What both kinds of node can be told about their engine."""
 
     model_config = SettingsConfigDict(
@@ -134,7 +137,8 @@ class EngineSettings(BaseSettings):
         default=(),
         description="On a GPU: what to do without, should one be suspected. chained-launches: "
         "small kernels overlap. narrow-products: products of few rows by our own kernels. "
-        "prompt-graphs: CUDA graphs of steps with short prompts.",
+        "prompt-graphs: CUDA graphs of steps with short prompts. residual-products: products of "
+        "many rows add to the residual stream themselves.",
     )
     async_scheduling: bool | None = Field(
         default=None,
@@ -177,6 +181,14 @@ class EngineSettings(BaseSettings):
         default=None,
         description="Address of this host at which decode nodes fetch KV from a prefill node. "
         "Default: --host.",
+    )
+    kv_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="First port at which decode nodes fetch KV from a prefill node; each of the "
+        "--tensor-parallel-size times --kv-processes transfer processes has its own, in a row. 0: "
+        "any free ones.",
     )
     kv_transport: KVTransportName = Field(
         default="auto",
@@ -248,9 +260,9 @@ class EngineSettings(BaseSettings):
     def print_checked(self, kv_role: KVRole) -> int:
         """What `--check` does; the exit code. Reads no checkpoint. Secrets are masked."""
         try:
-            self._kv_host(kv_role)
+            self._kv_transfer_config(kv_role)
             self._parallel_config()
-        except SettingsError as error:
+        except (SettingsError, SecurityError) as error:
             print(f"wrong settings: {error}", file=sys.stderr)
             return 2
         print(self.model_dump_json(indent=2))
@@ -327,6 +339,8 @@ class EngineSettings(BaseSettings):
         return KVTransferConfig(
             kv_role=kv_role,
             host=self._kv_host(kv_role),
+            port=self._kv_port(),
+            security=self.security_config(),
             transport=self.kv_transport,
             num_processes=self.kv_processes,
             num_streams=self.kv_streams,
@@ -345,6 +359,13 @@ class EngineSettings(BaseSettings):
                 f"nodes reach its KV; name one with --kv-host (or TANDEM_KV_HOST)"
             )
         return host
+
+
+    def _kv_port(self) -> int:
+        last = self.kv_port + self.tensor_parallel_size * self.kv_processes - 1
+        if self.kv_port and last > _MAX_PORT:
+            raise SettingsError(f"--kv-port {self.kv_port} needs ports up to {last}")
+        return self.kv_port
 
 
 def detect_device() -> Device:

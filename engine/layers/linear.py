@@ -6,8 +6,10 @@
 so a column layer followed by a row layer needs one all-reduce. `MergedColumnParallelLinear` and
 `QKVParallelLinear` are several column layers of the same input, computed as one product.
 
-Column layers may compute few rows by kernels of our own (`Shard.narrow_rows`). In deterministic
-mode all products are those of `ops.invariant_linear`.
+Column layers may compute few rows by kernels of our own (`Shard.narrow_rows`). With many rows, and
+one rank, a row layer can add to the residual stream in the product itself (`Shard.residual_rows`):
+the norm that follows reads and writes half as much. In deterministic mode all products are those of
+`ops.invariant_linear`.
 """
 
 from __future__ import annotations
@@ -138,11 +140,20 @@ class RowParallelLinear(nn.Module):
         self.shape = (output_size, input_size)
         self.weight = shard.parameter(output_size, count)
         self.deterministic = shard.deterministic
+        self.residual_rows = shard.residual_rows
         self.product = product(shard)
 
     def forward(self, x: Tensor) -> Tensor:
         local = self.product(x, self.weight)
         return self._sum_in_order(local) if self.deterministic else self.group.all_reduce(local)
+
+    def adds_to(self, residual: Tensor) -> bool:
+        """Whether `add` is the better way."""
+        return 0 < self.residual_rows <= len(residual)
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """[T, in] into `residual` [T, out]: the sum is rounded once. For one rank only."""
+        residual.addmm_(x, self.weight.t())
 
     def _sum_in_order(self, local: Tensor) -> Tensor:
         """Over ranks. Libraries change their way, and with it the order, with the size."""

@@ -39,6 +39,8 @@ class Shard:
     Attributes:
         deterministic: A row of a product does not depend on the others.
         narrow_rows: Column layers compute at most so many rows by kernels of our own.
+        residual_rows: From so many rows on, row layers add to the residual stream themselves; 0:
+            never.
     """
 
     group: TensorParallelGroup
@@ -46,6 +48,7 @@ class Shard:
     device: torch.device
     deterministic: bool = False
     narrow_rows: int = 0
+    residual_rows: int = 0
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """Uninitialised; the loader fills it."""

@@ -6,7 +6,8 @@
     ids ─ embed ─┬─ norm ─ qkv ─ rope, cache, attend ─ o ─(+)─ norm ─ gate·up ─ down ─┐ ... norm
                  └───────────────── residual ─────────────────────── residual ───────┘
 
-The residual sum and the norm after it are one kernel.
+The residual sum and the norm after it are one kernel; with many tokens the sum is part of the
+product before it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 class LlamaAttention(nn.Module):
-    """[T, H] -> [T, H]."""
+    """[T, H] -> [T, H], or None: it was added to `residual`."""
 
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
@@ -53,7 +54,9 @@ class LlamaAttention(nn.Module):
             config.num_heads * config.head_dim, config.hidden_size, shard
         )
 
-    def forward(self, x: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> Tensor | None:
         attended: Tensor = self.attention(
             self.qkv_proj(x),
             kv_cache,
@@ -62,8 +65,7 @@ class LlamaAttention(nn.Module):
             None if self.k_norm is None else self.k_norm.weight,
             self.eps,
         )
-        out: Tensor = self.o_proj(attended)
-        return out
+        return _project(self.o_proj, attended, residual)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.qkv_proj.checkpoint_weights(
@@ -76,7 +78,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """[T, H] -> [T, H]."""
+    """[T, H] -> [T, H], or None: it was added to `residual`."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
@@ -85,9 +87,8 @@ class LlamaMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, shard)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up_proj(x))
-        return out
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        return _project(self.down_proj, self.gate_up_proj(x), residual)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate_up_proj.checkpoint_weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
@@ -95,7 +96,8 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """(x, residual) -> (x, residual), both [T, H]; the layer's output is their sum."""
+    """(x, residual) -> (x, residual), both [T, H]; the layer's output is their sum, or `residual`
+    alone when x is None."""
 
     def __init__(self, config: ModelConfig, kv_heads: HeadRange, shard: Shard) -> None:
         super().__init__()
@@ -105,15 +107,16 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = LlamaMLP(config, shard)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, kv_cache: Tensor, inputs: AttentionInputs
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor | None, residual: Tensor | None, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> tuple[Tensor | None, Tensor]:
         if residual is None:
+            assert x is not None
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, kv_cache, inputs)
+        x = self.self_attn(x, residual, kv_cache, inputs)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, residual), residual
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.input_layernorm.checkpoint_weights(f"{prefix}.input_layernorm")
@@ -166,7 +169,7 @@ class LlamaForCausalLM(nn.Module):
             backend: Whose kernels attend.
         """
         inputs = AttentionInputs(positions, self.cos_sin_cache, slot_mapping, metadata, backend)
-        x: Tensor = self.embed_tokens(input_ids)
+        x: Tensor | None = self.embed_tokens(input_ids)
         residual: Tensor | None = None
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             x, residual = layer(x, residual, kv_cache, inputs)
@@ -188,3 +191,12 @@ class LlamaForCausalLM(nn.Module):
         yield from self.norm.checkpoint_weights("model.norm")
         if not self.is_tied:
             yield from self.lm_head.checkpoint_weights("lm_head")
+
+
+def _project(layer: RowParallelLinear, x: Tensor, residual: Tensor) -> Tensor | None:
+    """What the next norm adds; None: nothing is left to be added."""
+    if layer.adds_to(residual):
+        layer.add(x, residual)
+        return None
+    out: Tensor = layer(x)
+    return out

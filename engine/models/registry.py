@@ -14,6 +14,8 @@ from tandem_kernels.device import overlaps_launches
 
 _NARROW_ROWS = 16
 """With more rows, or on older devices, the library is the faster one."""
+_RESIDUAL_ROWS = 1024
+"""With fewer, small kernels take little of a step."""
 
 MODELS: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -44,11 +46,18 @@ def create_model(
         and "narrow-products" not in config.device.disabled_fast_paths
         and not deterministic
     )
+    adds = (
+        torch.device(device).type == "cuda"
+        and tp.size == 1
+        and "residual-products" not in config.device.disabled_fast_paths
+        and not deterministic
+    )
     shard = Shard(
         tp,
         getattr(torch, model.dtype),
         torch.device(device),
         deterministic,
         _NARROW_ROWS if narrow else 0,
+        _RESIDUAL_ROWS if adds else 0,
     )
     return MODELS[model.architecture](config, shard).eval()

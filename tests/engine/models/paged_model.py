@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.config import EngineConfig
+from engine.layers.linear import RowParallelLinear
 from engine.models.llama import LlamaForCausalLM
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -39,6 +40,9 @@ class PagedModel:
             torch.full(shape, float("nan"), dtype=dtype) for _ in range(layout.num_layers)
         ]
         self.layers_seen: list[int] = []
+
+    def row_layers(self) -> list[RowParallelLinear]:
+        return [layer for layer in self._model.modules() if isinstance(layer, RowParallelLinear)]
 
     def prefill(self, prompts: list[list[int]], chunk: int) -> list[torch.Tensor]:
         """Logits [len(prompt), vocabulary] of each; at most `chunk` tokens of each a step."""
