@@ -1,8 +1,9 @@
 """Raw TCP between two processes: what the KV data plane is measured against.
 
 The sender slices a memory file, the receiver reads every chunk straight into its own place of
-another (`recv_into`); one thread and one connection for each stream, no checksum. Each end is
-`python -m bench.raw_tcp`, its orders come as lines on standard input.
+another (`recv_into`); one thread and one connection for each stream, no checksum. Streams are dealt
+out to as many processes a side as asked for. Each process is `python -m bench.raw_tcp`, its orders
+come as lines on standard input.
 """
 
 from __future__ import annotations
@@ -24,41 +25,55 @@ _HEADER = struct.Struct("<QQ")
 
 
 class EndConfig(msgspec.Struct):
-    """One end. `address` None: listen. `pid`, `fd`: the memory file to send from or write to."""
+    """One end of one pair. `address` None: listen. `pid`, `fd`: the memory file to send from or
+    write to. `streams`: of `num_streams`, those that this pair carries."""
 
     pid: int
     fd: int
+    streams: list[int]
     num_streams: int
     chunk_bytes: int
     address: tuple[str, int] | None = None
 
 
 class RawTcp:
-    """Both ends, started afresh; `run` moves everything once."""
+    """All processes of both sides, started afresh; `run` moves everything once."""
 
     def __init__(
-        self, source: MemoryFile, target: MemoryFile, num_streams: int, chunk_bytes: int
+        self,
+        source: MemoryFile,
+        target: MemoryFile,
+        num_streams: int,
+        chunk_bytes: int,
+        num_processes: int = 1,
     ) -> None:
-        sending = EndConfig(source.pid, source.fd, num_streams, chunk_bytes)
-        self._sender = _start(sending)
-        host, port = msgspec.json.decode(_read_line(self._sender), type=tuple[str, int])
-        receiving = EndConfig(target.pid, target.fd, num_streams, chunk_bytes, (host, port))
-        self._receiver = _start(receiving)
-        _read_line(self._receiver)
+        self._senders: list[subprocess.Popen[bytes]] = []
+        self._receivers: list[subprocess.Popen[bytes]] = []
+        for process in range(min(num_processes, num_streams)):
+            streams = list(range(process, num_streams, num_processes))
+            sending = EndConfig(source.pid, source.fd, streams, num_streams, chunk_bytes)
+            sender = _start(sending)
+            self._senders.append(sender)
+            address = msgspec.json.decode(_read_line(sender), type=tuple[str, int])
+            receiving = EndConfig(target.pid, target.fd, streams, num_streams, chunk_bytes, address)
+            self._receivers.append(_start(receiving))
+            _read_line(self._receivers[-1])
 
     @property
-    def pids(self) -> tuple[int, int]:
-        """(sender, receiver)."""
-        return self._sender.pid, self._receiver.pid
+    def pids(self) -> tuple[list[int], list[int]]:
+        """(of the senders, of the receivers)."""
+        return [one.pid for one in self._senders], [one.pid for one in self._receivers]
 
     def run(self) -> None:
-        assert self._receiver.stdin is not None
-        self._receiver.stdin.write(b"run\n")
-        self._receiver.stdin.flush()
-        _read_line(self._receiver)
+        for receiver in self._receivers:
+            assert receiver.stdin is not None
+            receiver.stdin.write(b"run\n")
+            receiver.stdin.flush()
+        for receiver in self._receivers:
+            _read_line(receiver)
 
     def close(self) -> None:
-        for process in (self._receiver, self._sender):
+        for process in (*self._receivers, *self._senders):
             process.kill()
             process.wait()
 
@@ -121,12 +136,12 @@ def _answer(connection: socket.socket, memory: MemoryFile) -> None:
 
 def _receive_forever(memory: MemoryFile, config: EndConfig) -> None:
     assert config.address is not None
-    connections = [socket.create_connection(config.address) for _ in range(config.num_streams)]
+    connections = {stream: socket.create_connection(config.address) for stream in config.streams}
     data = memoryview(memory.buffer)
     total = memory.size
 
     num_chunks = total // config.chunk_bytes
-    go, done = threading.Barrier(config.num_streams + 1), threading.Barrier(config.num_streams + 1)
+    go, done = (threading.Barrier(len(config.streams) + 1) for _ in range(2))
 
     def receive(stream: int) -> None:
         """The threads live as long as the process, so that their CPU time can be read."""
@@ -142,7 +157,7 @@ def _receive_forever(memory: MemoryFile, config: EndConfig) -> None:
                 _receive_exactly(connection, data[offset : offset + count])
             done.wait()
 
-    for stream in range(config.num_streams):
+    for stream in config.streams:
         threading.Thread(target=receive, args=(stream,), daemon=True).start()
     print("ready", flush=True)
     for _ in sys.stdin:

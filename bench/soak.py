@@ -4,12 +4,13 @@
     python -m bench.soak                                       10 000 requests, the demo checkpoint
     python -m bench.soak --requests 300 --kill-every-s 5       a short look
 
-Requests of random lengths come from --clients clients; one in five is left at a random moment. A
-transfer process, in turn of prefill and decode, is killed every --kill-every-s. Requests that were
-not left are asked again when the cluster is too busy, and must end in full, with the tokens that
-their prompt had the first time. At the end nothing may be held: no block, row, lease, staged byte,
-pull or open request on any node. Writes bench/results/NAME.json; the exit status says whether all
-of it was so.
+Requests of random lengths come from --clients clients; one in five is left at a random moment of
+the time that its prompt takes. A transfer process, in turn of the nodes, is killed every
+--kill-every-s. Requests that were not left are asked again when the cluster is too busy, and must
+end in full, with the tokens that their prompt had the first time. At the end nothing may be held:
+no block, row, lease, staged byte, pull or open request on any node. What each process holds of
+memory and open files is told for an early moment and for the end. Writes bench/results/NAME.json;
+the exit status says whether all of it was so.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ import re
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import aiohttp
 
+from bench.process_tree import transfer_processes, usage
 from bench.record import write_result
 from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
-from cli.supervisor import Listener, Supervisor
+from cli.supervisor import Listener, Service, Supervisor
 from cli.up import wait_routable
 
 _LEFT_PART = 0.2
@@ -40,6 +43,9 @@ _NUM_PROMPTS = 40
 _SETTLE_S = 60.0
 _ASK_AGAIN = (429, 503)
 _ASK_AGAIN_S = 0.5
+_PROGRESS_EVERY_S = 15.0
+_EARLY_PART = 0.1
+"""Of the requests: when memory is looked at for the first time."""
 _ZERO_AT_THE_END = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -53,6 +59,23 @@ _ZERO_AT_THE_END = (
     "tandem_open_requests",
     "tandem_open_prefills",
     "tandem_remote_prefills",
+    "tandem_credit_waiters",
+)
+_TOLD_AT_THE_END = (
+    "vllm:num_preemptions_total",
+    "tandem_prefill_attempt_failures_total",
+    "tandem_local_prefill_fallbacks_total",
+    "tandem_kv_transfer_transfers",
+    "tandem_kv_transfer_failures",
+    "tandem_kv_transfer_aborts",
+    "tandem_kv_transfer_bytes_moved",
+    "tandem_kv_transfer_process_restarts",
+    "tandem_kv_transfer_corrupt_chunks",
+    "tandem_kv_transfer_reclaimed_released",
+    "tandem_kv_transfer_reclaimed_given_up",
+    "tandem_kv_transfer_reclaimed_aborted",
+    "tandem_kv_transfer_reclaimed_lease_ended",
+    "tandem_kv_transfer_reclaimed_error",
 )
 
 
@@ -64,22 +87,36 @@ class Soak:
         self._url = url
         self._random = random.Random(seed)
         self._texts: dict[int, str] = {}
+        self._took_s: dict[int, float] = {}
+        """How long the last request with a prompt took that was not left."""
         self.outcomes: Counter[str] = Counter()
         self.asked_to_wait = 0
         """Answers that the cluster is too busy: asked again a little later."""
-        self.kills = 0
+        self.kills: Counter[str] = Counter()
 
-    async def run(self, num_requests: int, num_clients: int) -> None:
+    @property
+    def num_done(self) -> int:
+        return self.outcomes.total()
+
+    async def run(
+        self, num_requests: int, num_clients: int, on_request: Callable[[int], None]
+    ) -> None:
+        """`on_request` hears the number of each request that begins."""
         numbers = iter(range(num_requests))
-        await asyncio.gather(*(self._client(numbers) for _ in range(num_clients)))
+        clients = (self._client(numbers, on_request) for _ in range(num_clients))
+        await asyncio.gather(*clients)
 
-    async def _client(self, numbers: Iterator[int]) -> None:
-        for _ in numbers:
+    async def _client(self, numbers: Iterator[int], on_request: Callable[[int], None]) -> None:
+        for number in numbers:
+            on_request(number)
             is_left = self._random.random() < _LEFT_PART
             prompt = self._random.randrange(_NUM_PROMPTS)
+            limit_s = self._random.random() * self._took_s.get(prompt, 1.0)
+            started = time.monotonic()
             try:
-                async with asyncio.timeout(self._random.random() if is_left else 300.0):
+                async with asyncio.timeout(limit_s if is_left else 300.0):
                     self.outcomes[await self._ask(prompt)] += 1
+                self._took_s[prompt] = time.monotonic() - started
             except TimeoutError:
                 self.outcomes["left" if is_left else "stuck"] += 1
             except aiohttp.ClientError as error:
@@ -106,72 +143,119 @@ class Soak:
         known = self._texts.setdefault(prompt, text)
         return "complete" if text == known else "other tokens than before"
 
-    async def kill_forever(self, roots: list[int], every_s: float) -> None:
-        """Transfer processes below `roots`, in turn."""
+    async def kill_forever(self, nodes: list[Service], every_s: float) -> None:
+        """Transfer processes of `nodes`, in turn."""
         while True:
-            await asyncio.sleep(every_s)
-            victims = transfer_processes(roots[self.kills % len(roots)])
-            if victims:
-                os.kill(self._random.choice(victims), signal.SIGKILL)
-                self.kills += 1
+            for node in nodes:
+                await asyncio.sleep(every_s)
+                victims = transfer_processes(node.pid) if node.pid else []
+                with suppress(ProcessLookupError):
+                    if victims:
+                        os.kill(self._random.choice(victims), signal.SIGKILL)
+                        self.kills[node.spec.name] += 1
+
+    async def tell_progress(self, num_requests: int) -> None:
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+            seconds = time.monotonic() - started
+            print(
+                f"{seconds:.0f} s: {self.num_done} of {num_requests} "
+                f"({self.num_done / seconds:.1f}/s), {dict(self.outcomes)}, "
+                f"{self.kills.total()} killed",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
-def transfer_processes(root: int) -> list[int]:
-    """Below this process, however deep."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found, left = [], [root]
-    while left:
-        left += children.get(pid := left.pop(), [])
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"kv_transfer.process" in command:
-            found.append(pid)
-    return found
+def metrics_url(node: Service) -> str:
+    argv = node.spec.argv
+    name = "--metrics-port" if "--metrics-port" in argv else "--port"
+    return f"http://127.0.0.1:{argv[argv.index(name) + 1]}/metrics"
 
 
-async def held(session: aiohttp.ClientSession, urls: list[str]) -> dict[str, float]:
+async def metrics(session: aiohttp.ClientSession, node: Service) -> Counter[str]:
+    """Name to value, summed over labels."""
+    values: Counter[str] = Counter()
+    async with session.get(metrics_url(node)) as response:
+        for line in (await response.text()).splitlines():
+            if match := re.match(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$", line):
+                values[match[1]] += float(match[2])  # type: ignore[assignment]
+    return values
+
+
+async def held(session: aiohttp.ClientSession, nodes: list[Service]) -> dict[str, float]:
     """What is not zero, or not free, by node and name."""
     found: dict[str, float] = {}
-    for url in urls:
-        values: Counter[str] = Counter()
-        async with session.get(url) as response:
-            for line in (await response.text()).splitlines():
-                if match := re.match(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$", line):
-                    values[match[1]] += float(match[2])  # type: ignore[assignment]
+    for node in nodes:
+        values, name = await metrics(session, node), node.spec.name
         blocks = values["tandem_kv_blocks_total"] - values["tandem_kv_blocks_free"]
-        found |= {f"{url} {name}": values[name] for name in _ZERO_AT_THE_END if values[name]}
-        found |= {f"{url} blocks": blocks} if blocks else {}
+        found |= {f"{name} {key}": values[key] for key in _ZERO_AT_THE_END if values[key]}
+        found |= {f"{name} blocks": blocks} if blocks else {}
     return found
 
 
 async def until_nothing_is_held(
-    session: aiohttp.ClientSession, urls: list[str]
+    session: aiohttp.ClientSession, nodes: list[Service]
 ) -> tuple[float, dict[str, float]]:
     """(Seconds that it took, what is left after the last of them)."""
     started = time.monotonic()
     while True:
-        left = await held(session, urls)
+        left = await held(session, nodes)
         elapsed = time.monotonic() - started
         if not left or elapsed > _SETTLE_S:
             return round(elapsed, 2), left
         await asyncio.sleep(0.2)
 
 
-def metrics_urls(supervisor: Supervisor) -> list[str]:
-    urls = []
-    for service in supervisor.services[1:]:
-        argv = service.spec.argv
-        name = "--metrics-port" if "--metrics-port" in argv else "--port"
-        urls.append(f"http://127.0.0.1:{argv[argv.index(name) + 1]}/metrics")
-    return urls
+def resources(nodes: list[Service]) -> dict[str, dict[str, float]]:
+    return {
+        f"{node.spec.name} {module}": asdict(used)
+        for node in nodes
+        if node.pid
+        for module, used in sorted(usage(node.pid).items())
+    }
+
+
+async def hurt(
+    session: aiohttp.ClientSession, url: str, nodes: list[Service], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The whole run against a cluster that is ready."""
+    soak = Soak(session, url, args.seed)
+    beside = [
+        asyncio.create_task(soak.kill_forever(nodes, args.kill_every_s)),
+        asyncio.create_task(soak.tell_progress(args.requests)),
+    ]
+    early: dict[str, dict[str, float]] = {}
+
+    def look_early(number: int) -> None:
+        if number == int(args.requests * _EARLY_PART):
+            early.update(resources(nodes))
+
+    started = time.monotonic()
+    try:
+        await soak.run(args.requests, args.clients, look_early)
+    finally:
+        for task in beside:
+            task.cancel()
+    seconds = time.monotonic() - started
+    settled_s, left = await until_nothing_is_held(session, nodes)
+    at_the_end = {node.spec.name: await metrics(session, node) for node in nodes}
+    return {
+        "outcomes": dict(soak.outcomes),
+        "asked_to_wait": soak.asked_to_wait,
+        "kills": dict(soak.kills),
+        "restarts_of_nodes": sum(node.restarts for node in nodes),
+        "seconds": round(seconds, 1),
+        "settled_s": settled_s,
+        "left": left,
+        "counted": {
+            name: {key: values[key] for key in _TOLD_AT_THE_END if key in values}
+            for name, values in at_the_end.items()
+        },
+        "resources_early": early,
+        "resources_at_the_end": resources(nodes),
+    }
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -184,32 +268,22 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         _cli_parse_args=[],
     )
     node_args = ["--kv-transport", args.kv_transport, "--no-enable-prefix-caching"]
-    supervisor = Supervisor(cluster_specs(settings, node_args), Listener())
+    logs: deque[str] = deque(maxlen=args.log_lines)
+    listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
+    specs = cluster_specs(settings, [*node_args, *args.node_args.split()])
+    supervisor = Supervisor(specs, listener)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     try:
         await supervisor.start()
-        url = supervisor.services[0].spec.endpoint
+        url = specs[0].endpoint
         await wait_routable(url, settings)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            soak = Soak(session, url, args.seed)
-            roots = [service.pid for service in supervisor.services[1:] if service.pid]
-            killer = asyncio.create_task(soak.kill_forever(roots, args.kill_every_s))
-            started = time.monotonic()
-            await soak.run(args.requests, args.clients)
-            seconds = time.monotonic() - started
-            killer.cancel()
-            settled_s, left = await until_nothing_is_held(session, metrics_urls(supervisor))
-        return {
-            "outcomes": dict(soak.outcomes),
-            "asked_to_wait": soak.asked_to_wait,
-            "kills": soak.kills,
-            "seconds": round(seconds, 1),
-            "settled_s": settled_s,
-            "left": left,
-        }
+            return await hurt(session, url, supervisor.services[1:], args)
     finally:
         await supervisor.stop()
+        for line in logs:
+            print(line, file=sys.stderr)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -221,10 +295,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
     parser.add_argument("--kv-transport", choices=("auto", "grpc", "cuda_ipc"), default="auto")
+    parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--kill-every-s", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-lines", type=int, default=0, help="last of the nodes' logs to show")
     parser.add_argument("--name", default="soak", help="of the result file; empty: none")
     return parser.parse_args()
 
@@ -236,7 +312,7 @@ def main() -> int:
     if args.name:
         print("written:", write_result(args.name, {"settings": vars(args), **figures}))
     is_good = not figures["left"] and set(figures["outcomes"]) <= {"complete", "left"}
-    return 0 if is_good else 1
+    return 0 if is_good and not figures["restarts_of_nodes"] else 1
 
 
 if __name__ == "__main__":
