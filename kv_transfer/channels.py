@@ -12,6 +12,11 @@ import time
 
 import grpc.aio
 
+from kv_transfer.errors import PeerLost
+from tandem_wire.credentials import Credentials
+from tandem_wire.renewed_channel import RenewedChannel
+from tandem_wire.security_config import PlaintextRefused, Role
+
 CHANNELS_PER_ADDRESS = 4
 """More connections to one process only add cache misses (measured: 2 to 4 are best)."""
 
@@ -47,26 +52,34 @@ def slot_of(stream: int, sender_processes: int) -> int:
     return stream // sender_processes % CHANNELS_PER_ADDRESS
 
 
-def new_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+def new_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+    """Raises `PeerLost` if it would be plaintext that nobody wanted."""
+    try:
+        return credentials.channel(address, Role.PREFILL, CLIENT_OPTIONS)
+    except PlaintextRefused as error:
+        raise PeerLost(str(error)) from error
 
 
 class ChannelPool:
     """Channels by (address, slot)."""
 
-    def __init__(self) -> None:
-        self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._channels: dict[tuple[str, int], RenewedChannel] = {}
         self._used_at: dict[tuple[str, int], float] = {}
 
     def __len__(self) -> int:
         return len(self._channels)
 
     def get(self, address: str, slot: int) -> grpc.aio.Channel:
+        """Raises `PeerLost` if it would be plaintext that nobody wanted."""
         key = (address, slot)
         if key not in self._channels:
-            self._channels[key] = new_channel(address)
+            self._channels[key] = RenewedChannel(
+                lambda: new_channel(address, self._credentials), self._credentials
+            )
         self._used_at[key] = time.monotonic()
-        return self._channels[key]
+        return self._channels[key].get()
 
     async def drop(self, address: str) -> None:
         """After the peer at this address was lost. Calls in motion on it fail."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from tandem_wire.security_config import SecurityConfig
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 PullTransportName = Literal["h2", "grpcio"]
@@ -17,6 +19,8 @@ class KVTransferConfig:
     Attributes:
         kv_role: `kv_producer` on prefill nodes, `kv_consumer` on decode nodes.
         host: Address that transfer processes of a producer listen on and are reached at.
+        port: Of a producer's first transfer process; those of all ranks follow. 0: any free ones.
+        security: How transfer processes make sure of those of peers.
         num_processes: Transfer processes for each tensor-parallel rank.
         num_streams: PullKV calls for each (request, rank of the peer); a consumer's choice.
         chunk_bytes: Payload of one wire chunk, about.
@@ -34,6 +38,8 @@ class KVTransferConfig:
 
     kv_role: KVRole
     host: str = "127.0.0.1"
+    port: int = 0
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     num_processes: int = 1
     num_streams: int = 4
     chunk_bytes: int = 2 << 20
@@ -42,6 +48,11 @@ class KVTransferConfig:
     stall_timeout_s: float = 5.0
     transport: KVTransportName = "auto"
     pull_transport: PullTransportName = "h2"
+
+    @property
+    def network_transport(self) -> PullTransportName:
+        """What carries KV over the network: our own ends have no TLS."""
+        return "grpcio" if self.security.has_tls else self.pull_transport
 
     def shares_memory(self, on_gpu: bool) -> bool:
         """Whether a peer on this host may map, or is to be mapped by, a cache of this node."""

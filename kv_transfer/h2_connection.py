@@ -23,6 +23,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 from typing import Protocol
@@ -31,7 +32,9 @@ from urllib.parse import unquote
 import grpc
 
 from kv_transfer import h2_frames as h2
+from kv_transfer.dial import dial
 from kv_transfer.errors import PeerLost
+from tandem_wire.credentials import Credentials
 
 HEAD_BYTES = 64
 _SCRATCH_BYTES = 64 << 10
@@ -106,29 +109,9 @@ class H2Connection:
         self._write(h2.client_opening())
 
     @classmethod
-    async def connect(cls, address: str) -> H2Connection:
+    async def connect(cls, address: str, credentials: Credentials) -> H2Connection:
         """Raises `PeerLost`."""
-        host, _, port = address.rpartition(":")
-        loop = asyncio.get_running_loop()
-        reason: OSError = OSError("the name has no address")
-        try:
-            infos = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise PeerLost(f"{address}: {error}") from error
-        for family, kind, protocol, _, target in infos:
-            sock = socket.socket(family, kind, protocol)
-            sock.setblocking(False)
-            try:
-                await loop.sock_connect(sock, target)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return cls(address, sock)
-            except OSError as error:
-                sock.close()
-                reason = error
-            except BaseException:
-                sock.close()
-                raise
-        raise PeerLost(f"{address}: {reason}") from reason
+        return cls(address, await dial(address, credentials))
 
     @property
     def is_usable(self) -> bool:
@@ -136,7 +119,13 @@ class H2Connection:
         is_free = self._done is None and self._stream < _MAX_STREAM
         return is_free and not self._is_closed and not self._is_going
 
-    async def call(self, path: str, message: bytes, sink: MessageSink) -> None:
+    async def call(
+        self,
+        path: str,
+        message: bytes,
+        sink: MessageSink,
+        metadata: Iterable[tuple[str, str]] = (),
+    ) -> None:
         """Returns after a complete stream.
 
         Raises:
@@ -150,7 +139,7 @@ class H2Connection:
         self._unacknowledged = 0
         self._sink = sink
         self._done = self._loop.create_future()
-        self._write(h2.request(self._stream, path, self.address, message))
+        self._write(h2.request(self._stream, path, self.address, message, metadata))
         try:
             await self._done
         except asyncio.CancelledError:

@@ -134,7 +134,13 @@ def headers(stream: int, fields: Iterable[tuple[str, str]], flags: int = 0) -> b
     return frame(FrameKind.HEADERS, END_HEADERS | flags, stream, block)
 
 
-def request(stream: int, path: str, authority: str, message: bytes) -> bytes:
+def request(
+    stream: int,
+    path: str,
+    authority: str,
+    message: bytes,
+    metadata: Iterable[tuple[str, str]] = (),
+) -> bytes:
     """A whole gRPC request with one message."""
     fields = (
         (":method", "POST"),
@@ -144,6 +150,7 @@ def request(stream: int, path: str, authority: str, message: bytes) -> bytes:
         ("te", "trailers"),
         ("content-type", "application/grpc"),
         ("user-agent", "tandem"),
+        *metadata,
     )
     body = struct.pack(">BI", 0, len(message)) + message
     pieces = [body[i : i + DEFAULT_FRAME_BYTES] for i in range(0, len(body), DEFAULT_FRAME_BYTES)]

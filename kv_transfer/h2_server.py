@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
-from kv_transfer.h2_server_connection import H2ServerConnection
+from kv_transfer.h2_server_connection import H2ServerConnection, Judge, welcome
 from kv_transfer.rpc_method import RpcMethod
 from kv_transfer.send_threads import SendThreads
 
@@ -26,10 +26,12 @@ _CHECK_S = 2.5
 
 
 class H2Server:
-    """`methods` by path. Lives on the event loop on which it was made."""
+    """`methods` by path; `judge` says of each call whether its caller may go on. Lives on the event
+    loop on which it was made."""
 
-    def __init__(self, methods: Mapping[str, RpcMethod]) -> None:
+    def __init__(self, methods: Mapping[str, RpcMethod], judge: Judge = welcome) -> None:
         self._methods = methods
+        self._judge = judge
         self._loop = asyncio.get_running_loop()
         self._threads = SendThreads(min(_MAX_SEND_THREADS, os.cpu_count() or 1))
         self._listener: socket.socket | None = None
@@ -69,7 +71,9 @@ class H2Server:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connections.add(
-                H2ServerConnection(sock, self._methods, self._threads, self._connections.discard)
+                H2ServerConnection(
+                    sock, self._methods, self._judge, self._threads, self._connections.discard
+                )
             )
 
     async def _check_forever(self) -> None:

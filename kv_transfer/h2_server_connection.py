@@ -26,6 +26,7 @@ from kv_transfer.h2_writer import H2Writer
 from kv_transfer.out_message import OutMessage
 from kv_transfer.rpc_method import RpcMethod
 from kv_transfer.send_threads import SendThreads, send_now
+from tandem_wire.credentials import CallerRefused
 
 _READ_BYTES = 64 << 10
 _MAX_CALLS = 256
@@ -39,6 +40,13 @@ _PING = h2.frame(h2.FrameKind.PING, 0, 0, b"tandemkv")
 
 logger = logging.getLogger(__name__)
 
+Judge = Callable[[Mapping[str, str]], None]
+"""Takes the headers of a call. Raises `CallerRefused`."""
+
+
+def welcome(headers: Mapping[str, str]) -> None:
+    """Whoever calls may do so."""
+
 
 class H2ServerConnection:
     """`on_closed` is told once."""
@@ -47,11 +55,13 @@ class H2ServerConnection:
         self,
         sock: socket.socket,
         methods: Mapping[str, RpcMethod],
+        judge: Judge,
         threads: SendThreads,
         on_closed: Callable[[H2ServerConnection], None],
     ) -> None:
         self._socket = sock
         self._methods = methods
+        self._judge = judge
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._writer = H2Writer(sock, threads, self._fail)
@@ -192,13 +202,25 @@ class H2ServerConnection:
         if len(self._calls) >= _MAX_CALLS:
             self._writer.control(h2.reset(stream, h2.ErrorCode.REFUSED_STREAM))
         elif method is None:
-            status: int = grpc.StatusCode.UNIMPLEMENTED.value[0]
-            self._writer.control(h2.trailers(stream, status, "unknown method", is_first=True))
+            self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "unknown method")
+        elif (refusal := self._judged(fields)) is not None:
+            self._refuse(stream, grpc.StatusCode.UNAUTHENTICATED, str(refusal))
         else:
             call = H2Call(stream, method, self._writer, self._window, self._forget)
             self._calls[stream] = call
             if is_end:
                 call.start(self._answer(call))
+
+    def _judged(self, fields: Mapping[str, str]) -> CallerRefused | None:
+        try:
+            self._judge(fields)
+        except CallerRefused as error:
+            return error
+        return None
+
+    def _refuse(self, stream: int, code: grpc.StatusCode, details: str) -> None:
+        status: int = code.value[0]
+        self._writer.control(h2.trailers(stream, status, details, is_first=True))
 
     def _on_reset(self, stream: int) -> None:
         call = self._calls.get(stream)

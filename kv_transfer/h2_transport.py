@@ -9,22 +9,26 @@ from kv_transfer.h2_connection import CallRefused, H2Connection, MessageSink
 from kv_transfer.pull_service import PULL_PATH
 from kv_transfer.pull_transport import PullTransport, refusal
 from tandem_pb import kv_transfer_pb2 as pb
+from tandem_wire.credentials import Credentials
 
 
 class H2PullTransport(PullTransport):
     """As many connections to an address as there were streams at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._idle: dict[str, list[H2Connection]] = defaultdict(list)
         self._busy: set[H2Connection] = set()
 
     async def pull(
         self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
     ) -> None:
-        connection = self._reuse(address) or await H2Connection.connect(address)
+        connection = self._reuse(address) or await H2Connection.connect(address, self._credentials)
         self._busy.add(connection)
         try:
-            await connection.call(PULL_PATH, request.SerializeToString(), sink)
+            await connection.call(
+                PULL_PATH, request.SerializeToString(), sink, self._credentials.metadata()
+            )
         except CallRefused as error:
             raise refusal(address, error.code, error.details) from error
         finally:

@@ -26,15 +26,17 @@ from kv_transfer.handshake import (
 from kv_transfer.metadata import KVPeer, RecvMeta, ReleaseMeta
 from kv_transfer.pull_service import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
+from tandem_wire.credentials import Credentials
 
 _RELEASE_TIMEOUT_S = 15.0
 
 
 class PeerClient:
-    """`me` is this node, as peers shall know it."""
+    """`me` is this node, as peers shall know it; `credentials` what it shows them."""
 
-    def __init__(self, me: KVPeer, timeout_s: float) -> None:
-        self._channels = ChannelPool()
+    def __init__(self, me: KVPeer, timeout_s: float, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._channels = ChannelPool(credentials)
         self._me = me
         self._timeout_s = timeout_s
         self._greeted: dict[tuple[str, str, int], KVCacheHandle | None] = {}
@@ -51,7 +53,7 @@ class PeerClient:
         if key in self._greeted:
             return
         # A channel of its own: one that has failed before would answer from its backoff.
-        async with new_channel(address) as channel:
+        async with new_channel(address, self._credentials) as channel:
             answer = await self._handshake(channel, address)
         check_peer(self._me.layout, peer, peer_from_proto(answer))
         has_cache = answer.HasField("local_cache") and answer.host_id == host_id()
@@ -70,7 +72,9 @@ class PeerClient:
             transfer_id=meta.transfer_id, attempt=meta.attempt, epoch=meta.peer.epoch
         )
         try:
-            reply = await call(request, timeout=self._timeout_s)
+            reply = await call(
+                request, timeout=self._timeout_s, metadata=self._credentials.metadata()
+            )
         except grpc.aio.AioRpcError as error:
             raise PeerLost(f"{address}: {error.code().name}: {error.details()}") from error
         if not reply.known:
@@ -94,7 +98,12 @@ class PeerClient:
         # The peer's process may be starting again just now: without waiting for the channel to
         # be ready, the call would be refused from the backoff of an earlier one.
         with suppress(grpc.aio.AioRpcError):
-            await release(request, timeout=_RELEASE_TIMEOUT_S, wait_for_ready=True)
+            await release(
+                request,
+                timeout=_RELEASE_TIMEOUT_S,
+                wait_for_ready=True,
+                metadata=self._credentials.metadata(),
+            )
 
     def forget(self, addresses: set[str]) -> None:
         self._greeted = {
@@ -114,7 +123,11 @@ class PeerClient:
             response_deserializer=pb.KVPeer.FromString,
         )
         try:
-            return await handshake(self._introduction(), timeout=self._timeout_s)
+            return await handshake(
+                self._introduction(),
+                timeout=self._timeout_s,
+                metadata=self._credentials.metadata(),
+            )
         except grpc.aio.AioRpcError as error:
             raise PeerLost(f"{address}: {error.code().name}: {error.details()}") from error
 

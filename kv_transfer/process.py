@@ -41,13 +41,15 @@ from kv_transfer.metadata import (
     TransferEvent,
 )
 from kv_transfer.process_config import TransferProcessConfig
-from kv_transfer.pull_server import PullServer, join_address, new_pull_server
+from kv_transfer.pull_server import PullServer, new_pull_server
 from kv_transfer.pull_service import PullService
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.step_watch import StepWatch
 from kv_transfer.wire import HEADER
 from kv_transfer.worker import steps_address
+from tandem_wire.address import join_address
+from tandem_wire.credentials import Credentials
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _REPORT_INTERVAL_S = 0.1
@@ -170,12 +172,16 @@ class TransferProcess:
         return StepWatch(marks, num_layers, handle.cuda is not None, sender.progress)
 
     async def _listen(self, sender: KVSender) -> PullServer:
-        """On the port that we had before a restart, if it can be had."""
+        """Where settings say, else on the port that we had before a restart if it can be had."""
         transfer = self._config.transfer
-        server = new_pull_server(transfer.pull_transport, PullService(transfer, self._me, sender))
+        service = PullService(transfer, self._me, sender)
+        server = new_pull_server(transfer, service, Credentials(transfer.security))
+        fixed_port = self._config.fixed_port
         try:
-            port = await server.listen(transfer.host, self._config.port)
+            port = await server.listen(transfer.host, fixed_port or self._config.port)
         except OSError:
+            if fixed_port:
+                raise
             port = await server.listen(transfer.host, 0)
         self._address = join_address(transfer.host, port)
         return server

@@ -17,7 +17,7 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         index: Of this process among those of its rank.
         generation: Grows with every restart, so that commands to a dead process reach nobody.
-        port: To listen on (producer). 0: any.
+        port: That a former life of this process listened on (producer). 0: none did.
         start_delay_s: It waits so long before it starts, because its predecessors died young.
         link: To the engine core on another host; None on the same host.
         remote_events_address: Where the engine core listens for processes of other hosts.
@@ -43,6 +43,11 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     def process(self) -> int:
         """Counts over ranks and processes, as in `TransferEvent`."""
         return self.rank * self.transfer.num_processes + self.index
+
+    @property
+    def fixed_port(self) -> int:
+        """To listen on (producer); 0: any will do."""
+        return self.transfer.port + self.process if self.transfer.port else 0
 
     @property
     def commands_address(self) -> str:

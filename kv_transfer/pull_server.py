@@ -13,19 +13,26 @@ import grpc
 import grpc.aio
 
 from kv_transfer.channels import SERVER_OPTIONS
-from kv_transfer.config import PullTransportName
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.h2_server import H2Server
 from kv_transfer.out_message import OutMessage
-from kv_transfer.pull_service import PullService
+from kv_transfer.pull_service import SERVICE, PullService
 from kv_transfer.rpc_method import RpcMethod, ServerCall
+from tandem_wire.call_guard import CallGuard
+from tandem_wire.credentials import Credentials
+from tandem_wire.security_config import Role
+
+CALLERS = frozenset({Role.DECODE})
+"""Who may greet us and take KV."""
 
 
 class PullServer(ABC):
-    """Listens on one address."""
+    """Listens on one address, for decode nodes alone."""
 
     @abstractmethod
     async def listen(self, host: str, port: int) -> int:
-        """The port. Raises OSError when it cannot be had; port 0 is any."""
+        """The port. Raises OSError when it cannot be had, `PlaintextRefused` when others could
+        read along; port 0 is any."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -35,10 +42,14 @@ class PullServer(ABC):
 class H2PullServer(PullServer):
     """Ours: hands memory to the kernel without a copy, with several threads."""
 
-    def __init__(self, service: PullService) -> None:
-        self._server = H2Server(service.methods())
+    def __init__(self, service: PullService, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._server = H2Server(
+            service.methods(), lambda fields: credentials.check_caller(CALLERS, (), fields)
+        )
 
     async def listen(self, host: str, port: int) -> int:
+        self._credentials.check_listen(host)
         return await self._server.listen(host, port)
 
     async def close(self) -> None:
@@ -48,19 +59,21 @@ class H2PullServer(PullServer):
 class GrpcPullServer(PullServer):
     """grpcio's."""
 
-    def __init__(self, service: PullService) -> None:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+    def __init__(self, service: PullService, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._server = grpc.aio.server(
+            options=SERVER_OPTIONS, interceptors=[CallGuard(credentials, {SERVICE: CALLERS})]
+        )
         handlers = {
             path.rpartition("/")[2]: _handler(method) for path, method in service.methods().items()
         }
-        name = next(iter(service.methods())).split("/")[1]
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(name, handlers),)
+            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
         )
 
     async def listen(self, host: str, port: int) -> int:
         try:
-            bound = self._server.add_insecure_port(join_address(host, port))
+            bound = self._credentials.add_port(self._server, host, port)
         except RuntimeError as error:
             raise OSError(str(error)) from error
         await self._server.start()
@@ -70,12 +83,11 @@ class GrpcPullServer(PullServer):
         await self._server.stop(0)
 
 
-def new_pull_server(name: PullTransportName, service: PullService) -> PullServer:
-    return H2PullServer(service) if name == "h2" else GrpcPullServer(service)
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def new_pull_server(
+    config: KVTransferConfig, service: PullService, credentials: Credentials
+) -> PullServer:
+    kind = H2PullServer if config.network_transport == "h2" else GrpcPullServer
+    return kind(service, credentials)
 
 
 class _GrpcCall(ServerCall):

@@ -16,6 +16,7 @@ from kv_transfer.errors import CorruptChunk, KVTransferError, PeerLost, Transfer
 from kv_transfer.h2_connection import HEAD_BYTES, MessageSink
 from kv_transfer.pull_service import PULL_PATH
 from tandem_pb import kv_transfer_pb2 as pb
+from tandem_wire.credentials import Credentials
 
 
 class PullTransport(ABC):
@@ -44,8 +45,9 @@ class PullTransport(ABC):
 class GrpcPullTransport(PullTransport):
     """grpcio on both ends."""
 
-    def __init__(self) -> None:
-        self._channels = ChannelPool()
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._channels = ChannelPool(credentials)
 
     async def pull(
         self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
@@ -54,7 +56,7 @@ class GrpcPullTransport(PullTransport):
             address, slot
         ).unary_stream(PULL_PATH, request_serializer=pb.PullRequest.SerializeToString)
         try:
-            async for message in call(request):
+            async for message in call(request, metadata=self._credentials.metadata()):
                 _give(message, sink)
         except grpc.aio.AioRpcError as error:
             raise refusal(address, error.code(), error.details() or "") from error

@@ -40,6 +40,7 @@ from kv_transfer.peer_client import PeerClient
 from kv_transfer.pull_stream import PullStream
 from kv_transfer.pull_transport import GrpcPullTransport, PullTransport
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+from tandem_wire.credentials import Credentials
 
 _IDLE_S = 600.0
 """Connections that were not used for so long are closed; longer than a transfer can take."""
@@ -124,10 +125,10 @@ class KVReceiver:
         )
         self._emit_event = emit
         self._on_change = on_change
-        self._peers = PeerClient(me, config.stall_timeout_s)
-        self._transport: PullTransport = (
-            H2PullTransport() if config.pull_transport == "h2" else GrpcPullTransport()
-        )
+        credentials = Credentials(config.security)
+        self._peers = PeerClient(me, config.stall_timeout_s, credentials)
+        transport = H2PullTransport if config.network_transport == "h2" else GrpcPullTransport
+        self._transport: PullTransport = transport(credentials)
         self._peer_caches = PeerCaches(cache.device)
         self._transfers: TransferTable[RecvTransfer] = TransferTable()
         self._releases: set[asyncio.Task[None]] = set()

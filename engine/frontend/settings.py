@@ -360,7 +360,6 @@ class EngineSettings(SecuritySettings):
             )
         return host
 
-
     def _kv_port(self) -> int:
         last = self.kv_port + self.tensor_parallel_size * self.kv_processes - 1
         if self.kv_port and last > _MAX_PORT:

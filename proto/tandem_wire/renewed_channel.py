@@ -9,41 +9,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 import grpc.aio
 
 from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import Role
 
 _LONGEST_CALL_S = 900.0
 
 
 class RenewedChannel:
-    """To a service of the role `server` at `address`."""
+    """`dial` makes a channel that shows what `credentials` are now."""
 
-    def __init__(
-        self,
-        address: str,
-        credentials: Credentials,
-        server: Role,
-        options: Sequence[tuple[str, Any]],
-    ) -> None:
-        self._address = address
+    def __init__(self, dial: Callable[[], grpc.aio.Channel], credentials: Credentials) -> None:
+        self._dial = dial
         self._credentials = credentials
-        self._server = server
-        self._options = options
         self._version = -1
         self._channel: grpc.aio.Channel | None = None
         self._retired: set[asyncio.Task[None]] = set()
 
     def get(self) -> grpc.aio.Channel:
-        """For one call. Raises `PlaintextRefused`."""
+        """For one call. Raises what `dial` does."""
         version = self._credentials.version
         if self._channel is None or version != self._version:
             old = self._channel
-            self._channel = self._credentials.channel(self._address, self._server, self._options)
+            self._channel = self._dial()
             self._version = version
             if old is not None:
                 task = asyncio.create_task(_close_later(old))

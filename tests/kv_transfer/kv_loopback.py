@@ -32,6 +32,7 @@ from kv_transfer.pull_server import PullServer, new_pull_server
 from kv_transfer.pull_service import PullService
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from tandem_wire.credentials import Credentials
 
 TIMEOUT_S = 60.0
 _ENDS = set(TransferEventKind) - {TransferEventKind.STAGED, TransferEventKind.FIRST_BYTE}
@@ -125,7 +126,7 @@ class LoopbackProducer(Node):
                 self.config, self.layout, rank, index, self.views[rank], self.emit, lambda: None
             )
             service = PullService(self.config, self.peer, sender)
-            server = new_pull_server(self.config.pull_transport, service)
+            server = new_pull_server(self.config, service, Credentials(self.config.security))
             addresses.append(f"127.0.0.1:{await server.listen('127.0.0.1', 0)}")
             self.senders.append(sender)
             self._servers.append(server)

@@ -138,7 +138,7 @@ async def test_renewed_certificates_are_used_without_a_restart(authority, foreig
     server_folder, client_folder = authority.service("s"), authority.service("c")
     client, outdated = Credentials(tls_config(client_folder)), authority.credentials()
     async with server_of(Credentials(tls_config(server_folder))) as address:
-        channel = RenewedChannel(address, client, Role.PREFILL, OPTIONS)
+        channel = RenewedChannel(lambda: client.channel(address, Role.PREFILL, OPTIONS), client)
         first = channel.get()
         assert await call(first, client) == b"hello"
         move_service(foreign.service("s"), server_folder)

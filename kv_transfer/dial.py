@@ -1,0 +1,37 @@
+"""Opens connections to the transfer processes of peers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from kv_transfer.errors import PeerLost
+from tandem_wire.address import split_address
+from tandem_wire.credentials import Credentials
+from tandem_wire.security_config import PlaintextRefused
+
+
+async def dial(address: str, credentials: Credentials) -> socket.socket:
+    """Connected, and does not block. Raises `PeerLost`."""
+    loop = asyncio.get_running_loop()
+    reason: OSError = OSError("the name has no address")
+    try:
+        host, port = split_address(address)
+        credentials.check_dial(host)
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError, PlaintextRefused) as error:
+        raise PeerLost(f"{address}: {error}") from error
+    for family, kind, protocol, _, target in infos:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, target)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        except OSError as error:
+            sock.close()
+            reason = error
+        except BaseException:
+            sock.close()
+            raise
+    raise PeerLost(f"{address}: {reason}") from reason
