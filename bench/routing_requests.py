@@ -83,14 +83,29 @@ def _blocks(session: int, shared_tokens: int, num_prompt: int) -> tuple[int, ...
     return (*(-1 - i for i in range(shared)), *((session << 24) + i for i in own))
 
 
-def infinite_cache_limit(requests: Sequence[SimRequest], first: int) -> float:
-    """The part of the prompt tokens of `requests[first:]` that one endless cache would have."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What no placement can exceed. `hit`: part of the prompt tokens that one endless cache would
+    have. `slo`: requests that an idle node with that cache would answer in time."""
+
+    hit: float
+    slo: float
+
+
+def limits(
+    requests: Sequence[SimRequest],
+    first: int,
+    service_s: Callable[[int, int], float],
+    slo_s: float,
+) -> Limits:
+    """Of `requests[first:]`. `service_s` (new tokens, prompt tokens)."""
     seen: set[int] = set()
-    hits = total = 0
+    hits = total = in_time = 0
     for index, request in enumerate(requests):
-        known = sum(block in seen for block in request.blocks)
+        known = BLOCK_TOKENS * sum(block in seen for block in request.blocks)
         seen.update(request.blocks)
         if index >= first:
-            hits += known * BLOCK_TOKENS
+            hits += known
             total += request.num_prompt
-    return hits / total
+            in_time += service_s(request.num_prompt - known, request.num_prompt) < slo_s
+    return Limits(hits / total, in_time / (len(requests) - first))

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.record import RESULTS, write_result
 from bench.routing_cluster import ClusterShape, Measured, PrefillCost, SimCluster
-from bench.routing_requests import SimRequest, at_load, infinite_cache_limit, make_requests
+from bench.routing_requests import Limits, SimRequest, at_load, limits, make_requests
 from bench.workload import PRESETS
 from router.admission.admission_gate import GateLimits
 from router.node_registry import NodeRegistry
@@ -71,6 +71,8 @@ class Result:
     num_routers: int
     slo: float
     """Requests with their first token in time, of all that came."""
+    slo_limit: float
+    """Of an idle cluster with one endless cache."""
     refused: float
     hit: float
     hit_limit: float
@@ -88,14 +90,13 @@ class Result:
 @cache
 def _requests(
     workload: str, num_nodes: int, load: float, count: int, seed: int
-) -> tuple[list[SimRequest], float]:
-    """And the hit rate of an endless cache."""
+) -> tuple[list[SimRequest], Limits]:
     preset = PRESETS[workload].scaled(1.0, _TIME_SCALE, None)
     requests = make_requests(preset, _TURNS_PER_NODE_S * load * num_nodes, count, seed)
     requests = at_load(
         requests, load * num_nodes, lambda r: _COST.seconds(r.num_prompt, r.num_prompt)
     )
-    return requests, infinite_cache_limit(requests, int(WARM_PART * count))
+    return requests, limits(requests, int(WARM_PART * count), _COST.seconds, SLO_S)
 
 
 def run(case: Case) -> Result:
@@ -113,7 +114,7 @@ def _maker(case: Case) -> Callable[[NodeRegistry, random.Random], Policy]:
 
 
 def _result(
-    case: Case, cluster: SimCluster, measured: Measured, limit: float, wall_s: float
+    case: Case, cluster: SimCluster, measured: Measured, limit: Limits, wall_s: float
 ) -> Result:
     ttft = sorted(measured.ttft_s)
     busy = [node.busy_s for node in cluster.prefills]
@@ -127,9 +128,10 @@ def _result(
         num_prefill=case.shape.num_prefill,
         num_routers=case.shape.num_routers,
         slo=sum(t < SLO_S for t in ttft) / (len(ttft) + measured.num_refused),
+        slo_limit=limit.slo,
         refused=measured.num_refused / (len(ttft) + measured.num_refused),
         hit=measured.num_cached / measured.num_prompt,
-        hit_limit=limit,
+        hit_limit=limit.hit,
         ttft_mean_s=statistics.fmean(ttft),
         ttft_p50_s=statistics.median(ttft),
         ttft_p99_s=ttft[int(0.99 * len(ttft))],
@@ -217,8 +219,8 @@ def overload() -> Iterable[Case]:
     """Far more than can be served, without and with admission."""
     gate = GateLimits(slots_per_node=4, max_waiting=64, num_routers=4)
     for load in (1.15, 1.5, 2.0, 3.0):
-        for label, limits in (("all admitted", None), ("gate", gate)):
-            shape = ClusterShape(gate=limits, deadline_s=SLO_S if limits else 0.0)
+        for label, admission in (("all admitted", None), ("gate", gate)):
+            shape = ClusterShape(gate=admission, deadline_s=SLO_S if admission else 0.0)
             yield Case(group="overload", label=label, load=load, shape=shape)
 
 

@@ -39,7 +39,8 @@ class Exchange:
         self.placement = placement
         self.status = 0
         self.first_chunk = b""
-        self.waiting_since: float | None = time.monotonic()
+        self.asked_at = time.monotonic()
+        self.waiting_since: float | None = self.asked_at
         """Monotonic seconds; None while nobody waits for the node."""
         self.is_journaled = False
         self.journal_number = 0

@@ -10,6 +10,8 @@ whatever node goes on begins behind them.
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,7 +23,10 @@ from router.event_buffer import EventBuffer
 from router.exchange import Exchange
 from router.journal import Journal, JournalEnd
 from router.migration import Migrations
+from router.move_times import MoveTimes
 from router.relay import Client, Headers, lost_event
+
+logger = logging.getLogger(__name__)
 
 _MAX_EVENT_BYTES = 64 << 20
 """A whole plain answer is one event."""
@@ -108,6 +113,9 @@ class JournaledRelay:
     request: ClientRequest
     client: Client
     journal: Journal = field(default_factory=Journal)
+    _last_event_at: float = field(default_factory=time.monotonic)
+    _move: MoveTimes | None = None
+    """One that the client waits for."""
 
     async def run(self, exchange: Exchange) -> int:
         """The status that the client got. Raises `AnswerBroken`."""
@@ -138,6 +146,7 @@ class JournaledRelay:
             while chunk:
                 if events := buffer.feed(chunk):
                     if passed := journal.take(events):
+                        self._note_event(exchange)
                         await outlet.write(passed)
                     if journal.end is not None:
                         return _INTERRUPTIONS.get(journal.end)
@@ -164,6 +173,7 @@ class JournaledRelay:
             self._lost(lost, "entries of the journal are missing")
         elif interruption is Interruption.HANDED_OVER:
             self.attempts.note(lost.placement.decode, interruption)
+        move = self._move or MoveTimes(self._last_event_at, time.monotonic())
         following = await self.migrations.resume(
             self.request, self.journal, lost.placement, num_before
         )
@@ -171,7 +181,20 @@ class JournaledRelay:
             metrics.broken_streams.inc()
         else:
             metrics.migrations.labels(interruption).inc()
+            move.accepted(following.asked_at)
+            self._move = move
         return following
+
+    def _note_event(self, exchange: Exchange) -> None:
+        self._last_event_at = time.monotonic()
+        if self._move is not None:
+            logger.info(
+                "request %s goes on at %s: %s",
+                self.request.info.request_id,
+                exchange.placement.decode.address,
+                self._move.observe(self.attempts.metrics.move_seconds),
+            )
+            self._move = None
 
     def _lost(self, exchange: Exchange, reason: str) -> None:
         decode = exchange.placement.decode

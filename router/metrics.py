@@ -151,6 +151,13 @@ class RouterMetrics:
             ["reason"],
             registry=self.registry,
         )
+        self.move_seconds = Histogram(
+            "tandem_router_migration_seconds",
+            "Silence of answers that moved to another node, by what took the time",
+            ["phase"],
+            buckets=_FIRST_BYTE_BUCKETS,
+            registry=self.registry,
+        )
         self.broken_streams = Counter(
             "tandem_router_broken_streams",
             "Answers that broke off after their first byte",

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from dataclasses import dataclass, field
@@ -23,8 +22,6 @@ from router.journal import Journal
 from router.node import Node
 from router.policy import Placement
 from router.retry_budget import RetryBudget
-
-logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
@@ -87,9 +84,6 @@ class Migrations:
         exchange = Exchange(placement, attempts.silence.exchanges)
         failure = await attempts.attempt(exchange, request.info, headers, body)
         if failure is None and exchange.is_journaled and exchange.journal_number == number:
-            logger.info(
-                "request %s goes on at %s", request.info.request_id, placement.decode.address
-            )
             return exchange
         if failure is None:
             reason = f"status {exchange.status} to a resumed request"

@@ -83,7 +83,6 @@ def read_request_info(
 ) -> RequestInfo:
     """Raises `BadRequest` when the body is not a JSON object."""
     fields = _read_body(body)
-    prompt = bytes(fields.get("messages") or fields.get("prompt") or b"")
     model = _text(fields.get("model"))
     prompt = bytes(fields.get("messages") or fields.get("prompt") or b"").lstrip(_LIST_START)
     messages = _list(fields.get("messages"))

@@ -55,7 +55,7 @@ class BasePolicy(ABC):
         self.pool = NodePool(registry=registry)
         self.outputs = OutputLengths()
         self._decode_choice = DecodeChoice(rng=rng, num_choices=decode_choices)
-        self._max_prefill_candidates = max_prefill_candidates
+        self.max_prefill_candidates = max_prefill_candidates
 
     @abstractmethod
     def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
@@ -69,7 +69,7 @@ class BasePolicy(ABC):
             ranked = self.rank(request, group, decode)
         else:
             ranked = RankedPrefills((), PrefillChoice.NONE)
-        prefills = tuple(ranked.nodes[: self._max_prefill_candidates])
+        prefills = tuple(ranked.nodes[: self.max_prefill_candidates])
         placement = Placement(
             decode,
             prefills,

@@ -2,22 +2,28 @@
 
 home       the session's node by rendezvous hash: every router finds the same
 matches    up to two with the longest cached prefix, as far as this router knows
-others     eight at random: they find the idle nodes. All nodes would find them better, and
-           with loads that are a moment old all routers would find the same one
+others     eight: they find the idle nodes. Of few nodes eight at random; of many the eight with
+           the least to do of a quarter of them, drawn at random, `_MAX_DRAWN` at most. All nodes
+           would find them better, and with loads that are a moment old all routers would find the
+           same one
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from heapq import nsmallest
+from operator import attrgetter
 
 from router.node import Node
 from router.placement.node_pool import NodeGroup
 from router.placement.prefix_index import PrefixMatch
 
 NUM_MATCHES = 2
-NUM_RANDOM = 4
-_LOOK_AT_ALL = 6
+NUM_OTHERS = 8
+_MAX_DRAWN = 24
+_LOOK_AT_ALL = NUM_OTHERS
+_work = attrgetter("predicted_tokens")
 
 
 def prefill_candidates(
@@ -29,9 +35,17 @@ def prefill_candidates(
     if len(group.nodes) <= _LOOK_AT_ALL:
         chosen += group.nodes
     else:
-        chosen += (node for node in match.best(NUM_MATCHES) if node in group.members)
-        chosen += rng.sample(group.nodes, NUM_RANDOM)
+        chosen += (node for node in match.best(NUM_MATCHES, rng) if node in group.members)
+        chosen += others(group.nodes, rng)
     return accepting(dict.fromkeys(chosen))
+
+
+def others(nodes: Sequence[Node], rng: random.Random) -> list[Node]:
+    """`NUM_OTHERS` that have little to do."""
+    num_drawn = min(_MAX_DRAWN, len(nodes) // 4)
+    if num_drawn <= NUM_OTHERS:
+        return rng.sample(nodes, NUM_OTHERS)
+    return nsmallest(NUM_OTHERS, rng.sample(nodes, num_drawn), key=_work)
 
 
 def accepting(nodes: Sequence[Node] | dict[Node, None]) -> list[Node]:

@@ -19,6 +19,7 @@ would fall out of the index and with it every longer match behind it.
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,14 +56,17 @@ class PrefixMatch:
                 return count
         return 0
 
-    def best(self, count: int) -> list[Node]:
-        """At most `count` nodes of the longest match; none when there is no match."""
+    def best(self, count: int, rng: random.Random) -> list[Node]:
+        """At most `count` nodes of the longest match; none when there is no match. Which of many
+        is left to chance: everybody's opening is on every node."""
         found: list[Node] = []
         bits = self.levels[-1][1] if self.levels else 0
-        while bits and len(found) < count:
-            lowest = bits & -bits
-            found.append(self._by_bit[lowest])
-            bits ^= lowest
+        start = 1 << rng.randrange(bits.bit_length() or 1)
+        for part in (bits & -start, bits & (start - 1)):
+            while part and len(found) < count:
+                lowest = part & -part
+                found.append(self._by_bit[lowest])
+                part ^= lowest
         return found
 
 

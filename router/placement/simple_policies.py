@@ -7,6 +7,10 @@ sticky          the session's home, whatever its load; least-loaded without a se
 
 from __future__ import annotations
 
+import itertools
+from heapq import nsmallest
+from operator import attrgetter
+
 from router.node import Node
 from router.placement.base_policy import BasePolicy, RankedPrefills
 from router.placement.node_pool import NodeGroup
@@ -32,10 +36,11 @@ class LeastLoadedPolicy(BasePolicy):
         return RankedPrefills(nodes, PrefillChoice.LEAST_LOADED, request.num_prompt_tokens)
 
     def by_load(self, group: NodeGroup) -> list[Node]:
-        """Equal loads in random order."""
+        """As many as are handed on. Which of equal loads is left to chance."""
         nodes = accepting(group.nodes)
-        self.rng.shuffle(nodes)
-        return sorted(nodes, key=lambda node: node.predicted_tokens)
+        start = self.rng.randrange(len(nodes))
+        in_turn = itertools.chain(nodes[start:], nodes[:start])
+        return nsmallest(self.max_prefill_candidates, in_turn, key=attrgetter("predicted_tokens"))
 
 
 class StickyPolicy(LeastLoadedPolicy):

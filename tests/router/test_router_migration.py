@@ -91,6 +91,8 @@ async def test_a_node_that_dies_at_any_token_is_replaced(cluster: Cluster, num_t
     if num_tokens:
         assert handler.resumed_from == [num_tokens]
         assert migrations(router, "lost") == 1
+        for phase in ("unnoticed", "placing", "beginning", "catching_up"):
+            assert router.metric("tandem_router_migration_seconds_count", phase=phase) == 1
 
 
 async def test_a_node_that_dies_between_the_last_token_and_the_end(cluster: Cluster) -> None:

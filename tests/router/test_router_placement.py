@@ -17,7 +17,7 @@ from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.decode_choice import DecodeChoice, OutputLengths, step_cost
 from router.placement.local_prefill import LocalPrefillRule
 from router.placement.node_pool import NodeGroup, NodePool
-from router.placement.prefill_candidates import NUM_RANDOM, accepting, prefill_candidates
+from router.placement.prefill_candidates import NUM_OTHERS, accepting, others, prefill_candidates
 from router.placement.prefix_index import PrefixIndex
 from router.placement.service_time import ServiceTime, ServiceTimeFit
 from router.placement.spill import MARGINS, Margin
@@ -29,6 +29,7 @@ from router.prompt_blocks import BLOCK_BYTES, hash_blocks
 from tests.router.router_factories import Fleet, address, report, request
 
 PREFILL = NodeRole.PREFILL
+RNG = random.Random(0)
 
 
 def node(name: str, role: NodeRole = PREFILL, **fields: Any) -> Node:
@@ -71,9 +72,9 @@ def test_a_match_is_as_long_as_the_beginning_that_the_node_has() -> None:
     index.learn(b, (1, 2, 9), 100)
     match = index.match((1, 2, 3, 4))
     assert [match.num_blocks(n) for n in (a, b, c)] == [3, 2, 0]
-    assert match.best(2) == [a]
-    assert index.match((2, 3)).best(2) == [a], "the chain holds what came before"
-    assert index.match(()).best(2) == []
+    assert match.best(2, RNG) == [a]
+    assert index.match((2, 3)).best(2, RNG) == [a], "the chain holds what came before"
+    assert index.match(()).best(2, RNG) == []
 
 
 def test_a_reported_end_stands_for_all_before_it() -> None:
@@ -82,7 +83,7 @@ def test_a_reported_end_stands_for_all_before_it() -> None:
     index.note(b, [3])
     match = index.match((1, 2, 3, 4))
     assert (match.num_blocks(a), match.num_blocks(b)) == (2, 3)
-    assert match.best(1) == [b]
+    assert match.best(1, RNG) == [b]
     index.retain([a])
     assert index.match((1, 2, 3, 4)).num_blocks(b) == 0
 
@@ -107,7 +108,7 @@ def test_a_node_that_is_gone_leaves_nothing() -> None:
     index.learn(b, (1, 3), 100)
     index.retain([b])
     assert index.num_entries == 2
-    assert index.match((1, 2)).best(5) == [b]
+    assert index.match((1, 2)).best(5, RNG) == [b]
     index.learn(node("c"), (7,), 100)
     assert index.match((1, 3)).num_blocks(b) == 2, "the bit of the first is used again"
 
@@ -255,9 +256,21 @@ def test_candidates_are_home_matches_and_a_few_at_random() -> None:
         index.learn(holder, (1,), 10)
     match, rng = index.match((1,)), random.Random(2)
     found = prefill_candidates(group, nodes[7], match, rng)
-    assert found[:3] == [nodes[7], nodes[40], nodes[41]]
-    assert len(found) == len(set(found)) <= 3 + NUM_RANDOM
+    assert found[0] is nodes[7]
+    assert set(found[1:3]) < set(nodes[40:50])
+    assert len(found) == len(set(found)) <= 3 + NUM_OTHERS
+    holders = {n for _ in range(200) for n in match.best(2, rng)}
+    assert holders == set(nodes[40:50]), "not always the same two of many"
     assert len({n for _ in range(200) for n in prefill_candidates(group, None, match, rng)}) == 100
+
+
+def test_of_many_nodes_the_others_are_idle_ones() -> None:
+    """One node in ten is idle: eight at random would miss them all half of the time."""
+    nodes, rng = [node(f"n{i}", num_waiting_tokens=i % 10) for i in range(1000)], random.Random(0)
+    drawn = [others(nodes, rng) for _ in range(100)]
+    assert sum(few[0].predicted_tokens == 0 for few in drawn) > 80
+    few = {n for _ in range(100) for n in others(nodes[:16], rng)}
+    assert few == set(nodes[:16]), "of few nodes the busy ones too, or all routers do the same"
 
 
 def test_of_a_small_group_all_are_candidates() -> None:
@@ -441,7 +454,7 @@ def test_a_restarted_node_has_nothing_cached() -> None:
     first = policy.place(turn).prefills[0]
     fleet.registry.apply_report(first.address, report(PREFILL, epoch=9))
     policy.place(request())
-    assert policy.index.match((1,)).best(1) == []
+    assert policy.index.match((1,)).best(1, RNG) == []
 
 
 def test_measurements_teach_speed_and_pace() -> None:

@@ -1,0 +1,45 @@
+"""How long the client of an answer that moves hears nothing, and what takes the time.
+
+    last event ─ unnoticed ─▶ lost ─ placing ─▶ asked ─ beginning ─▶ accepted ─ catching up ─▶ event
+
+unnoticed     the node was gone, or hung, and the router did not know
+placing       no other node could take the answer, or those that were asked did not
+beginning     the next node was asked: until its head is here
+catching up   it computes the KV of prompt and tokens, and samples the next one
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from prometheus_client import Histogram
+
+
+@dataclass(slots=True)
+class MoveTimes:
+    """Of one move. Monotonic seconds; each is set when it happens."""
+
+    last_event_at: float
+    lost_at: float
+    asked_at: float = 0.0
+    accepted_at: float = 0.0
+
+    def accepted(self, asked_at: float) -> None:
+        self.asked_at = asked_at
+        self.accepted_at = time.monotonic()
+
+    def phases(self, next_event_at: float) -> dict[str, float]:
+        return {
+            "unnoticed": self.lost_at - self.last_event_at,
+            "placing": self.asked_at - self.lost_at,
+            "beginning": self.accepted_at - self.asked_at,
+            "catching_up": next_event_at - self.accepted_at,
+        }
+
+    def observe(self, histogram: Histogram) -> str:
+        """The next event is here. For the log: seconds of each phase."""
+        phases = self.phases(time.monotonic())
+        for phase, seconds in phases.items():
+            histogram.labels(phase).observe(seconds)
+        return " ".join(f"{phase}={seconds:.3f}" for phase, seconds in phases.items())
