@@ -9,8 +9,8 @@ the time that its prompt takes. A transfer process, in turn of the nodes, is kil
 --kill-every-s. Requests that were not left are asked again when the cluster is too busy, and must
 end in full, with the tokens that their prompt had the first time. At the end nothing may be held:
 no block, row, lease, staged byte, pull or open request on any node. What each process holds of
-memory and open files is told for an early moment and for the end. Writes bench/results/NAME.json;
-the exit status says whether all of it was so.
+memory and open files is told at ten moments and at the end. Writes bench/results/NAME.json; the
+exit status says whether all of it was so.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 import aiohttp
 
-from bench.process_tree import transfer_processes, usage
+from bench.process_tree import Usage, transfer_processes, usage
 from bench.record import write_result
 from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.supervisor import Listener, Service, Supervisor
@@ -44,8 +43,8 @@ _SETTLE_S = 60.0
 _ASK_AGAIN = (429, 503)
 _ASK_AGAIN_S = 0.5
 _PROGRESS_EVERY_S = 15.0
-_EARLY_PART = 0.1
-"""Of the requests: when memory is looked at for the first time."""
+_LOOKS = 10
+"""So often, evenly over the requests, memory and open files are looked at, and at the end."""
 _ZERO_AT_THE_END = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -208,12 +207,20 @@ async def until_nothing_is_held(
         await asyncio.sleep(0.2)
 
 
-def resources(nodes: list[Service]) -> dict[str, dict[str, float]]:
+def resources(nodes: list[Service]) -> dict[str, Usage]:
     return {
-        f"{node.spec.name} {module}": asdict(used)
+        f"{node.spec.name} {module}": used
         for node in nodes
         if node.pid
         for module, used in sorted(usage(node.pid).items())
+    }
+
+
+def over_time(looks: list[dict[str, Usage]], name: str) -> dict[str, list[float | None]]:
+    """By process, None where it was being started again."""
+    processes = sorted({process for look in looks for process in look})
+    return {
+        process: [getattr(look.get(process), name, None) for look in looks] for process in processes
     }
 
 
@@ -226,15 +233,15 @@ async def hurt(
         asyncio.create_task(soak.kill_forever(nodes, args.kill_every_s)),
         asyncio.create_task(soak.tell_progress(args.requests)),
     ]
-    early: dict[str, dict[str, float]] = {}
+    looks: list[dict[str, Usage]] = []
 
-    def look_early(number: int) -> None:
-        if number == int(args.requests * _EARLY_PART):
-            early.update(resources(nodes))
+    def look(number: int) -> None:
+        if number % max(1, args.requests // _LOOKS) == 0:
+            looks.append(resources(nodes))
 
     started = time.monotonic()
     try:
-        await soak.run(args.requests, args.clients, look_early)
+        await soak.run(args.requests, args.clients, look)
     finally:
         for task in beside:
             task.cancel()
@@ -253,8 +260,8 @@ async def hurt(
             name: {key: values[key] for key in _TOLD_AT_THE_END if key in values}
             for name, values in at_the_end.items()
         },
-        "resources_early": early,
-        "resources_at_the_end": resources(nodes),
+        "private_mib": over_time([*looks, resources(nodes)], "private_mib"),
+        "open_files": over_time([*looks, resources(nodes)], "fds"),
     }
 
 

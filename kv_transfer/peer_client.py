@@ -61,22 +61,20 @@ class PeerClient:
 
     async def check_still_held(self, address: str, meta: RecvMeta) -> None:
         """Raises `PeerLost` unless the attempt is alive there now."""
-        call: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseRequest, pb.ReleaseReply] = (
-            self._channels.get(address, CONTROL).unary_unary(
-                f"/{SERVICE}/StillHeld",
-                request_serializer=pb.ReleaseRequest.SerializeToString,
-                response_deserializer=pb.ReleaseReply.FromString,
-            )
-        )
         request = pb.ReleaseRequest(
             transfer_id=meta.transfer_id, attempt=meta.attempt, epoch=meta.peer.epoch
         )
         try:
-            reply = await call(
-                request, timeout=self._timeout_s, metadata=self._credentials.metadata()
-            )
+            reply = await self._still_held(self._channels.get(address, CONTROL), request)
         except grpc.aio.AioRpcError as error:
-            raise PeerLost(f"{address}: {error.code().name}: {error.details()}") from error
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise _lost(address, error) from error
+            # It may be the backoff that answers: the peer was started again a moment ago.
+            async with new_channel(address, self._credentials) as channel:
+                try:
+                    reply = await self._still_held(channel, request)
+                except grpc.aio.AioRpcError as again:
+                    raise _lost(address, again) from again
         if not reply.known:
             raise PeerLost(f"{address} let go of its blocks while they were copied")
 
@@ -116,6 +114,18 @@ class PeerClient:
     async def close(self) -> None:
         await self._channels.close()
 
+    async def _still_held(
+        self, channel: grpc.aio.Channel, request: pb.ReleaseRequest
+    ) -> pb.ReleaseReply:
+        call: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseRequest, pb.ReleaseReply] = (
+            channel.unary_unary(
+                f"/{SERVICE}/StillHeld",
+                request_serializer=pb.ReleaseRequest.SerializeToString,
+                response_deserializer=pb.ReleaseReply.FromString,
+            )
+        )
+        return await call(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+
     async def _handshake(self, channel: grpc.aio.Channel, address: str) -> pb.KVPeer:
         handshake: grpc.aio.UnaryUnaryMultiCallable[pb.KVPeer, pb.KVPeer] = channel.unary_unary(
             f"/{SERVICE}/Handshake",
@@ -129,9 +139,13 @@ class PeerClient:
                 metadata=self._credentials.metadata(),
             )
         except grpc.aio.AioRpcError as error:
-            raise PeerLost(f"{address}: {error.code().name}: {error.details()}") from error
+            raise _lost(address, error) from error
 
     def _introduction(self) -> pb.KVPeer:
         message = peer_to_proto(self._me)
         message.host_id = host_id()
         return message
+
+
+def _lost(address: str, error: grpc.aio.AioRpcError) -> PeerLost:
+    return PeerLost(f"{address}: {error.code().name}: {error.details()}")
