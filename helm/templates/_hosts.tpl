@@ -6,6 +6,7 @@
   When a group goes, all its pods are told at once: workers stay until the leader has drained. */}}
 
 {{- define "tandem.tierCommand" -}}
+{{- $names := ternary "ahostsv6" "ahostsv4" (eq .root.Values.ipFamily "IPv6") -}}
 {{- if eq .part "leader" }}
 - sh
 - -c
@@ -25,7 +26,8 @@
     fi
     sleep 2
   done
-  getent ahosts "$LWS_LEADER_ADDRESS" | head -n 1 | cut -d ' ' -f 1 > /tmp/leader
+  leader=$(getent {{ $names }} "$LWS_LEADER_ADDRESS" | head -n 1 | cut -d ' ' -f 1)
+  echo {{ ternary "\"[$leader]\"" "\"$leader\"" (eq .root.Values.ipFamily "IPv6") }} > /tmp/leader
   exec ray start {{ include "tandem.rayFlags" . }} --address="$(cat /tmp/leader):6379" --block
 {{- else }}
 - tandem

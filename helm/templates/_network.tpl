@@ -1,3 +1,20 @@
+{{/* Every address of the pod, in the family of its cluster. */}}
+{{- define "tandem.everyAddress" -}}
+{{- ternary "::" "0.0.0.0" (eq .Values.ipFamily "IPv6") -}}
+{{- end -}}
+
+{{/* The pod's own address before a port. */}}
+{{- define "tandem.podHost" -}}
+{{- ternary "[$(POD_IP)]" "$(POD_IP)" (eq .Values.ipFamily "IPv6") -}}
+{{- end -}}
+
+{{/* Pods listen on their first address alone, so a Service has one family: with two, a router
+  would take each pod for two nodes. */}}
+{{- define "tandem.ipFamily" -}}
+ipFamilyPolicy: SingleStack
+ipFamilies: [{{ .Values.ipFamily }}]
+{{- end -}}
+
 {{- define "tandem.dnsEgress" -}}
 - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
 {{- end -}}

@@ -1,8 +1,9 @@
 {{- define "tandem.routerArgs" -}}
 {{- $router := .of -}}
-- {{ printf "--host=%s" $router.listen | quote }}
+{{- $listen := default (include "tandem.everyAddress" .root) $router.listen -}}
+- {{ printf "--host=%s" $listen | quote }}
 - --port={{ int $router.ports.http }}
-- {{ printf "--admin-host=%s" $router.listen | quote }}
+- {{ printf "--admin-host=%s" $listen | quote }}
 - --admin-port={{ int $router.ports.admin }}
 {{- if include "tandem.apiKeySecret" .root }}
 - {{ printf "--api-key-file=/etc/tandem/api-keys/%s" .root.Values.auth.apiKeys.secretKey | quote }}

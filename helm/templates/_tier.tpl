@@ -62,7 +62,7 @@ spec:
 - --tensor-parallel-size={{ int $tier.parallelism.tensor }}
 {{- if .part }}
 - --distributed-executor-backend=ray
-- --ray-address=$(POD_IP):6379
+- {{ printf "--ray-address=%s:6379" (include "tandem.podHost" .root) | quote }}
 {{- end }}
 - --device={{ ternary "cuda" "cpu" $tier.gpu.enabled }}
 - --drain-timeout-s={{ int $tier.drain.drainSeconds }}

@@ -188,6 +188,9 @@ _LEADER_WORKER_SET = _object(
     "leaderWorkerTemplate",
     replicas=NUMBER,
     startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    networkConfig=_object(
+        "subdomainPolicy", subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}
+    ),
     rolloutStrategy=_object(
         "type",
         type={"const": "RollingUpdate"},
@@ -198,7 +201,7 @@ _LEADER_WORKER_SET = _object(
     leaderWorkerTemplate=_object(
         "size workerTemplate",
         size=NUMBER,
-        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
         leaderTemplate={"type": "object"},
         workerTemplate={"type": "object"},
     ),

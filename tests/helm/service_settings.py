@@ -51,7 +51,7 @@ def containers(objects: Rendered) -> dict[str, Manifest]:
     return found
 
 
-def environment(container: Manifest) -> dict[str, str]:
+def environment(container: Manifest, pod_ip: str = POD_IP) -> dict[str, str]:
     """As Kubernetes would make it, with one address and one secret."""
     found = {}
     for variable in container.get("env", []):
@@ -60,16 +60,16 @@ def environment(container: Manifest) -> dict[str, str]:
             found[variable["name"]] = variable["value"]
         elif "fieldRef" in source:
             assert source["fieldRef"]["fieldPath"] == "status.podIP", source
-            found[variable["name"]] = POD_IP
+            found[variable["name"]] = pod_ip
         else:
             assert set(source) == {"secretKeyRef"}, source
             found[variable["name"]] = SECRET
     return found
 
 
-def arguments(container: Manifest) -> list[str]:
+def arguments(container: Manifest, pod_ip: str = POD_IP) -> list[str]:
     """With `$(NAME)` put in, as Kubernetes does."""
-    variables = environment(container)
+    variables = environment(container, pod_ip)
     return [_expand(text, variables) for text in container["args"]]
 
 
@@ -80,14 +80,14 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
     return text
 
 
-def check(service: str, container: Manifest) -> dict[str, Any]:
+def check(service: str, container: Manifest, pod_ip: str = POD_IP) -> dict[str, Any]:
     """The settings that the service takes from it. Raises `WrongSettings`."""
-    argv = [service, *_with_key_files(arguments(container)), "--check"]
+    argv = [service, *_with_key_files(arguments(container, pod_ip)), "--check"]
     out, err = io.StringIO(), io.StringIO()
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
     with (
         patch.object(sys, "argv", argv),
-        patch.dict(os.environ, {**inherited, **environment(container)}, clear=True),
+        patch.dict(os.environ, {**inherited, **environment(container, pod_ip)}, clear=True),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

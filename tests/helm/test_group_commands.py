@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helm.scenarios import rendered, templates_of, workload
+from tests.helm.helm_engine import HelmSdk, Rendered
+from tests.helm.scenarios import overlay, rendered, templates_of, values_of, workload
 from tests.helm.service_settings import arguments, containers
 
 LEADER_IP = "10.9.9.1"
@@ -39,13 +40,13 @@ class Group:
         program.write_text(STAND_IN.replace("{answers}", answers or "-ge 0"), encoding="utf-8")
         program.chmod(0o755)
 
-    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+    def run(self, command: list[str], leader: str = LEADER_IP) -> subprocess.CompletedProcess[str]:
         here = [word.replace("/tmp/leader", str(self.folder / "leader")) for word in command]
         variables = {
             "PATH": f"{self.folder}:{os.environ['PATH']}",
             "CALLS": str(self._calls),
             "POD_IP": "10.9.9.2",
-            "LWS_LEADER_ADDRESS": LEADER_IP,
+            "LWS_LEADER_ADDRESS": leader,
         }
         return subprocess.run(
             here, env=variables, capture_output=True, text=True, timeout=60, check=False
@@ -61,8 +62,8 @@ def group(tmp_path: Path) -> Group:
     return Group(tmp_path)
 
 
-def worker() -> dict[str, list[str]]:
-    pod = templates_of(workload(rendered("multi-host"), "decode"))["worker"]
+def worker(found: Rendered | None = None) -> dict[str, list[str]]:
+    pod = templates_of(workload(found or rendered("multi-host"), "decode"))["worker"]
     container = pod["spec"]["containers"][0]
     hook = container["lifecycle"]["preStop"]["exec"]["command"]
     return {"start": container["command"], "stop": hook}
@@ -91,6 +92,13 @@ def test_a_worker_waits_for_the_leader_and_joins_it(group: Group) -> None:
     *waiting, join = group.calls
     assert [line.split()[1] for line in waiting if line.startswith("ray")] == ["health-check"] * 3
     assert f"--address={LEADER_IP}:6379 --block" in join and "--num-gpus=8" in join
+
+
+def test_a_worker_joins_a_leader_with_an_ipv6_address(group: Group) -> None:
+    values = overlay(values_of("multi-host"), {"ipFamily": "IPv6"})
+    done = group.run(worker(HelmSdk.shared().render(values))["start"], leader="fd00::9")
+    assert done.returncode == 0, done.stderr
+    assert "--address=[fd00::9]:6379 --block" in group.calls[-1]
 
 
 def test_a_worker_gives_up_with_a_word_when_no_leader_comes(group: Group) -> None:

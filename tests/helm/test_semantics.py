@@ -61,11 +61,14 @@ def test_workloads_and_services_select_the_pods_of_their_component_alone(name: s
     for deployment in found.all("Deployment"):
         chosen = selected(found, deployment["spec"]["selector"]["matchLabels"])
         assert chosen == [deployment["spec"]["template"]["metadata"]["labels"]]
-    for kind, where in (("Service", "selector"), ("PodDisruptionBudget", "selector")):
-        for manifest in found.all(kind):
-            labels = manifest["spec"][where]
-            chosen = selected(found, labels.get("matchLabels", labels))
-            assert [pod["app.kubernetes.io/component"] for pod in chosen] == [component(manifest)]
+    for service in found.all("Service"):
+        chosen = selected(found, service["spec"]["selector"])
+        assert [pod["app.kubernetes.io/component"] for pod in chosen] == [component(service)]
+    for budget in found.all("PodDisruptionBudget"):
+        # Of a node that spans hosts, leader and workers: each takes the node along.
+        chosen = selected(found, budget["spec"]["selector"]["matchLabels"])
+        of_component = templates_of(workload(found, component(budget))).values()
+        assert chosen == [pod["metadata"]["labels"] for pod in of_component]
 
 
 @each_scenario
@@ -412,6 +415,10 @@ def test_a_node_over_several_hosts_talks_within_its_tier_and_answers_by_its_lead
     assert ("prefill", "prefill", None) not in flows(found) | egress_flows(found)
     group = workload(found, "decode")["spec"]["leaderWorkerTemplate"]
     assert group["size"] == 2
+    # The operator would make a Service of its own called as ours, if there were none, and workers
+    # find a leader that is not ready by that one alone.
+    policy = workload(found, "decode")["spec"]["networkConfig"]["subdomainPolicy"]
+    assert policy == "UniquePerReplica"
     leader, worker = (templates_of(workload(found, "decode"))[p] for p in ("leader", "worker"))
     grace = leader["spec"]["terminationGracePeriodSeconds"]
     assert worker["spec"]["terminationGracePeriodSeconds"] == grace

@@ -274,7 +274,7 @@ async def _body(request: web.Request) -> Any:
         return decode_protobuf(raw)
     if "json" in request.content_type:
         return json.loads(raw)
-    return yaml.safe_load(raw)
+    return yaml.load(raw, yaml.CSafeLoader)
 
 
 def _client_name(request: web.Request) -> str:

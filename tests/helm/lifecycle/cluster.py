@@ -132,6 +132,19 @@ class Cluster:
         except TimeoutError:
             raise AssertionError(f"not {replicas} after {timeout_s} s: {self._states()}") from None
 
+    async def wait_rolled_out(self, timeout_s: float = 60.0) -> None:
+        """Every Deployment has its newest pods, all available, and no pod is terminating."""
+
+        def is_so() -> bool:
+            return all(map(_is_rolled_out, self.objects("Deployment"))) and not any(
+                map(is_terminating, self.objects("Pod"))
+            )
+
+        try:
+            await self.wait(is_so, timeout_s)
+        except TimeoutError:
+            raise AssertionError(f"no end after {timeout_s} s: {self._states()}") from None
+
     def _is_settled(self, component: str, count: int) -> bool:
         label = "app.kubernetes.io/component"
         pods = [p for p in self.objects("Pod") if p["metadata"]["labels"].get(label) == component]
@@ -155,6 +168,13 @@ class Cluster:
     def lose_pod(self, pod: Object) -> None:
         """As when its host loses power: SIGKILL, without a word."""
         self.store.delete_object(pod, grace_s=0)
+
+
+def _is_rolled_out(deployment: Object) -> bool:
+    status, wanted = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
+    counts = [status.get(f"{word}eplicas", 0) for word in ("r", "updatedR", "availableR")]
+    is_current = status.get("observedGeneration") == deployment["metadata"]["generation"]
+    return is_current and counts == [wanted] * 3
 
 
 def new_store(gpus: int, network: Network) -> ObjectStore:

@@ -7,7 +7,8 @@ called again after every change until nothing changes any more:
       ▲                                                                                      │
       └──────────────────────────────────────────────────────────────────────────────────────┘
 
-So a controller remembers nothing, and the order of events does not matter.
+So a controller remembers nothing, and the order of events does not matter. Changes of what no
+controller looks at call none; what goes with its owner is looked for when something was deleted.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from tests.helm.lifecycle.stateful_sets import reconcile_stateful_sets
 Controller = Callable[[ObjectStore], None]
 
 CONTROLLERS: tuple[Controller, ...] = (
-    collect_garbage,
-    empty_namespaces,
     reconcile_deployments,
     reconcile_replica_sets,
     reconcile_stateful_sets,
@@ -39,6 +38,11 @@ CONTROLLERS: tuple[Controller, ...] = (
     reconcile_services,
     reconcile_budgets,
 )
+_COLLECTORS: tuple[Controller, ...] = (collect_garbage, empty_namespaces)
+_LOOKED_AT = {
+    "Deployment", "EndpointSlice", "Job", "Namespace", "Node", "PersistentVolumeClaim", "Pod",
+    "PodDisruptionBudget", "ReplicaSet", "Service", "StatefulSet",
+}  # fmt: skip
 
 
 class ControllerManager:
@@ -61,11 +65,17 @@ class ControllerManager:
 
     async def _run(self) -> None:
         with self._store.watching() as queue:
+            self._reconcile(self._controllers)
             while True:
-                while not queue.empty():
-                    queue.get_nowait()
-                for controller in self._controllers:
-                    controller(self._store)
-                if queue.empty():
-                    queue.put_nowait(await queue.get())
+                events = [await queue.get()]
                 await asyncio.sleep(0)
+                while not queue.empty():
+                    events.append(queue.get_nowait())
+                if any(event.type == "DELETED" for event in events):
+                    self._reconcile(_COLLECTORS)
+                if any(event.resource.kind in _LOOKED_AT for event in events):
+                    self._reconcile(self._controllers)
+
+    def _reconcile(self, controllers: Sequence[Controller]) -> None:
+        for controller in controllers:
+            controller(self._store)

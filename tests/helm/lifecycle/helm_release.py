@@ -21,11 +21,12 @@ Values = Mapping[str, Any]
 
 
 class Release(Protocol):
-    """Every method raises `HelmError` with what Helm said. Install and upgrade return when all is
-    ready, or fail after `wait_s`; with 0 they do not wait."""
+    """Every method raises `HelmError` with what Helm said. Install, upgrade and rollback return
+    when all is rolled out, as the cluster says. With `wait_s` it is Helm that waits, which asks
+    every two seconds, and fails after that time; with 0 nobody waits."""
 
-    async def install(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None: ...
-    async def upgrade(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None: ...
+    async def install(self, values: Values, *, wait_s: int | None = None) -> None: ...
+    async def upgrade(self, values: Values, *, wait_s: int | None = None) -> None: ...
     async def rollback(self, revision: int) -> None: ...
     async def test(self) -> None: ...
     async def revisions(self) -> list[str]:
@@ -39,20 +40,22 @@ class CliRelease:
     """Helm 3.6, the command line."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster = cluster
         self._helm = HelmCli()
         self._folder = folder
         self._kubeconfig = folder / "kubeconfig"
         self._kubeconfig.write_text(cluster.kubeconfig)
         self._kubeconfig.chmod(0o600)
 
-    async def install(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None:
-        await self._run("install", NAME, CHART, *self._values(values), *_wait_flags(wait_s))
+    async def install(self, values: Values, *, wait_s: int | None = None) -> None:
+        await self._roll("install", values, wait_s)
 
-    async def upgrade(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None:
-        await self._run("upgrade", NAME, CHART, *self._values(values), *_wait_flags(wait_s))
+    async def upgrade(self, values: Values, *, wait_s: int | None = None) -> None:
+        await self._roll("upgrade", values, wait_s)
 
     async def rollback(self, revision: int) -> None:
-        await self._run("rollback", NAME, str(revision), *_wait_flags(TIMEOUT_S))
+        await self._run("rollback", NAME, str(revision))
+        await self._cluster.wait_rolled_out()
 
     async def test(self) -> None:
         await self._run("test", NAME, "--timeout", f"{TIMEOUT_S}s")
@@ -64,10 +67,13 @@ class CliRelease:
     async def uninstall(self) -> None:
         await self._run("uninstall", NAME)
 
-    def _values(self, values: Values) -> list[str | Path]:
+    async def _roll(self, command: str, values: Values, wait_s: int | None) -> None:
         path = self._folder / "values.json"
         path.write_text(json.dumps(values))
-        return ["--values", path]
+        wait = ["--wait", "--timeout", f"{wait_s}s"] if wait_s else []
+        await self._run(command, NAME, CHART, "--values", path, *wait)
+        if wait_s is None:
+            await self._cluster.wait_rolled_out()
 
     async def _run(self, *arguments: str | Path) -> str:
         return await asyncio.to_thread(
@@ -84,17 +90,19 @@ class SdkRelease:
     """Helm 4, the Go SDK; it applies on the server's side."""
 
     def __init__(self, cluster: Cluster, _folder: Path) -> None:
+        self._cluster = cluster
         self._helm = HelmSdk.shared()
         self._kubeconfig = cluster.kubeconfig
 
-    async def install(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None:
-        await self._run("install", str(CHART), NAME, dict(values), **_wait_options(wait_s))
+    async def install(self, values: Values, *, wait_s: int | None = None) -> None:
+        await self._roll("install", values, wait_s)
 
-    async def upgrade(self, values: Values, *, wait_s: int = TIMEOUT_S) -> None:
-        await self._run("upgrade", str(CHART), NAME, dict(values), **_wait_options(wait_s))
+    async def upgrade(self, values: Values, *, wait_s: int | None = None) -> None:
+        await self._roll("upgrade", values, wait_s)
 
     async def rollback(self, revision: int) -> None:
-        await self._run("rollback", NAME, version=revision, **_wait_options(TIMEOUT_S))
+        await self._run("rollback", NAME, version=revision)
+        await self._cluster.wait_rolled_out()
 
     async def test(self) -> None:
         await self._run("test", NAME, timeout=TIMEOUT_S)
@@ -104,6 +112,12 @@ class SdkRelease:
 
     async def uninstall(self) -> None:
         await self._run("uninstall", NAME)
+
+    async def _roll(self, method: str, values: Values, wait_s: int | None) -> None:
+        wait = {"wait": "watcher", "timeout": wait_s} if wait_s else {}
+        await self._run(method, str(CHART), NAME, dict(values), **wait)
+        if wait_s is None:
+            await self._cluster.wait_rolled_out()
 
     async def _run(self, method: str, *arguments: Any, **options: Any) -> Any:
         return await asyncio.to_thread(
@@ -115,11 +129,3 @@ RELEASES: dict[str, Callable[[Cluster, Path], Release]] = {
     HelmCli.name: CliRelease,
     HelmSdk.name: SdkRelease,
 }
-
-
-def _wait_flags(wait_s: int) -> list[str]:
-    return ["--wait", "--timeout", f"{wait_s}s"] if wait_s else []
-
-
-def _wait_options(wait_s: int) -> dict[str, Any]:
-    return {"wait": "watcher", "timeout": wait_s} if wait_s else {}

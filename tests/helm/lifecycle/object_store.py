@@ -84,7 +84,7 @@ class ObjectStore:
         found = [
             (key[1:], obj)
             for key, obj in self._objects.items()
-            if key[0] == resource and namespace in ("", key[1])
+            if key[0] is resource and namespace in ("", key[1])
         ]
         return [copy_of(obj) for _, obj in sorted(found, key=lambda item: item[0])]
 

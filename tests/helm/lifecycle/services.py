@@ -50,7 +50,7 @@ def _reconcile_slice(store: ObjectStore, service: Object) -> None:
             "labels": {**meta.get("labels", {}), "kubernetes.io/service-name": meta["name"]},
             "ownerReferences": [owner_reference(service)],
         },
-        "addressType": "IPv4",
+        "addressType": service["spec"].get("ipFamilies", ["IPv4"])[0],
         "endpoints": [_endpoint(service, pod) for pod in pods],
         "ports": [_port(port, pods) for port in service["spec"]["ports"]],
     }

@@ -133,7 +133,7 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     async with Cluster.real(folder) as cluster:
         release = CliRelease(cluster, folder)
         try:
-            await release.install(values(cluster))
+            await release.install(values(cluster), wait_s=0)
             await cluster.wait_ready(START_S, router=1, prefill=1, decode=1)
             service = cluster.get("Service", "tandem-router")["spec"]
             url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"

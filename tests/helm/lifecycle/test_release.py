@@ -31,7 +31,8 @@ def names(store: ObjectStore) -> set[tuple[str, str]]:
 
 
 async def test_install_makes_every_component_ready(cluster: Cluster, release: Release) -> None:
-    await release.install(VALUES)
+    """As Helm says, which waits here; elsewhere the cluster says it, which is quicker."""
+    await release.install(VALUES, wait_s=60)
     await cluster.wait_ready(router=2, prefill=1, decode=1)
     for tier in ("prefill", "decode"):
         (slice_,) = (
