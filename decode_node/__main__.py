@@ -14,6 +14,7 @@ from engine.frontend.node_process import setup_logging
 from engine.frontend.settings import SettingsError
 from engine.frontend.tokenizer import TokenizerError
 from engine.models.checkpoint import CheckpointError
+from tandem_wire.security_config import SecurityError
 
 
 def main() -> int:
@@ -27,6 +28,7 @@ def main() -> int:
         CheckpointError,
         EngineDeadError,
         PortInUse,
+        SecurityError,
         SettingsError,
         TokenizerError,
         OSError,

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from decode_node.callers import Caller
 from decode_node.client_connection import (
     prefill_nodes,
     prefix_hash,
@@ -31,6 +32,7 @@ from decode_node.protocol import BodyT, ChatCompletionRequest, CompletionRequest
 from decode_node.responses import Model, ModelList
 from decode_node.serving import OpenAIServing, RequestContext
 from engine.config import ModelConfig
+from engine.frontend.node_http import METRICS_TYPE
 from tandem_wire.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -40,8 +42,6 @@ ROUTER_HEADERS = frozenset(
     {"x-prefiller-host-port", "x-tandem-cache-salt", PREFIX_HEADER, JOURNAL_HEADER, RESUME_HEADER}
 )
 """Only a router may say these."""
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(slots=True)
@@ -76,7 +76,8 @@ class Api:
         received_at = time.monotonic()
         self.state.check_accepting()
         headers = request_headers(request.scope)
-        if not self.settings.accept_prefill_header:
+        is_router = request.state.caller is Caller.TRUSTED
+        if not (is_router and self.settings.accept_prefill_header):
             headers = {k: v for k, v in headers.items() if k not in ROUTER_HEADERS}
         limit = self.settings.max_body_bytes
         if RESUME_HEADER in headers:
@@ -142,9 +143,11 @@ def create_router(api: Api) -> APIRouter:
         api.state.check_accepting()
         return Response(status_code=200)
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(api.metrics.text(), media_type=METRICS_TYPE)
+    if api.settings.metrics_port is None:
+
+        @router.get("/metrics")
+        async def metrics() -> Response:
+            return Response(api.metrics.text(), media_type=METRICS_TYPE)
 
     return router
 

@@ -9,17 +9,18 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from decode_node.api import Api, create_router
-from decode_node.edge import ApiKeys, EdgeMiddleware
+from decode_node.callers import CallerCheck
+from decode_node.edge import EdgeMiddleware
 from decode_node.errors import ApiError, BadRequest, MethodNotAllowed, NotFound
 
 
-def create_app(api: Api, keys: ApiKeys) -> ASGIApp:
+def create_app(api: Api, callers: CallerCheck) -> ASGIApp:
     """Needs no lifespan: whoever makes `api` also starts and stops what is in it."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(create_router(api))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    return EdgeMiddleware(app, keys)
+    return EdgeMiddleware(app, callers)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

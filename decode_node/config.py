@@ -23,6 +23,13 @@ class DecodeNodeSettings(EngineSettings):
     grpc_port: int = Field(
         default=0, ge=0, le=65535, description="Port of load reports and health. 0: any free one."
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of /metrics, /health and /ready, always plain HTTP; the API's port then "
+        "has no /metrics. 0: any free one. Default: all are on the API's port alone.",
+    )
     prefill: str = Field(
         default="",
         description="Prefill nodes as host:port, comma separated, best first. A router names "

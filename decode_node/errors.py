@@ -3,6 +3,7 @@
     ApiError
     ├── BadRequest              400  the request is wrong; param says where
     ├── Unauthorized            401  no API key, or a wrong one
+    ├── PermissionDenied        403  of somebody who may not
     ├── NotFound                404  no such model or path
     ├── RequestTimeout          408  the request did not arrive in time
     ├── RequestTooLarge         413
@@ -80,6 +81,12 @@ class Unauthorized(ApiError):
     status = HTTPStatus.UNAUTHORIZED
     type = "authentication_error"
     default_code = "invalid_api_key"
+
+
+class PermissionDenied(ApiError):
+    status = HTTPStatus.FORBIDDEN
+    type = "permission_error"
+    default_code = "permission_denied"
 
 
 class NotFound(ApiError):

@@ -30,6 +30,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+from tandem_wire.credentials import Credentials
+from tandem_wire.renewed_channel import RenewedChannel
+from tandem_wire.security_config import PlaintextRefused, Role
     # Without it a ping that is not answered is waited for a minute, whatever the line above says.
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -74,27 +77,38 @@ PrefillEvent = FirstToken | KVTaken
 class _Node:
     """One prefill node's channel and what it said of itself."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self.stub = prefill_pb2_grpc.PrefillStub(self.channel)  # type: ignore[no-untyped-call]
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.channel = RenewedChannel(
+            lambda: credentials.channel(address, Role.PREFILL, _CHANNEL_OPTIONS), credentials
+        )
         self.peer: KVPeer | None = None
         self.avoid_until = 0.0
         self.greeting = asyncio.Lock()
 
 
 class PrefillClient:
-    """`us` is what prefill nodes learn of this node. `close` at the end."""
+    """`us` is what prefill nodes learn of this node, `credentials` what it shows them. `close` at
+    the end."""
 
-    def __init__(self, us: KVPeer, greet_timeout_s: float) -> None:
+    def __init__(self, us: KVPeer, greet_timeout_s: float, credentials: Credentials) -> None:
+    def stub(self) -> prefill_pb2_grpc.PrefillStub:
+        """For one call. Raises `PrefillError` if the node must not be dialled."""
+        try:
+            channel = self.channel.get()
+        except (PlaintextRefused, ValueError) as error:
+            raise PrefillError("not_dialled", str(error)) from None
+        return prefill_pb2_grpc.PrefillStub(channel)  # type: ignore[no-untyped-call]
+
         self._us = us
         self._greet_timeout_s = greet_timeout_s
         self._nodes: dict[str, _Node] = {}
 
     async def greet(self, address: str) -> KVPeer:
         """Raises `PrefillError`: unreachable, stopping, or its KV does not fit ours."""
+        self._credentials = credentials
         node = self._nodes.get(address)
         if node is None:
-            node = self._nodes[address] = _Node(address)
+            node = self._nodes[address] = _Node(address, self._credentials)
         if node.peer is None:
             async with node.greeting:
                 if node.peer is None:
@@ -107,7 +121,8 @@ class PrefillClient:
         """Events of one attempt. Ends after `KVTaken`; raises `PrefillError`."""
         node = self._nodes[address]
         trace = request.trace.child_headers() if request.trace is not None else {}
-        call = node.stub.Prefill(_message(request, params), metadata=tuple(trace.items()))
+        metadata = (*trace.items(), *self._credentials.metadata())
+        call = node.stub().Prefill(_message(request, params), metadata=metadata)
         try:
             async for message in call:
                 event = _event(message)
@@ -134,7 +149,7 @@ class PrefillClient:
         if time.monotonic() < node.avoid_until:
             raise PrefillError(AVOIDED, f"{address} did not answer a moment ago")
         try:
-            reply: prefill_pb2.HelloReply = await node.stub.Hello(
+            reply: prefill_pb2.HelloReply = await node.stub().Hello(
                 prefill_pb2.HelloRequest(decode=peer_to_proto(self._us)),
                 timeout=self._greet_timeout_s,
             )
@@ -142,6 +157,7 @@ class PrefillClient:
             self._us.layout.check_compatible(peer.layout)
         except grpc.aio.AioRpcError as error:
             node.avoid_until = time.monotonic() + _AVOID_S
+                metadata=self._credentials.metadata(),
             raise PrefillError(_name(error), f"{address}: {error.details()}") from None
         except HandshakeMismatch as error:
             node.avoid_until = time.monotonic() + _AVOID_S

@@ -10,21 +10,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from dataclasses import dataclass
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from decode_node.api import Api, NodeState
 from decode_node.app import create_app
+from decode_node.callers import ApiKeys, CallerCheck
+from decode_node.certified_protocol import CertifiedProtocol
 from decode_node.client_connection import prefill_nodes
 from decode_node.config import DecodeNodeSettings
 from decode_node.credits import KVCredits
-from decode_node.edge import ApiKeys
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefill_client import PrefillClient
 from decode_node.prefix_index import PrefixIndex
@@ -33,11 +32,15 @@ from decode_node.remote_prefill import RemotePrefillLimits
 from decode_node.serving import OpenAIServing
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.engine_metrics import EngineCollector
-from engine.frontend.node_grpc import NodeGrpcServer, PortInUse
+from engine.frontend.node_grpc import NodeGrpcServer
+from engine.frontend.node_http import HttpServer, ProbeServer, listen
 from engine.frontend.node_process import StopSignal, emit, start_engine
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.tokenizer import Tokenizer
 from tandem_pb import node_pb2
+from tandem_wire.address import join_address
+from tandem_wire.credentials import Credentials
+from tandem_wire.tls_http import TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +51,6 @@ _STALL_MARGIN_S = 1.0
 _KEEP_ALIVE_S = 75
 """Longer than HTTP clients keep idle connections (the router 4 s, others 5 to 15 s): if we closed
 first, a request that was just being sent would be lost with the connection."""
-_BACKLOG = 2048
-_SEND_BUFFER_BYTES = 256 << 10
-"""Of each connection: what a client that reads slowly may leave lying with us."""
-
-
-class HttpServer(uvicorn.Server):
-    """Signals are ours: we drain before we let it stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class DecodeNode:
@@ -69,21 +61,27 @@ class DecodeNode:
         settings: DecodeNodeSettings,
         engine: AsyncLLM,
         tokenizer: Tokenizer,
-        listener: socket.socket,
-        grpc_server: NodeGrpcServer,
+        ports: NodePorts,
+        credentials: Credentials,
     ) -> None:
         self._settings = settings
         self._engine = engine
-        self._listener = listener
-        self._grpc_server = grpc_server
+        self._ports = ports
         self._state = NodeState()
         self._status = NodeStatus(engine, node_pb2.NODE_ROLE_DECODE, settings.stuck_after_s)
-        self._client = create_prefill_client(settings, engine)
+        self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
-        app = create_node_app(settings, engine, tokenizer, self._proxy, self._state)
+        self._metrics = create_metrics(engine, self._proxy)
+        callers = CallerCheck(read_api_keys(settings), credentials)
+        app = create_node_app(
+            settings, engine, tokenizer, self._proxy, self._metrics, self._state, callers
+        )
+        self._tls = credentials.server_context(demands_certificate=not callers.has_keys)
         self._http = HttpServer(
-            uvicorn.Config(
+            TlsConfig(
                 app,
+                self._tls,
+                http=CertifiedProtocol,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -98,8 +96,10 @@ class DecodeNode:
 
     async def run(self, stop: StopSignal) -> int:
         """Serves until told to stop or until the engine dies; the exit code."""
-        await self._grpc_server.start(self._status)
-        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        await self._ports.grpc.start(self._status)
+        if self._ports.probes is not None:
+            self._ports.probes.start(self._status, self._metrics.text)
+        serving = asyncio.create_task(self._http.serve(sockets=[self._ports.http]))
         watching = asyncio.create_task(self._watch())
         try:
             self._emit_ready()
@@ -154,56 +154,66 @@ class DecodeNode:
             await self._status.wait_change(_WATCH_S)
 
     def _emit_ready(self) -> None:
-        host, port = self._listener.getsockname()[:2]
-        emit(
-            "ready",
-            role="decode",
-            address=f"{host}:{port}",
-            url=f"http://{host}:{port}",
-            grpc_address=f"{self._settings.host}:{self._grpc_server.port}",
-            pid=os.getpid(),
-            engine_id=self._engine.config.engine_id,
+        address = join_address(*self._ports.http.getsockname()[:2])
+        facts: dict[str, object] = {"role": "decode", "address": address}
+        facts["url"] = f"{'https' if self._tls else 'http'}://{address}"
+        facts["grpc_address"] = join_address(self._settings.host, self._ports.grpc.port)
+        if self._ports.probes is not None:
+            facts["metrics_port"] = self._ports.probes.port
+        emit("ready", **facts, pid=os.getpid(), engine_id=self._engine.config.engine_id)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """What a node listens on. `take` before anything that needs time."""
+
+    http: socket.socket
+    grpc: NodeGrpcServer
+    probes: ProbeServer | None
+
+    @classmethod
+    def take(cls, settings: DecodeNodeSettings, credentials: Credentials) -> NodePorts:
+        """Raises `PortInUse`, `PlaintextRefused`."""
+        host = settings.host
+        credentials.check_listen(host)
+        return cls(
+            listen(host, settings.port),
+            NodeGrpcServer(host, settings.grpc_port, credentials),
+            None if settings.metrics_port is None else ProbeServer(host, settings.metrics_port),
         )
+
+    async def close(self) -> None:
+        await self.grpc.stop(0)
+        if self.probes is not None:
+            await self.probes.stop()
 
 
 async def serve(settings: DecodeNodeSettings) -> int:
     """Runs the node; its exit code. Raises `CheckpointError`, `TokenizerError`,
-    `EngineDeadError`, `PortInUse`."""
+    `EngineDeadError`, `PortInUse`, `SecurityError`."""
     stop = StopSignal()
-    listener = listen(settings.host, settings.port)
-    grpc_server = NodeGrpcServer(settings.host, settings.grpc_port)
+    credentials = Credentials(settings.security_config())
+    ports = NodePorts.take(settings, credentials)
     config = settings.to_engine_config("kv_consumer")
     tokenizer = Tokenizer.from_folder(config.model.path)
     engine = await start_engine(config, tokenizer, stop)
     if engine is None:
         return 0
-    node = DecodeNode(settings, engine, tokenizer, listener, grpc_server)
+    node = DecodeNode(settings, engine, tokenizer, ports, credentials)
     try:
         return await node.run(stop)
     finally:
-        await grpc_server.stop(0)
+        await ports.close()
         await node.close()
         await engine.shutdown()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Raises `PortInUse`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise PortInUse(
-            f"cannot listen on {host}:{port} ({reason}); choose another port or address"
-        ) from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    return listener
-
-
-def create_prefill_client(settings: DecodeNodeSettings, engine: AsyncLLM) -> PrefillClient:
+def create_prefill_client(
+    settings: DecodeNodeSettings, engine: AsyncLLM, credentials: Credentials
+) -> PrefillClient:
     us = engine.ready.peer
     assert us is not None, "a decode node's engine takes KV"
-    return PrefillClient(us, settings.greet_timeout_s)
+    return PrefillClient(us, settings.greet_timeout_s, credentials)
 
 
 def create_proxy(
@@ -229,16 +239,22 @@ def create_proxy(
     )
 
 
+def create_metrics(engine: AsyncLLM, proxy: DisaggProxy) -> DecodeMetrics:
+    metrics = DecodeMetrics(engine.config)
+    metrics.registry.register(EngineCollector(engine))
+    metrics.watch_proxy(proxy)
+    return metrics
+
+
 def create_node_app(
     settings: DecodeNodeSettings,
     engine: AsyncLLM,
     tokenizer: Tokenizer,
     proxy: DisaggProxy,
+    metrics: DecodeMetrics,
     state: NodeState,
+    callers: CallerCheck,
 ) -> ASGIApp:
-    metrics = DecodeMetrics(engine.config)
-    metrics.registry.register(EngineCollector(engine))
-    metrics.watch_proxy(proxy)
     serving = OpenAIServing(
         engine.config,
         tokenizer,
@@ -249,7 +265,7 @@ def create_node_app(
         heartbeats=state.heartbeats,
     )
     api = Api(settings, engine.config.model, serving, metrics, state)
-    return create_app(api, read_api_keys(settings))
+    return create_app(api, callers)
 
 
 def read_api_keys(settings: DecodeNodeSettings) -> ApiKeys:

@@ -14,6 +14,7 @@ from engine.frontend.tokenizer import TokenizerError
 from engine.models.checkpoint import CheckpointError
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.server import serve
+from tandem_wire.security_config import SecurityError
 
 
 def main() -> int:
@@ -28,6 +29,7 @@ def main() -> int:
         EngineDeadError,
         PortInUse,
         SettingsError,
+        SecurityError,
         TokenizerError,
     ) as error:
         print(f"prefill node: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from engine.config import EngineConfig
 from engine.frontend.engine_metrics import (
@@ -58,10 +58,9 @@ class PrefillMetrics:
     def kv_taken(self, held_s: float) -> None:
         self._kv_held.observe(held_s)
 
-    def serve(self, host: str, port: int) -> int:
-        """Answers scrapes from a thread of its own. The bound port."""
-        server, _ = start_http_server(port, addr=host, registry=self.registry)
-        return int(server.server_port)
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)

@@ -1,6 +1,6 @@
 """A prefill node's life.
 
-1. the port is taken, the checkpoint read, the engine started (progress on standard output)
+1. the ports are taken, the checkpoint read, the engine started (progress on standard output)
 2. ready: one JSON line with the address; gRPC health says SERVING
 3. SIGTERM: draining. New prompts are refused, running ones finish, KV waits until it was
    taken or its lease ends; then exit code 0
@@ -16,12 +16,15 @@ import os
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.engine_metrics import EngineCollector
 from engine.frontend.node_grpc import NodeGrpcServer
+from engine.frontend.node_http import ProbeServer
 from engine.frontend.node_process import StopSignal, emit, start_engine
 from engine.frontend.node_status import NodeStatus
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.service import SERVICE_NAME, PrefillServicer
+from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
+from tandem_wire.address import join_address
+from tandem_wire.credentials import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +33,33 @@ _LAST_WORDS_S = 2.0
 
 
 async def serve(settings: PrefillNodeSettings) -> int:
-    """Runs the node; its exit code. Raises `CheckpointError`, `EngineDeadError`, `PortInUse`."""
+    """Runs the node; its exit code. Raises `CheckpointError`, `EngineDeadError`, `PortInUse`,
+    `SecurityError`."""
     stop = StopSignal()
-    server = NodeGrpcServer(settings.host, settings.port, (SERVICE_NAME,))
+    credentials = Credentials(settings.security_config())
+    server = NodeGrpcServer(settings.host, settings.port, credentials, CALLERS)
+    probes = None
+    if settings.metrics_port is not None:
+        probes = ProbeServer(settings.host, settings.metrics_port)
     config = settings.to_engine_config("kv_producer")
     engine = await start_engine(config, None, stop)
     if engine is None:
         return 0
     try:
-        return await _serve_engine(settings, server, engine, stop)
+        return await _serve_engine(settings, server, probes, engine, stop)
     finally:
+        if probes is not None:
+            await probes.stop()
         await server.stop(0)
         await engine.shutdown()
 
 
 async def _serve_engine(
-    settings: PrefillNodeSettings, server: NodeGrpcServer, engine: AsyncLLM, stop: StopSignal
+    settings: PrefillNodeSettings,
+    server: NodeGrpcServer,
+    probes: ProbeServer | None,
+    engine: AsyncLLM,
+    stop: StopSignal,
 ) -> int:
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, settings.stuck_after_s)
     metrics = PrefillMetrics(engine.config)
@@ -61,9 +75,13 @@ async def _serve_engine(
         servicer, server.server
     )
     await server.start(status)
-    facts: dict[str, object] = {"role": "prefill", "address": f"{settings.host}:{server.port}"}
-    if settings.metrics_port is not None:
-        facts["metrics_port"] = metrics.serve(settings.host, settings.metrics_port)
+    facts: dict[str, object] = {
+        "role": "prefill",
+        "address": join_address(settings.host, server.port),
+    }
+    if probes is not None:
+        probes.start(status, metrics.text)
+        facts["metrics_port"] = probes.port
     emit("ready", **facts, pid=os.getpid(), engine_id=engine.config.engine_id)
     return await _run(settings, engine, status, servicer, stop)
 

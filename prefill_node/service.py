@@ -47,11 +47,14 @@ from tandem_wire.trace_context import TraceContext
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "tandem.v1.Prefill"
+from tandem_wire.security_config import Role
 
 _TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
 
 HelloContext = grpc.aio.ServicerContext[prefill_pb2.HelloRequest, prefill_pb2.HelloReply]
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]
+CALLERS = {SERVICE_NAME: frozenset({Role.DECODE})}
+"""Who may start a prefill."""
 
 
 class Engine(Protocol):

@@ -1,8 +1,8 @@
 """The gRPC server that every node has: load reports, the standard health service, and on a
 prefill node its own service besides.
 
-    1. `NodeGrpcServer(host, port)`: the port is taken at once, so that a port in use is reported
-       before a model loads
+    1. `NodeGrpcServer(host, port, ...)`: the port is taken at once, so that a port in use is
+       reported before a model loads
     2. `start`: serves; health is SERVING exactly while `status` finds no fault and nothing drains
     3. `stop`
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Collection, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,6 +19,12 @@ from grpc_health.v1.health import aio as health_aio
 
 from engine.frontend.node_status import NodeStatus, NodeStatusServicer
 from tandem_pb import node_pb2_grpc
+from tandem_wire.address import join_address
+from tandem_wire.call_guard import CallGuard
+from tandem_wire.credentials import Credentials
+from tandem_wire.security_config import Role
+
+STATUS_SERVICE = "tandem.v1.NodeStatus"
 
 MAX_MESSAGE_BYTES = 32 << 20
 _OPTIONS = (
@@ -39,18 +46,28 @@ class PortInUse(Exception):
 
 
 class NodeGrpcServer:
-    """`server` takes further services before `start`. `services`: names in the health service."""
+    """`server` takes further services before `start`. `callers`: their names, and who may call
+    them. Load reports are for routers, health for everybody. Raises `PortInUse`,
+    `PlaintextRefused`."""
 
-    def __init__(self, host: str, port: int, services: tuple[str, ...] = ()) -> None:
-        self.server = grpc.aio.server(options=_OPTIONS)
-        self._services = ("", *services)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials,
+        callers: Mapping[str, Collection[Role]] | None = None,
+    ) -> None:
+        callers = callers or {}
+        guard = CallGuard(credentials, {STATUS_SERVICE: {Role.ROUTER}, **callers})
+        self.server = grpc.aio.server(options=_OPTIONS, interceptors=[guard])
+        self._services = ("", *callers)
         self._health = health_aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
         try:
-            self.port = self.server.add_insecure_port(f"{host}:{port}")
+            self.port = credentials.add_port(self.server, host, port)
         except RuntimeError:
             raise PortInUse(
-                f"cannot listen on {host}:{port}, probably another process does; "
+                f"cannot listen on {join_address(host, port)}, probably another process does; "
                 f"choose another port or address"
             ) from None
 

@@ -118,10 +118,10 @@ class Credentials:
     # Judging ----------------------------------------------------------------------------------
 
     def check_caller(
-        self, allowed: Collection[Role], names: Collection[str], headers: Mapping[str, str]
+        self, allowed: Collection[Role], names: Collection[str] | None, headers: Mapping[str, str]
     ) -> None:
         """Whether a caller may go on: what its certificate must say, and the token. `names`: DNS
-        names of its certificate, if it has shown one. Raises `CallerRefused`."""
+        names of its certificate; None: it has shown none. Raises `CallerRefused`."""
         if self._tls is not None:
             self._check_role(allowed, names)
         if self._token is not None and not self._token.accepts(headers.get(TOKEN_HEADER, "")):
@@ -131,7 +131,9 @@ class Credentials:
                 is_known=False,
             )
 
-    def _check_role(self, allowed: Collection[Role], names: Collection[str]) -> None:
+    def _check_role(self, allowed: Collection[Role], names: Collection[str] | None) -> None:
+        if names is None:
+            raise CallerRefused("this needs a certificate of the cluster", is_known=False)
         roles = roles_of(names)
         is_needed = self.config.tls_identity == "role"
         if roles & set(allowed) or (not roles and not is_needed):

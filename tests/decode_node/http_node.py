@@ -16,14 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
 from decode_node.api import NodeState
+from decode_node.callers import CallerCheck
 from decode_node.config import DecodeNodeSettings
 from decode_node.credits import KVCredits
 from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
-from decode_node.server import HttpServer, create_node_app, listen
+from decode_node.server import create_metrics, create_node_app, read_api_keys
 from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.node_http import HttpServer, listen
 from engine.frontend.tokenizer import Tokenizer
+from tandem_wire.credentials import Credentials
 from tests.decode_node.decode_fakes import TIMEOUT_S, FakeEngine, FakePrefillNodes
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.engine.frontend.small_tokenizers import byte_level_backend
@@ -91,7 +94,11 @@ async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[Http
         max_waiting_requests=node_settings.max_waiting_requests,
     )
     state = NodeState()
-    app = create_node_app(node_settings, engine, tokenizer, proxy, state)  # type: ignore[arg-type]
+    callers = CallerCheck(
+        read_api_keys(node_settings), Credentials(node_settings.security_config())
+    )
+    metrics = create_metrics(engine, proxy)  # type: ignore[arg-type]
+    app = create_node_app(node_settings, engine, tokenizer, proxy, metrics, state, callers)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
         node = HttpNode(engine, nodes, proxy, state, tokenizer, app, client)

@@ -18,6 +18,7 @@ from engine.sampling_params import SamplingParams
 from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from tandem_pb import node_pb2, prefill_pb2, prefill_pb2_grpc
+from tandem_wire.credentials import Credentials
 from tandem_wire.trace_context import TraceContext
 from tests.decode_node.decode_fakes import kv_peer, until
 from tests.engine.core.tiny_engine import tiny_config
@@ -85,7 +86,7 @@ async def prefill_node() -> AsyncIterator[tuple[Servicer, str, grpc.aio.Server]]
 
 @asynccontextmanager
 async def prefill_client(greet_timeout_s: float = 30.0) -> AsyncIterator[PrefillClient]:
-    client = PrefillClient(US, greet_timeout_s)
+    client = PrefillClient(US, greet_timeout_s, Credentials())
     try:
         yield client
     finally:
@@ -250,7 +251,7 @@ async def test_the_trace_and_resumed_output_reach_the_prefill_node() -> None:
     trace = TraceContext("0af7651916cd43dd8448eb211c80319c", "01", "vendor=1")
     request = dataclasses.replace(REQUEST, num_resumed_tokens=1, trace=trace)
     async with prefill_node() as (servicer, address, _):
-        client = PrefillClient(US, 5.0)
+        client = PrefillClient(US, 5.0, Credentials())
         try:
             await client.greet(address)
             async with aclosing(client.prefill(address, request, params())) as stream:

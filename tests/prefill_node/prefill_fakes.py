@@ -20,8 +20,9 @@ from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import SchedulerStats, TokenLogprobs
 from kv_transfer.metadata import KVPeer, TransferStats
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.service import SERVICE_NAME, PrefillServicer
+from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
+from tandem_wire.credentials import Credentials
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 
 TIMEOUT_S = 60.0
@@ -140,7 +141,7 @@ async def served_prefill(**limits: int) -> AsyncIterator[ServedPrefill]:
         metrics,
         **{"max_waiting_requests": 100, "max_waiting_tokens": 10_000, **limits},
     )
-    server = NodeGrpcServer("127.0.0.1", 0, (SERVICE_NAME,))
+    server = NodeGrpcServer("127.0.0.1", 0, Credentials(), CALLERS)
     prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.server)
     await server.start(status)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

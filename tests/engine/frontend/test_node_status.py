@@ -19,6 +19,8 @@ from engine.frontend.open_requests import OpenRequests
 from engine.messages import EngineReady
 from engine.outputs import SchedulerStats
 from tandem_pb import node_pb2, node_pb2_grpc
+from tandem_wire.credentials import Credentials
+from tandem_wire.security_config import Role
 from tests.engine.core.tiny_engine import tiny_config
 
 LONG_S = 60.0
@@ -52,7 +54,7 @@ def status(engine: StillEngine) -> NodeStatus:
 
 @pytest.fixture
 async def channel(status: NodeStatus) -> AsyncIterator[grpc.aio.Channel]:
-    server = NodeGrpcServer("127.0.0.1", 0, ("tandem.v1.Prefill",))
+    server = NodeGrpcServer("127.0.0.1", 0, Credentials(), {"tandem.v1.Prefill": {Role.DECODE}})
     await server.start(status)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel
@@ -208,9 +210,9 @@ async def test_health_follows_draining_and_the_engine(
 
 
 async def test_a_port_in_use_is_named() -> None:
-    server = NodeGrpcServer("127.0.0.1", 0)
+    server = NodeGrpcServer("127.0.0.1", 0, Credentials())
     with pytest.raises(PortInUse, match=str(server.port)):
-        NodeGrpcServer("127.0.0.1", server.port)
+        NodeGrpcServer("127.0.0.1", server.port, Credentials())
     await server.stop(0)
 
 

@@ -1,0 +1,80 @@
+"""Who may use a decode node's API.
+
+router        shows its certificate, the cluster token, or both, as settings demand
+API client    shows an API key, where there are any; what only routers say is not heard of it
+anybody       where neither is asked for: on loopback, or by --allow-plaintext
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Collection, Iterable, Mapping
+from enum import Enum
+
+from decode_node.errors import PermissionDenied, Unauthorized
+from tandem_wire.credentials import CallerRefused, Credentials
+from tandem_wire.security_config import Role
+
+_ROUTERS = frozenset({Role.ROUTER})
+
+
+class Caller(Enum):
+    """`TRUSTED`: a router, as far as we are to know."""
+
+    TRUSTED = "trusted"
+    API_CLIENT = "api client"
+
+
+class ApiKeys:
+    """Keys that clients may use; none: everybody may. Only digests are kept."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in keys if key]
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def check(self, authorization: str) -> None:
+        """Raises `Unauthorized`. Takes the same time for every wrong key."""
+        if not self._digests:
+            return
+        scheme, _, key = authorization.partition(" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorized(
+                "the API key is missing or wrong; send `Authorization: Bearer YOUR_KEY`"
+            )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class CallerCheck:
+    """Judges every request."""
+
+    def __init__(self, keys: ApiKeys, credentials: Credentials) -> None:
+        self._keys = keys
+        self._credentials = credentials
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether somebody may come without a certificate."""
+        return len(self._keys) > 0
+
+    def admit(self, names: Collection[str] | None, headers: Mapping[str, str]) -> Caller:
+        """`names`: DNS names of the certificate shown; None: none was. Raises `ApiError`."""
+        if not self._credentials.config.is_secured:
+            self._keys.check(headers.get("authorization", ""))
+            return Caller.TRUSTED
+        try:
+            self._credentials.check_caller(_ROUTERS, names, headers)
+            return Caller.TRUSTED
+        except CallerRefused as refusal:
+            if self.has_keys:
+                self._keys.check(headers.get("authorization", ""))
+                return Caller.API_CLIENT
+            kind = PermissionDenied if refusal.is_known else Unauthorized
+            raise kind(str(refusal)) from None
