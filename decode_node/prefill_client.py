@@ -25,14 +25,14 @@ from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
+from tandem_wire.credentials import Credentials
+from tandem_wire.renewed_channel import RenewedChannel
+from tandem_wire.security_config import PlaintextRefused, Role
 
 _CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-from tandem_wire.credentials import Credentials
-from tandem_wire.renewed_channel import RenewedChannel
-from tandem_wire.security_config import PlaintextRefused, Role
     # Without it a ping that is not answered is waited for a minute, whatever the line above says.
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -85,12 +85,6 @@ class _Node:
         self.avoid_until = 0.0
         self.greeting = asyncio.Lock()
 
-
-class PrefillClient:
-    """`us` is what prefill nodes learn of this node, `credentials` what it shows them. `close` at
-    the end."""
-
-    def __init__(self, us: KVPeer, greet_timeout_s: float, credentials: Credentials) -> None:
     def stub(self) -> prefill_pb2_grpc.PrefillStub:
         """For one call. Raises `PrefillError` if the node must not be dialled."""
         try:
@@ -99,13 +93,19 @@ class PrefillClient:
             raise PrefillError("not_dialled", str(error)) from None
         return prefill_pb2_grpc.PrefillStub(channel)  # type: ignore[no-untyped-call]
 
+
+class PrefillClient:
+    """`us` is what prefill nodes learn of this node, `credentials` what it shows them. `close` at
+    the end."""
+
+    def __init__(self, us: KVPeer, greet_timeout_s: float, credentials: Credentials) -> None:
         self._us = us
+        self._credentials = credentials
         self._greet_timeout_s = greet_timeout_s
         self._nodes: dict[str, _Node] = {}
 
     async def greet(self, address: str) -> KVPeer:
         """Raises `PrefillError`: unreachable, stopping, or its KV does not fit ours."""
-        self._credentials = credentials
         node = self._nodes.get(address)
         if node is None:
             node = self._nodes[address] = _Node(address, self._credentials)
@@ -152,12 +152,12 @@ class PrefillClient:
             reply: prefill_pb2.HelloReply = await node.stub().Hello(
                 prefill_pb2.HelloRequest(decode=peer_to_proto(self._us)),
                 timeout=self._greet_timeout_s,
+                metadata=self._credentials.metadata(),
             )
             peer = peer_from_proto(reply.prefill)
             self._us.layout.check_compatible(peer.layout)
         except grpc.aio.AioRpcError as error:
             node.avoid_until = time.monotonic() + _AVOID_S
-                metadata=self._credentials.metadata(),
             raise PrefillError(_name(error), f"{address}: {error.details()}") from None
         except HandshakeMismatch as error:
             node.avoid_until = time.monotonic() + _AVOID_S

@@ -42,19 +42,19 @@ from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from prefill_node.metrics import PrefillMetrics
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
+from tandem_wire.security_config import Role
 from tandem_wire.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "tandem.v1.Prefill"
-from tandem_wire.security_config import Role
+CALLERS = {SERVICE_NAME: frozenset({Role.DECODE})}
+"""Who may start a prefill."""
 
 _TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
 
 HelloContext = grpc.aio.ServicerContext[prefill_pb2.HelloRequest, prefill_pb2.HelloReply]
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]
-CALLERS = {SERVICE_NAME: frozenset({Role.DECODE})}
-"""Who may start a prefill."""
 
 
 class Engine(Protocol):
