@@ -85,7 +85,11 @@ class Answer:
             self._metrics.observe(self._generation.choices)
 
     async def body_events(self) -> AsyncGenerator[bytes, None]:
-        """Entries of the journal from time to time, then the body. Raises `ApiError`."""
+        """Entries of the journal from time to time, then the body. Raises `ApiError`.
+
+        A choice with log probabilities of its prompt is not noted: they are much, and cannot be
+        had without computing the prompt, so another node begins it again, with the same seed.
+        """
         results = [ChoiceResult(choice) for choice in self._generation.choices]
         told_at = 0.0
         try:
@@ -94,10 +98,12 @@ class Answer:
                     results[choice.index].add(output)
                     if output.is_replay:
                         continue
-                    self._note(choice, output)
+                    if choice.request.sampling.prompt_logprobs is None:
+                        self._note(choice, output)
                     if (now := time.monotonic()) - told_at >= JOURNAL_INTERVAL_S:
                         told_at = now
-                        yield self._lines(choice) + b"\n"
+                        if lines := self._lines(choice):
+                            yield lines + b"\n"
             yield event(self._body(results))
         finally:
             self._metrics.observe(self._generation.choices)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_node.errors import GenerationFailed, Unavailable
 from decode_node.proxy import DisaggProxy
@@ -17,7 +17,7 @@ from decode_node.timeline import RequestRecord, Timeline
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
-from engine.outputs import TokenLogprobs
+from engine.outputs import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -34,6 +34,9 @@ class Choice:
     is_first_of_prompt: bool
     prompt_text: str = ""
     """For `echo`."""
+    echoes_logprobs: bool = False
+    is_prompt_only: bool = False
+    """What is generated is not part of the answer."""
     num_cached: int | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None
     replay: RequestOutput | None = None
@@ -51,6 +54,8 @@ class ChoiceResult:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """From the prompt's second token on."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -58,8 +63,13 @@ class ChoiceResult:
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
+        self.prompt_logprobs += unpacked(output.prompt_logprobs)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+
+
+def unpacked(parts: list[PromptLogprobs] | None) -> list[TokenLogprobs]:
+    return [logprobs for part in parts or () for logprobs in part.unpack()]
 
 
 class Generation:
@@ -100,7 +110,9 @@ class Generation:
     def usage(self) -> Usage:
         firsts = [choice for choice in self.choices if choice.is_first_of_prompt]
         prompt = sum(choice.record.num_prompt_tokens for choice in firsts)
-        completion = sum(choice.record.num_output_tokens for choice in self.choices)
+        completion = sum(
+            choice.record.num_output_tokens for choice in self.choices if not choice.is_prompt_only
+        )
         cached = sum(choice.cached_tokens for choice in firsts)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
@@ -122,7 +134,7 @@ class Generation:
                     raise GenerationFailed("the request was ended by the engine; try it again")
                 if output.is_replay:
                     output.logprobs = choice.resumed_logprobs
-                yield choice, output
+                yield choice, _without_output(output) if choice.is_prompt_only else output
 
     async def _merge(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
         """One task for each choice; the first failure ends all."""
@@ -152,3 +164,10 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _without_output(output: RequestOutput) -> RequestOutput:
+    """The end of a request that generated its only token for nobody."""
+    return replace(
+        output, token_ids=[], text="", logprobs=None, finish_reason="length", stop_reason=None
+    )

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from decode_node.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from decode_node.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobList,
+    TokenLogprob,
+    TopLogprob,
+)
 from engine.outputs import TokenLogprobs
 
 _LOWEST = -9999.0
@@ -32,14 +39,67 @@ def completion_logprobs(
     """`text_offset`: characters of the answer before the first of these tokens."""
     result = CompletionLogprobs([], [], [], [])
     for position in logprobs:
-        texts = [_text(tokenizer.token_bytes(token_id)) for token_id in position.token_ids]
+        tokens = [tokenizer.token_bytes(token_id) for token_id in position.token_ids]
+        texts = [_text(token) for token in tokens]
         values = [_finite(value) for value in position.logprobs]
         result.tokens.append(texts[0])
         result.token_logprobs.append(values[0])
         top = dict(zip(reversed(texts), reversed(values), strict=True))
         result.top_logprobs.append(top)
         result.text_offset.append(text_offset)
-        text_offset += len(texts[0])
+        text_offset += _num_chars(tokens[0])
+    return result
+
+
+def text_length(tokenizer: TokenTexts, token_ids: list[int]) -> int:
+    """Characters that begin in these tokens."""
+    return sum(_num_chars(tokenizer.token_bytes(token_id)) for token_id in token_ids)
+
+
+def _num_chars(token: bytes) -> int:
+    """A character counts where it begins, so that parts of one are counted once."""
+    return sum(byte & 0xC0 != 0x80 for byte in token)
+
+
+def echoed_logprobs(
+    tokenizer: TokenTexts, prompt: list[int], text: str, logprobs: list[TokenLogprobs]
+) -> CompletionLogprobs:
+    """Of the tokens of `prompt`, which the answer repeats as `text`; `logprobs` begin with the
+    second."""
+    first = _text(tokenizer.token_bytes(prompt[0]))
+    result = CompletionLogprobs([first], [None], [None], [])
+    result.extend(completion_logprobs(tokenizer, logprobs, 0))
+    result.text_offset = _offsets(tokenizer, prompt, text)
+    return result
+
+
+def _offsets(tokenizer: TokenTexts, token_ids: list[int], text: str) -> list[int]:
+    """Where each token begins in `text`, in characters. What the tokenizer adds, like a token for
+    the beginning or a space in front, is not in the text and takes no room."""
+    rest = memoryview(text.encode("utf-8", "replace"))
+    offsets, offset = [], 0
+    for token_id in token_ids:
+        offsets.append(offset)
+        token = tokenizer.token_bytes(token_id)
+        if rest[: len(token)] != token:
+            token = token.removeprefix(b" ") if offset == 0 else b""
+        if rest[: len(token)] == token:
+            rest = rest[len(token) :]
+            offset += _num_chars(token)
+    return offsets
+
+
+def prompt_logprobs(tokenizer: TokenTexts, logprobs: list[TokenLogprobs]) -> PromptLogprobList:
+    """`logprobs` begin with the second token of the prompt."""
+    result: PromptLogprobList = [None]
+    for position in logprobs:
+        ranks = [position.rank, *range(1, len(position.token_ids))]
+        entries = zip(position.token_ids, position.logprobs, ranks, strict=True)
+        by_token: dict[str, PromptLogprob] = {}
+        for token_id, value, rank in entries:
+            decoded = _text(tokenizer.token_bytes(token_id))
+            by_token.setdefault(str(token_id), PromptLogprob(_finite(value), rank, decoded))
+        result.append(by_token)
     return result
 
 

@@ -2,7 +2,8 @@
 
     1. `greet`: who is at this address, does its KV fit ours? Kept until the node restarts or
        disappoints.
-    2. `prefill`: one prompt. Gives the first token, then that all KV was taken; or raises.
+    2. `prefill`: one prompt. Gives the prompt's log probabilities (if asked for), the first token,
+       then that all KV was taken; or raises.
        Leaving the iterator cancels the call, which aborts the request on the prefill node.
 
 One channel for each node, with keepalive, so that a node that went silent is noticed in seconds.
@@ -19,8 +20,12 @@ from dataclasses import dataclass
 import grpc
 
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.wire import logprobs_from_message, sampling_to_message
-from engine.outputs import TokenLogprobs
+from engine.frontend.wire import (
+    logprobs_from_message,
+    prompt_logprobs_from_message,
+    sampling_to_message,
+)
+from engine.outputs import PromptLogprobs, TokenLogprobs
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
@@ -71,7 +76,7 @@ class KVTaken:
     """The prefill node holds nothing more of this request."""
 
 
-PrefillEvent = FirstToken | KVTaken
+PrefillEvent = PromptLogprobs | FirstToken | KVTaken
 
 
 class _Node:
@@ -193,6 +198,8 @@ def _event(message: prefill_pb2.PrefillEvent) -> PrefillEvent | None:
             return FirstToken(
                 token.token_id, logprobs, token.num_cached_tokens, token.queue_s, token.prefill_s
             )
+        case "prompt_logprobs":
+            return prompt_logprobs_from_message(message.prompt_logprobs)
         case "done":
             return KVTaken()
         case "failed":

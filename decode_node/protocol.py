@@ -66,6 +66,7 @@ class _GenerationBody(_Body):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Name | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Int | None = None
 
     user: Any = None
     metadata: Any = None
@@ -92,6 +93,20 @@ class _GenerationBody(_Body):
     def wanted_logprobs(self) -> int | None:
         """How many of the most likely tokens are asked for; None for no log probabilities."""
 
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.prompt_logprobs
+
+    def check_supported(self) -> None:
+        """Raises `BadRequest` for what types cannot tell."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest(
+                "prompt_logprobs are not part of a stream; ask for the whole answer, or for echo "
+                "with logprobs",
+                param="prompt_logprobs",
+            )
+
     def sampling(self) -> SamplingParams:
         """Unchecked; `max_tokens` and `seed` are completed by the input processor."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -110,6 +125,7 @@ class _GenerationBody(_Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.wanted_logprobs,
+            prompt_logprobs=self.wanted_prompt_logprobs,
         )
 
 
@@ -126,17 +142,28 @@ class CompletionRequest(_GenerationBody):
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """`max_tokens` 0: the answer is what can be said of the prompt."""
+        return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
+
+    @property
+    def wanted_max_tokens(self) -> int | None:
+        """Engines give one token at least."""
+        return 1 if self.is_prompt_only else self.max_tokens
+
     def check_supported(self) -> None:
+        super().check_supported()
         if self.best_of not in (None, 1):
             raise BadRequest("best_of is not supported; use n", param="best_of")
         if self.suffix:
             raise BadRequest("suffix is not supported", param="suffix")
-        if self.echo and self.logprobs is not None:
-            raise BadRequest(
-                "echo together with logprobs is not supported: log probabilities of the prompt "
-                "are not computed",
-                param="echo",
-            )
 
     def prompts(self) -> list[str | list[int]]:
         """Raises `BadRequest` for everything but the four allowed shapes."""
@@ -203,6 +230,7 @@ class ChatCompletionRequest(_GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check_supported(self) -> None:
+        super().check_supported()
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         for name in ("tools", "functions"):

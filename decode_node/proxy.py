@@ -164,7 +164,9 @@ class DisaggProxy:
     ) -> Sequence[str]:
         """None when the part of the prompt that is not cached here is short enough."""
         prompt = request.prompt_token_ids
-        num_cached = self._prefix_index.num_cached_tokens(prompt, request.cache_salt)
+        num_cached = 0
+        if request.sampling.prompt_logprobs is None:
+            num_cached = self._prefix_index.num_cached_tokens(prompt, request.cache_salt)
         if len(prompt) - num_cached <= self._local_prefill_threshold:
             return ()
         return self._default_prefill_nodes if prefill_nodes is None else prefill_nodes

@@ -37,7 +37,7 @@ from decode_node.timeline import RequestRecord
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.messages import KVTransferResult
-from engine.outputs import TokenLogprobs
+from engine.outputs import PromptLogprobs, TokenLogprobs
 from kv_transfer.metadata import KVPeer, KVTransferParams
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,11 @@ class RemoteEngine(Protocol):
     """What is needed of `AsyncLLM` to steer a request whose KV comes from elsewhere."""
 
     def supply_first_token(
-        self, request_id: str, token_id: int, logprobs: TokenLogprobs | None = None
+        self,
+        request_id: str,
+        token_id: int,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None: ...
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None: ...
     def prefill_locally(self, request_id: str) -> None: ...
@@ -79,7 +83,7 @@ class RemotePrefillLimits:
     lost_call_s: float = 6.0
 
 
-_News = FirstToken | KVTaken | KVTransferResult | PrefillError | EngineDeadError
+_News = PrefillEvent | KVTransferResult | PrefillError | EngineDeadError
 
 
 class RemotePrefill:
@@ -174,14 +178,17 @@ class RemotePrefill:
     async def _join(self, news: asyncio.Queue[_News]) -> None:
         """See the drawing above."""
         has_token = False
+        of_prompt: list[PromptLogprobs] = []
         phase = "a first token"
         try:
             async with asyncio.timeout(self._limits.first_token_s) as deadline:
                 while not (self._has_kv and self._has_token):
                     match await news.get():
+                        case PromptLogprobs() as part:
+                            of_prompt.append(part)
                         case FirstToken() as token:
                             has_token, phase = True, "KV after the first token"
-                            self._on_first_token(token)
+                            self._on_first_token(token, of_prompt)
                             deadline.reschedule(_in(self._limits.kv_s))
                         case KVTransferResult(ok=True, stats=stats):
                             self._has_kv = True
@@ -198,7 +205,7 @@ class RemotePrefill:
         except TimeoutError:
             raise PrefillError("timeout", f"{self._address}: no {phase} in time") from None
 
-    def _on_first_token(self, token: FirstToken) -> None:
+    def _on_first_token(self, token: FirstToken, of_prompt: list[PromptLogprobs]) -> None:
         if self._has_token:
             return
         self._has_token = True
@@ -206,7 +213,9 @@ class RemotePrefill:
         record.num_cached_tokens = token.num_cached_tokens
         record.remote_queue_s = token.queue_s
         record.remote_prefill_s = token.prefill_s
-        self._engine.supply_first_token(self._request.request_id, token.token_id, token.logprobs)
+        self._engine.supply_first_token(
+            self._request.request_id, token.token_id, token.logprobs, of_prompt
+        )
 
     async def _listen_to_call(self, params: KVTransferParams, news: asyncio.Queue[_News]) -> None:
         has_token = False

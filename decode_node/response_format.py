@@ -9,8 +9,15 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from decode_node.generation import Choice, ChoiceResult
-from decode_node.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from decode_node.generation import Choice, ChoiceResult, unpacked
+from decode_node.logprobs import (
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs,
+    text_length,
+)
 from decode_node.responses import (
     ChatChoice,
     ChatChunk,
@@ -22,6 +29,7 @@ from decode_node.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprobList,
     Usage,
 )
 from decode_node.timeline import Timeline
@@ -46,6 +54,7 @@ class ResponseFormat(ABC):
         *,
         include_usage: bool,
         return_token_ids: bool,
+        return_prompt_logprobs: bool = False,
     ) -> None:
         self.id = f"{self.id_prefix}-{request_id}"
         self.model = model
@@ -53,6 +62,7 @@ class ResponseFormat(ABC):
         """Unix seconds. An answer that is resumed keeps its own."""
         self._tokenizer = tokenizer
         self._return_token_ids = return_token_ids
+        self._return_prompt_logprobs = return_prompt_logprobs
         self._no_usage: UnsetType | None = None if include_usage else UNSET
         self._encoder = msgspec.json.Encoder()
 
@@ -76,6 +86,11 @@ class ResponseFormat(ABC):
     def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self._return_token_ids else UNSET
 
+    def _prompt_logprobs(self, result: ChoiceResult) -> PromptLogprobList | UnsetType:
+        if not self._return_prompt_logprobs:
+            return UNSET
+        return prompt_logprobs(self._tokenizer, result.prompt_logprobs)
+
     def _has_news(self, output: RequestOutput) -> bool:
         return bool(
             output.text
@@ -98,6 +113,7 @@ class CompletionFormat(ResponseFormat):
         *,
         include_usage: bool,
         return_token_ids: bool,
+        return_prompt_logprobs: bool = False,
     ) -> None:
         super().__init__(
             request_id,
@@ -105,23 +121,24 @@ class CompletionFormat(ResponseFormat):
             tokenizer,
             include_usage=include_usage,
             return_token_ids=return_token_ids,
+            return_prompt_logprobs=return_prompt_logprobs,
         )
-        self._lengths: dict[int, int] = {}
-        """Characters sent so far, by choice."""
+        self._offsets: dict[int, int] = {}
+        """Where the text of the next token begins, by choice; only of those that have begun."""
 
     def chunk(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
     ) -> bytes | None:
-        is_first = choice.index not in self._lengths
+        is_first = choice.index not in self._offsets
         text = choice.prompt_text + output.text if is_first else output.text
         if not (text or self._has_news(output)):
             return None
-        offset = self._lengths.get(choice.index, 0)
-        self._lengths[choice.index] = offset + len(text)
+        offset = self._offsets.get(choice.index, len(choice.prompt_text))
+        self._offsets[choice.index] = offset + text_length(self._tokenizer, output.token_ids)
         item = CompletionChoice(
             index=choice.index,
             text=text,
-            logprobs=self._logprobs(output.logprobs, offset),
+            logprobs=self._chunk_logprobs(choice, output, offset, is_first=is_first),
             finish_reason=output.finish_reason,
             stop_reason=_unset(output.stop_reason),
             token_ids=self._token_ids(output.token_ids),
@@ -130,7 +147,8 @@ class CompletionFormat(ResponseFormat):
         return self._encode([item], self._no_usage, timeline)
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
-        self._lengths[choice.index] = len(choice.prompt_text) + len(output.text)
+        length = text_length(self._tokenizer, output.token_ids)
+        self._offsets[choice.index] = len(choice.prompt_text) + length
 
     def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes:
         return self._encode([], usage, timeline)
@@ -142,11 +160,12 @@ class CompletionFormat(ResponseFormat):
             CompletionChoice(
                 index=result.choice.index,
                 text=result.choice.prompt_text + result.text,
-                logprobs=self._logprobs(result.logprobs, 0),
+                logprobs=self._logprobs(result.choice, result.logprobs, result.prompt_logprobs),
                 finish_reason=result.finish_reason,
                 stop_reason=_unset(result.stop_reason),
                 token_ids=self._token_ids(result.token_ids),
                 prompt_token_ids=self._prompt_ids(result.choice),
+                prompt_logprobs=self._prompt_logprobs(result),
             )
             for result in results
         ]
@@ -155,10 +174,27 @@ class CompletionFormat(ResponseFormat):
     def _prompt_ids(self, choice: Choice) -> list[int] | UnsetType:
         return self._token_ids(choice.request.own_prompt_token_ids)
 
-    def _logprobs(
-        self, logprobs: list[TokenLogprobs] | None, offset: int
+    def _chunk_logprobs(
+        self, choice: Choice, output: RequestOutput, offset: int, *, is_first: bool
     ) -> CompletionLogprobs | None:
-        return completion_logprobs(self._tokenizer, logprobs, offset) if logprobs else None
+        if is_first:
+            of_prompt = unpacked(output.prompt_logprobs) if choice.echoes_logprobs else []
+            return self._logprobs(choice, output.logprobs or [], of_prompt)
+        if not output.logprobs:
+            return None
+        return completion_logprobs(self._tokenizer, output.logprobs, offset)
+
+    def _logprobs(
+        self, choice: Choice, logprobs: list[TokenLogprobs], of_prompt: list[TokenLogprobs]
+    ) -> CompletionLogprobs | None:
+        """From the beginning of the answer."""
+        generated = completion_logprobs(self._tokenizer, logprobs, len(choice.prompt_text))
+        if not choice.echoes_logprobs:
+            return generated if logprobs else None
+        prompt = choice.request.own_prompt_token_ids
+        whole = echoed_logprobs(self._tokenizer, prompt, choice.prompt_text, of_prompt)
+        whole.extend(generated)
+        return whole
 
     def _encode(
         self,
@@ -191,6 +227,7 @@ class ChatFormat(ResponseFormat):
         *,
         include_usage: bool,
         return_token_ids: bool,
+        return_prompt_logprobs: bool = False,
     ) -> None:
         super().__init__(
             request_id,
@@ -198,6 +235,7 @@ class ChatFormat(ResponseFormat):
             tokenizer,
             include_usage=include_usage,
             return_token_ids=return_token_ids,
+            return_prompt_logprobs=return_prompt_logprobs,
         )
         self._begun: set[int] = set()
         """Choices whose role was sent."""
@@ -250,6 +288,7 @@ class ChatFormat(ResponseFormat):
                 model=self.model,
                 choices=choices,
                 usage=usage,
+                prompt_logprobs=self._prompt_logprobs(results[0]),
                 timeline=timeline,
             )
         )

@@ -23,12 +23,31 @@ class Usage(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry a token in each list. `text_offset`: where its text begins in the answer."""
+    """One entry a token in each list. `text_offset`: where its text begins in the answer. With
+    `echo` the first token is the prompt's first, of which nothing is known: null."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+    def extend(self, others: CompletionLogprobs) -> None:
+        self.tokens += others.tokens
+        self.token_logprobs += others.token_logprobs
+        self.top_logprobs += others.top_logprobs
+        self.text_offset += others.text_offset
+
+
+class PromptLogprob(msgspec.Struct):
+    """`rank`: 1 for the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
+"""One entry a token of the prompt: by token id, it and the most likely ones; null for the first."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -39,6 +58,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -118,6 +138,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
     timeline: Timeline | UnsetType = UNSET
 
 

@@ -13,6 +13,7 @@ import itertools
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from starlette.responses import Response
 
 from decode_node.answer import Answer
@@ -95,6 +96,7 @@ class OpenAIServing:
             self._tokenizer,
             include_usage=body.include_usage,
             return_token_ids=bool(body.return_token_ids),
+            return_prompt_logprobs=body.prompt_logprobs is not None,
         )
         return self._answer(body, self._choices(body, tokens, echoes, context), form, context)
 
@@ -111,6 +113,7 @@ class OpenAIServing:
             self._tokenizer,
             include_usage=body.include_usage,
             return_token_ids=bool(body.return_token_ids),
+            return_prompt_logprobs=body.prompt_logprobs is not None,
         )
         return self._answer(body, self._choices(body, tokens, [""], context), form, context)
 
@@ -175,6 +178,9 @@ class OpenAIServing:
                     received_at=context.received_at,
                 )
                 choice = Choice(len(choices), request, record, i == 0, echo)
+                if isinstance(body, CompletionRequest):
+                    choice.echoes_logprobs = bool(body.echo) and body.logprobs is not None
+                    choice.is_prompt_only = body.is_prompt_only
                 if begun is not None:
                     self._take_over(choice, begun)
                 choices.append(choice)
@@ -189,11 +195,15 @@ class OpenAIServing:
         context: RequestContext,
     ) -> GenerationRequest:
         goes_on = begun is not None and begun.end is None
+        sampling = body.sampling()
+        if begun is not None and (begun.token_ids or begun.end):
+            # The client has them.
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         try:
             request = self._input_processor.process(
                 f"{context.request_id}-{next(self._serial)}",
                 prompt,
-                body.sampling(),
+                sampling,
                 max_tokens=body.wanted_max_tokens,
                 seed=begun.seed if begun is not None else seed,
                 priority=body.priority or 0,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.outputs import SchedulerStats, TokenLogprobs
+from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
@@ -106,6 +106,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """With the first output only: 1 when it follows a first token that a peer sampled."""
     error: str = ""
     """With finish_reason error: what was wrong and what to do."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """A part of them, in order and all before the first token. One that begins with the prompt
+    replaces what came before: the prompt is computed again."""
 
 
 class KVTransferResult(msgspec.Struct, array_like=True):

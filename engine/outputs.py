@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 
 
@@ -14,6 +16,46 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log probabilities of N prompt tokens in a row, each given what comes before it. Packed,
+    because prompts are long: native byte order, 32 bits each.
+
+    Attributes:
+        first_position: Index in the prompt of the first of them, at least 1.
+        num_top: K, the top tokens at each position.
+        token_ids: int32 [N, 1 + K], the prompt's token first, then the top k in falling order.
+        logprobs: float32 [N, 1 + K].
+        ranks: int32 [N], of the prompt's token.
+    """
+
+    first_position: int
+    num_top: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+    def unpack(self) -> list[TokenLogprobs]:
+        """One for each token."""
+        width = 1 + self.num_top
+        token_ids = array("i", self.token_ids).tolist()
+        logprobs = array("f", self.logprobs).tolist()
+        ranks = array("i", self.ranks).tolist()
+        return [
+            TokenLogprobs(
+                token_ids[i * width : (i + 1) * width], logprobs[i * width : (i + 1) * width], rank
+            )
+            for i, rank in enumerate(ranks)
+        ]
+
+
+class RowPromptLogprobs(msgspec.Struct, array_like=True):
+    """What one step found of the prompt in (row, epoch)."""
+
+    row: int
+    epoch: int
+    logprobs: PromptLogprobs
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
@@ -29,6 +71,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = {}
     """By row; only for requests that asked."""
+    prompt_logprobs: list[RowPromptLogprobs] = []
+    """Of prompts, or parts of them, that the step computed; only for requests that asked."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):

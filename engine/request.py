@@ -14,6 +14,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from engine.messages import EngineCoreRequest
 
 if TYPE_CHECKING:
@@ -110,6 +112,19 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """They come with the prompt's computation, before the first token: whoever computes it
+        may take nothing from a cache."""
+        return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
+    def row_sampling(self) -> SamplingParams:
+        """What workers are told when the request enters a row."""
+        if self.sampling.prompt_logprobs is None or self.needs_prompt_logprobs:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, prompt_logprobs=None)
 
     @property
     def is_finished(self) -> bool:

@@ -30,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: Token ids that end the output, in addition to the model's own.
         ignore_eos: The model's end-of-sequence ids do not end the output.
         logprobs: None for none, k for the chosen token's and the top k log probabilities.
+        prompt_logprobs: The same of the prompt's tokens; none of it is taken from a cache then.
     """
 
     max_tokens: int = 16
@@ -47,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def needs_penalties(self) -> bool:

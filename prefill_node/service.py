@@ -5,7 +5,8 @@ Life of a call:
     1. refused at once: stopping (UNAVAILABLE), greeted another process (FAILED_PRECONDITION),
        wrong request (INVALID_ARGUMENT), queue too long (RESOURCE_EXHAUSTED, with our load)
     2. `accepted`
-    3. `first_token`, as soon as it is sampled; KV moves meanwhile
+    3. `first_token`, as soon as it is sampled, behind the prompt's log probabilities if they were
+       asked for; KV moves meanwhile
     4. `done` when all KV was taken, or `failed`
     -  the caller cancels, at any moment: the request is aborted, its KV dropped
 """
@@ -33,7 +34,11 @@ from engine.frontend.input_processor import (
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.open_requests import OpenRequests
 from engine.frontend.output_processor import OutputStream, RequestOutput
-from engine.frontend.wire import logprobs_to_message, sampling_from_message
+from engine.frontend.wire import (
+    logprobs_to_message,
+    prompt_logprobs_to_message,
+    sampling_from_message,
+)
 from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
@@ -169,6 +174,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     is_computing = False
                     token_at = time.monotonic()
                     self._status.note_prefix(work.prefix_hash)
+                    for part in output.prompt_logprobs or ():
+                        message = prompt_logprobs_to_message(part)
+                        yield prefill_pb2.PrefillEvent(prompt_logprobs=message)
                     yield self._first_token(work, output, token_at)
                 elif output.finished:
                     yield self._failed("ended", "the engine ended the request", retryable=True)

@@ -14,7 +14,7 @@ methods are for the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
@@ -38,7 +38,7 @@ from engine.messages import (
     RetryRemotePrefill,
     SupplyFirstToken,
 )
-from engine.outputs import SchedulerStats, TokenLogprobs
+from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
 from kv_transfer.metadata import KVTransferParams
 
 OnProgress = Callable[[LoadProgress], None]
@@ -138,13 +138,19 @@ class AsyncLLM:
         self._client.send(AbortRequests([request_id]))
 
     def supply_first_token(
-        self, request_id: str, token_id: int, logprobs: TokenLogprobs | None = None
+        self,
+        request_id: str,
+        token_id: int,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None:
         """The prefill node's token goes to the stream at once, and to the engine core unless it
         is the last. Ignored when the stream has a token already, or has ended."""
         state = self._states.get(request_id)
         if state is None or state.processor.num_new_tokens > 0:
             return
+        for part in prompt_logprobs:
+            state.processor.add_prompt_logprobs(part)
         output = state.processor.process_first_token(token_id, logprobs)
         state.queue.put_nowait(output)
         if output.finished:
@@ -246,6 +252,9 @@ class AsyncLLM:
     def _on_output(self, output: EngineCoreOutput) -> None:
         state = self._states.get(output.request_id)
         if state is None:
+            return
+        if output.prompt_logprobs is not None:
+            state.processor.add_prompt_logprobs(output.prompt_logprobs)
             return
         num_known = _num_known_tokens(state, output)
         processed = state.processor.process(

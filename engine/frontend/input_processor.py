@@ -178,11 +178,13 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         "min_tokens",
         f"must be between 0 and max_tokens ({params.max_tokens}), not {params.min_tokens}",
     )
-    _check(
-        params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS,
-        "logprobs",
-        f"must be between 0 and {MAX_LOGPROBS}, not {params.logprobs}",
-    )
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        _check(
+            asked is None or 0 <= asked <= MAX_LOGPROBS,
+            name,
+            f"must be between 0 and {MAX_LOGPROBS}, not {asked}",
+        )
     _check_stop(params, vocab_size)
     _check_logit_bias(params, vocab_size)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from engine.frontend.detokenizer import Decoder, Detokenizer, StopStringMatcher
 from engine.frontend.input_processor import GenerationRequest
-from engine.outputs import TokenLogprobs
+from engine.outputs import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class RequestOutput:
     Attributes:
         text: Certain text only: never half a character, never a part of a stop string.
         logprobs: One for each of `token_ids`, or None when not asked for.
+        prompt_logprobs: With the first token: of all tokens of the prompt but its first, in parts
+            and in order. None when not asked for, or when the prompt has one token.
         finish_reason: `stop`, `length`, `abort` or `error`; None while it goes on.
         stop_reason: The stop string or stop token id that ended it, if one of the request's did.
         num_cached_tokens: With the first output: prompt tokens that were not computed.
@@ -39,6 +41,7 @@ class RequestOutput:
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[PromptLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
@@ -70,6 +73,8 @@ class OutputProcessor:
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._matcher = StopStringMatcher(request.sampling.stop)
         self._num_resumed_tokens = request.num_resumed_tokens
+        self._prompt_logprobs: list[PromptLogprobs] = []
+        """Until they are given."""
         self.num_output_tokens = 0
         self.finished = False
 
@@ -84,6 +89,14 @@ class OutputProcessor:
         output = self.process(token_ids)
         output.is_replay = True
         return output
+
+    def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Parts come in order. One that begins with the prompt begins anew: the prompt is computed
+        again, after a preemption or by another node. After the first token they mean nothing."""
+        if part.first_position == 1:
+            self._prompt_logprobs = []
+        if self.num_new_tokens == 0:
+            self._prompt_logprobs.append(part)
 
     def process(
         self,
@@ -103,11 +116,15 @@ class OutputProcessor:
         if self._matcher.matched is not None:
             finish_reason, stop_reason = "stop", self._matcher.matched
         self.finished = bool(finish_reason)
+        prompt_logprobs: list[PromptLogprobs] | None = None
+        if token_ids and self._prompt_logprobs:
+            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         return RequestOutput(
             request_id=self.request_id,
             token_ids=token_ids[:used],
             text=text,
             logprobs=logprobs[:used] if logprobs else None,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason or None,
             stop_reason=stop_reason,
             num_cached_tokens=num_cached_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.outputs import TokenLogprobs
+from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from tandem_pb import prefill_pb2
 
@@ -26,6 +26,7 @@ def sampling_to_message(params: SamplingParams) -> prefill_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=_NO_LOGPROBS if params.logprobs is None else params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -46,6 +47,7 @@ def sampling_from_message(message: prefill_pb2.SamplingParams) -> SamplingParams
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=None if message.logprobs == _NO_LOGPROBS else message.logprobs,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -57,3 +59,23 @@ def logprobs_to_message(logprobs: TokenLogprobs) -> prefill_pb2.TokenLogprobs:
 
 def logprobs_from_message(message: prefill_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(list(message.token_ids), list(message.logprobs), message.rank)
+
+
+def prompt_logprobs_to_message(logprobs: PromptLogprobs) -> prefill_pb2.PromptLogprobs:
+    return prefill_pb2.PromptLogprobs(
+        first_position=logprobs.first_position,
+        num_top=logprobs.num_top,
+        token_ids=logprobs.token_ids,
+        logprobs=logprobs.logprobs,
+        ranks=logprobs.ranks,
+    )
+
+
+def prompt_logprobs_from_message(message: prefill_pb2.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(
+        message.first_position,
+        message.num_top,
+        message.token_ids,
+        message.logprobs,
+        message.ranks,
+    )

@@ -52,9 +52,10 @@ class KVCacheManager:
         """The longest cached prefix, in whole blocks, of at most `max_tokens` tokens.
 
         `max_tokens` is below the number of known tokens, because the next token can only come
-        from computing one. The blocks belong to nobody yet: `allocate_slots` takes them.
+        from computing one. The blocks belong to nobody yet: `allocate_slots` takes them. Nothing
+        for a request that needs log probabilities of its prompt.
         """
-        if not self.block_pool.enable_caching:
+        if not self.block_pool.enable_caching or request.needs_prompt_logprobs:
             return [], 0
         extend_block_hashes(request, self.block_size)
         blocks: list[KVCacheBlock] = []

@@ -190,14 +190,15 @@ class Pulls:
         return None
 
     def prefill_locally(self, request: Request) -> None:
-        """Ends the pull. KV that is complete is used: only the last token is computed again."""
+        """Ends the pull. KV that is complete is used: only the last token is computed again, unless
+        all are for their log probabilities."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return
         if pull.phase is PullPhase.QUEUED:
             del self._pulls[request.request_id]
             self._connector.abort(request)
-        elif pull.phase is PullPhase.RECEIVED:
+        elif pull.phase is PullPhase.RECEIVED and not request.needs_prompt_logprobs:
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             self._is_ready(request)
         else:

@@ -94,7 +94,7 @@ class RunningRows:
                 num_computed_tokens=request.num_computed_tokens,
                 block_ids=[block.block_id for block in blocks],
                 max_len=max_len,
-                sampling=request.sampling,
+                sampling=request.row_sampling,
                 eos_token_ids=request.eos_token_ids,
             )
         )

@@ -198,8 +198,13 @@ class Scheduler:
         """
         now = time.monotonic()
         self._retire(step, output, now)
-        results: list[EngineCoreOutput] = []
         rows = self._running.table.rows
+        results = [
+            EngineCoreOutput(row.request_id, [], prompt_logprobs=found.logprobs)
+            for found in output.prompt_logprobs
+            if (row := rows[found.row]) is not None and row.epoch == found.epoch
+        ]
+        num_parts = len(results)
         logprobs = output.logprobs
         unreported = self._unreported
         for index, epoch, token_id in zip(
@@ -218,7 +223,7 @@ class Scheduler:
                 result.logprobs = [logprobs[index]]
             if len(tokens) >= row.check_len or token_id in row.stop_ids:
                 self._check(row, token_id, result)
-        self._counters.generation_tokens += len(results)
+        self._counters.generation_tokens += len(results) - num_parts
         return EngineCoreOutputs(outputs=results, timestamp=now)
 
     def _retire(self, step: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:

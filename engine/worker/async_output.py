@@ -8,13 +8,33 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from engine.batch.input_batch import Int32Array
 from engine.outputs import ModelRunnerOutput
 from engine.sample.logprobs import LogprobsTensors
+from engine.sample.prompt_logprobs import PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What a step found, on the device or on the host."""
+
+    token_ids: torch.Tensor | None
+    """[num_sampled] int64; None when nobody sampled."""
+    logprobs: LogprobsTensors | None
+    prompt_logprobs: list[PromptLogprobsTensors]
+
+    def to_host(self) -> StepTensors:
+        """Starts the copies, without waiting."""
+        return StepTensors(
+            None if self.token_ids is None else self.token_ids.to("cpu", non_blocking=True),
+            None if self.logprobs is None else self.logprobs.to_host(),
+            [part.to_host() for part in self.prompt_logprobs],
+        )
 
 
 class OutputStream:
@@ -30,23 +50,20 @@ class OutputStream:
         """Whether results come later than steps are started."""
         return self._stream is not None
 
-    def start_copy(
-        self, sampled: SamplerOutput
-    ) -> tuple[torch.Tensor, LogprobsTensors | None, torch.cuda.Event | None]:
-        """Token ids and log probabilities on the host, valid once the event has happened.
-        `sampled` must live until then: its memory belongs to the stream it was computed on."""
+    def start_copy(self, found: StepTensors) -> tuple[StepTensors, torch.cuda.Event | None]:
+        """The same on the host, valid once the event has happened. `found` must live until then:
+        its memory belongs to the stream it was computed on."""
         stream = self._stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            token_ids = sampled.token_ids.to("cpu", non_blocking=True)
-            logprobs = sampled.logprobs.to_host() if sampled.logprobs is not None else None
+            on_host = found.to_host()
         if stream is None:
-            return token_ids, logprobs, None
+            return on_host, None
         # A waiting thread sleeps; spinning would take the interpreter from the runner's.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
-        return token_ids, logprobs, event
+        return on_host, event
 
 
 class AsyncOutput:
@@ -59,14 +76,21 @@ class AsyncOutput:
         rows: Int32Array,
         epochs: list[int],
         sampled: SamplerOutput | None,
+        prompt_logprobs: list[PromptLogprobsTensors],
         stream: OutputStream,
     ) -> None:
         self._step_id = step_id
         self._rows: list[int] = rows.tolist()
         self._epochs = epochs
-        self._sampled = sampled
         self._waits = stream.waits
-        self._copy = stream.start_copy(sampled) if sampled is not None else None
+        self._found: StepTensors | None = None
+        if sampled is not None or prompt_logprobs:
+            self._found = StepTensors(
+                None if sampled is None else sampled.token_ids,
+                None if sampled is None else sampled.logprobs,
+                prompt_logprobs,
+            )
+            self._copy = stream.start_copy(self._found)
 
     @property
     def is_ready(self) -> bool:
@@ -75,20 +99,16 @@ class AsyncOutput:
 
     def get_output(self) -> ModelRunnerOutput:
         """Raises `RuntimeError` when the device failed."""
-        token_ids: list[int] = []
-        logprobs = {}
-        if self._copy is not None:
-            tokens_on_host, logprobs_on_host, event = self._copy
-            if event is not None:
-                event.synchronize()
-            self._sampled = None
-            token_ids = tokens_on_host.tolist()
-            if logprobs_on_host is not None:
-                logprobs = logprobs_on_host.by_row(self._rows)
-        return ModelRunnerOutput(
-            step_id=self._step_id,
-            rows=self._rows,
-            epochs=self._epochs,
-            token_ids=token_ids,
-            logprobs=logprobs,
-        )
+        output = ModelRunnerOutput(self._step_id, self._rows, self._epochs, [])
+        if self._found is None:
+            return output
+        on_host, event = self._copy
+        if event is not None:
+            event.synchronize()
+        self._found = None
+        if on_host.token_ids is not None:
+            output.token_ids = on_host.token_ids.tolist()
+        if on_host.logprobs is not None:
+            output.logprobs = on_host.logprobs.by_row(self._rows)
+        output.prompt_logprobs = [part.packed() for part in on_host.prompt_logprobs]
+        return output

@@ -6,7 +6,8 @@ One step, in this order (see also `engine.sched.output`):
     2. staged writes go to the device, once for all of them
     3. the batch is gathered from rows
     4. the model runs; after each layer the connector may hand its KV on
-    5. the requests whose known tokens are now all computed sample one token each
+    5. the requests whose known tokens are now all computed sample one token each; prompts that
+       want it have their log probabilities looked up
     6. the copy of the result to the host starts, rows advance on the device
 
 On a GPU, 3 to 6 of a step with decodes only are one CUDA graph, but for the copy, and but for the
@@ -30,6 +31,7 @@ from engine.config import EngineConfig
 from engine.layers import dense_attention
 from engine.layers.attention_backend import choose_attention
 from engine.models.llama import LlamaForCausalLM
+from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
@@ -74,6 +76,7 @@ class ModelRunner:
         self._block_tables = BlockTables(rows, max_model_len, config.cache.block_size, device)
         self._decode_set = DecodeSet(rows)
         self.sampler = Sampler(rows, config.model.vocab_size, device, config.device.deterministic)
+        self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = self.states.row_tables(self._block_tables)
         self._input_buffers = InputBuffers(
             rows, limits.max_num_batched_tokens, self._block_tables.tensor.shape[1], device
@@ -102,16 +105,18 @@ class ModelRunner:
         epochs = self.states.epoch_np[rows].tolist()
         if len(order.rows) == 0:
             self._connector.no_forward(step)
-            return AsyncOutput(step.step_id, rows, epochs, None, self._output_stream)
+            return AsyncOutput(step.step_id, rows, epochs, None, [], self._output_stream)
 
         on_layer = self._connector.pre_forward(step)
         key = self._graph_key(order)
+        sampled: SamplerOutput | None
+        of_prompts: list[PromptLogprobsTensors] = []
         if key is None:
-            sampled = self._run_eagerly(order, on_layer)
+            sampled, of_prompts = self._run_eagerly(order, on_layer)
         else:
             sampled = self._run_graph(order, key, on_layer)
         self.states.advance(order.rows, order.query_lens)
-        return AsyncOutput(step.step_id, rows, epochs, sampled, self._output_stream)
+        return AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._output_stream)
 
     @torch.inference_mode()
     def capture_model(self, report: Callable[[float], None]) -> None:
@@ -200,12 +205,14 @@ class ModelRunner:
         self.states.add_request(new)
         self._block_tables.add_request(new.row, new.block_ids)
         self.sampler.add_request(new)
+        self._prompt_logprobs.add_request(new)
 
     def _remove_request(self, row: int) -> None:
         self.states.remove_request(row)
         self._block_tables.remove_request(row)
         self._decode_set.remove_request(row)
         self.sampler.remove_request(row)
+        self._prompt_logprobs.remove_request(row)
 
     def _start_decoding(self, row: int) -> None:
         self.states.check_live(row)
@@ -224,6 +231,8 @@ class ModelRunner:
             return None if size is None else GraphKey(size, size, samples)
         if not samples or order.num_sampled < num_reqs or order.whole_prompt_lens:
             return None
+        if self._prompt_logprobs.needed_by(order):
+            return None
         if order.num_decodes > 0 and self._longest_context(order) > _LONGEST_DECODE_WITH_PROMPTS:
             return None
         return self._graphs.dispatch_prompts(num_reqs, int(order.query_lens.sum()))
@@ -231,11 +240,17 @@ class ModelRunner:
     def _longest_context(self, order: BatchOrder) -> int:
         return int((self.states.num_computed_np[order.rows] + order.query_lens).max())
 
-    def _run_eagerly(self, order: BatchOrder, on_layer: OnLayer) -> SamplerOutput | None:
+    def _run_eagerly(
+        self, order: BatchOrder, on_layer: OnLayer
+    ) -> tuple[SamplerOutput | None, list[PromptLogprobsTensors]]:
         batch = self._input_buffers.prepare(order, self.states, self._row_tables)
-        sampled = self._sample(self._forward(batch, on_layer), batch)
+        hidden = self._forward(batch, on_layer)
+        of_prompts = self._prompt_logprobs.compute(
+            order, hidden, self.states, self._model.compute_logits
+        )
+        sampled = self._sample(hidden, batch)
         self._advance_rows(batch, sampled)
-        return sampled
+        return sampled, of_prompts
 
     def _run_graph(self, order: BatchOrder, key: GraphKey, on_layer: OnLayer) -> SamplerOutput:
         assert self._graphs is not None

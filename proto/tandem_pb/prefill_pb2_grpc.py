@@ -58,7 +58,8 @@ class PrefillServicer(object):
 
     def Prefill(self, request, context):
         """Computes one prompt and offers its KV under (transfer_id, attempt).
-        Events in order: accepted, first_token, done; or failed at any place. Cancelling the call
+        Events in order: accepted, prompt_logprobs (if asked for, in parts), first_token, done; or
+        failed at any place. Cancelling the call
         aborts the request and drops its KV. The call stays open until the KV has been taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.request_stream import RequestState, RequestStream
 from engine.messages import EngineReady, KVTransferResult
-from engine.outputs import SchedulerStats, TokenLogprobs
+from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 
@@ -26,6 +27,26 @@ TIMEOUT_S = 60.0
 def token_at(position: int, seed: int = 0) -> int:
     """What every engine of these tests samples: a function of seed and position alone."""
     return 2 + (seed * 31 + position * 7) % 200
+
+
+def prompt_logprobs_of(request: GenerationRequest) -> list[PromptLogprobs]:
+    """In two parts. Each token is the second most likely one, -0.5 behind -0.25 for token 1 and
+    before -0.75 for token 2."""
+    asked, prompt = request.sampling.prompt_logprobs, request.own_prompt_token_ids
+    if asked is None or len(prompt) < 2:
+        return []
+    middle = 1 + len(prompt) // 2
+    return [
+        PromptLogprobs(
+            first,
+            asked,
+            array("i", [i for token in part for i in [token, 1, token, 2][: 1 + asked]]).tobytes(),
+            array("f", [-0.5, -0.25, -0.5, -0.75][: 1 + asked] * len(part)).tobytes(),
+            array("i", [2] * len(part)).tobytes(),
+        )
+        for first, part in ((1, prompt[1:middle]), (middle, prompt[middle:]))
+        if part
+    ]
 
 
 def kv_peer(config: EngineConfig) -> KVPeer:
@@ -94,12 +115,18 @@ class FakeEngine:
         fake.state.queue.put_nowait(fake.state.processor.process([], finish_reason="abort"))
 
     def supply_first_token(
-        self, request_id: str, token_id: int, logprobs: TokenLogprobs | None = None
+        self,
+        request_id: str,
+        token_id: int,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None:
         fake = self.requests[request_id]
         fake.calls.append(("first_token", token_id))
         if fake.finished or fake.state.processor.num_new_tokens:
             return
+        for part in prompt_logprobs:
+            fake.state.processor.add_prompt_logprobs(part)
         output = fake.state.processor.process_first_token(token_id, logprobs)
         fake.has_first_token = True
         fake.finished = output.finished
@@ -163,6 +190,8 @@ class FakeEngine:
             if i == count - 1:
                 ending |= last
             if processor.num_new_tokens == 0:
+                for part in prompt_logprobs_of(fake.request):
+                    processor.add_prompt_logprobs(part)
                 ending |= {"num_cached_tokens": 0, "queue_s": 0.001}
             logprobs = None
             if fake.request.sampling.logprobs is not None:
@@ -212,6 +241,8 @@ class FakeCall:
         self._events: asyncio.Queue[PrefillEvent | PrefillError | None] = asyncio.Queue()
 
     def first_token(self, token_id: int | None = None) -> None:
+        for part in prompt_logprobs_of(self.request):
+            self._events.put_nowait(part)
         if token_id is None:
             position = len(self.request.prompt_token_ids)
             token_id = token_at(position, self.request.sampling.seed)

@@ -67,6 +67,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 7, "logprobs": 2, "seed": 1}),
     (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "max_tokens": 4, "seed": 9}),
     (COMPLETIONS, {"prompt": "abc", "echo": True, "max_tokens": 5, "return_token_ids": True}),
+    (COMPLETIONS, {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 5}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5, "n": 3}),
 ]
@@ -92,6 +93,15 @@ async def test_wherever_it_is_cut_it_goes_on(
             assert created is None or all(
                 created[1] in found for found in re.findall(r'"created":(\d+)', "".join(rest))
             )
+
+
+async def test_prompt_logprobs_are_computed_again_and_not_told() -> None:
+    body = {"prompt": [1, 2, 3], "prompt_logprobs": 2, "max_tokens": 4, "n": 2}
+    async with http_node() as first, http_node() as second:
+        whole = await ask(first, COMPLETIONS, body)
+        assert [entry[:9] for event in whole for entry in entries_of(event)] == ['0 ["start']
+        rest = await ask(second, COMPLETIONS, body, whole[:1])
+        assert without_cache_note(rest) == without_cache_note(whole)
 
 
 async def test_a_stop_string_that_spans_the_cut_is_found() -> None:
