@@ -11,7 +11,8 @@ from router.api_keys import ApiKeys
 from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.node_address import NodeRole, parse_node_list
-from router.server import RouterServer, bind, configure_logging
+from router.server import RouterServer, bind, configure_logging, https_context
+from tandem_wire.security_config import SecurityError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         configure_logging(settings.log_level)
         if settings.check:
             return print_checked(settings)
+        check_plaintext(settings)
         listener = bind(settings.host, settings.port)
         admin_listener = None
         if settings.admin_port is not None:
@@ -30,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         for problem in error.errors():
             print(f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", file=sys.stderr)
         return 2
-    except ConfigurationError as error:
+    except (ConfigurationError, SecurityError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -41,12 +43,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_checked(settings: RouterSettings) -> int:
-    """What `--check` does; the exit code. Secrets are masked. Raises `ConfigurationError`."""
-    parse_node_list(NodeRole.PREFILL, settings.prefill)
-    parse_node_list(NodeRole.DECODE, settings.decode)
+    """What `--check` does; the exit code. Secrets are masked. Raises `ConfigurationError`,
+    `SecurityError`."""
+    check_plaintext(settings)
+    https_context(settings)
     ApiKeys(file=settings.api_key_file)
     print(settings.model_dump_json(indent=2))
     return 0
+
+
+def check_plaintext(settings: RouterSettings) -> None:
+    """Raises `PlaintextRefused` if a node would be talked to for others to hear, and
+    `ConfigurationError`."""
+    security = settings.security_config()
+    for role, text in ((NodeRole.PREFILL, settings.prefill), (NodeRole.DECODE, settings.decode)):
+        for entry in parse_node_list(role, text):
+            security.check_plaintext(f"the connection to a {role} node", entry.host)
 
 
 if __name__ == "__main__":

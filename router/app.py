@@ -39,7 +39,7 @@ from router.health import EjectionPolicy
 from router.kubernetes.api_client import EndpointSliceApi, KubernetesAccess
 from router.kubernetes.endpoint_slices import Endpoints
 from router.kubernetes.slice_watch import SliceWatch
-from router.load_monitor import ChannelFactory, LoadMonitor, open_channel
+from router.load_monitor import LoadMonitor
 from router.metrics import RouterMetrics
 from router.migration import Migrations
 from router.models_catalog import ModelCatalog
@@ -55,6 +55,7 @@ from router.status_page import RouterView
 from router.tenants import ANYONE
 from router.traffic_meter import TrafficMeter
 from router.transport import HttpTransport, Transport
+from tandem_wire.credentials import Credentials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,6 @@ class OuterWorld:
 
     transport: Transport | None = None
     resolve: Resolver = resolve_host
-    open_channel: ChannelFactory = open_channel
     rng: random.Random = field(default_factory=random.Random)
 
 
@@ -96,7 +96,8 @@ class Services:
 
 
 def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> FastAPI:
-    """Raises `ConfigurationError` when a node list cannot be read."""
+    """Raises `ConfigurationError` when a node list cannot be read, `SecurityError` when a
+    certificate cannot."""
     services = make_services(settings, world or OuterWorld())
     app = _bare_app(_lifespan)
     app.state.services = services
@@ -148,16 +149,18 @@ def _probe_routes(services: Services) -> APIRouter:
 
 
 def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
+    credentials = Credentials(settings.security_config())
     registry = _make_registry(settings)
     keys = ApiKeys(settings.api_keys.get_secret_value(), settings.api_key_file)
     metrics = RouterMetrics(
         registry, lambda: {tenant.name for tenant in keys.tenants} | {ANYONE.name}
     )
-    monitor = LoadMonitor(
-        registry, metrics, settings.watch_interval_s, world.open_channel, world.rng
-    )
+    monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
     transport = world.transport or HttpTransport(
-        settings.connect_timeout_s, settings.read_timeout_s, settings.upstream_keepalive_s
+        settings.connect_timeout_s,
+        settings.read_timeout_s,
+        settings.upstream_keepalive_s,
+        credentials,
     )
     attempts = Attempts(
         policy=_make_policy(settings, registry, world.rng),

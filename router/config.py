@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from tandem_wire.security_settings import SecuritySettings
 
 
-class RouterSettings(BaseSettings):
+class RouterSettings(SecuritySettings):
     """Takes OpenAI requests, chooses a decode node and prefill nodes for each, streams the answer.
 
     Node lists are comma separated. One node is written `host:port` (prefill: its gRPC port) or
@@ -32,12 +34,20 @@ class RouterSettings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port. 0: any free one.")
+    https_cert_file: Path | None = Field(
+        default=None,
+        description="Certificate with its chain, PEM, shown to clients: the port is HTTPS then. "
+        "Read again when it changes.",
+    )
+    https_key_file: Path | None = Field(
+        default=None, description="Private key of --https-cert-file, PEM, not encrypted."
+    )
     admin_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="Port of /metrics and /status alone, without keys; the API's port then has "
-        "neither. 0: any free one. Not set: both are on the API's port.",
+        description="Port of /metrics and /status alone, always plain HTTP and without keys; the "
+        "API's port then has neither. 0: any free one. Not set: both are on the API's port.",
     )
     admin_host: str = Field(
         default="127.0.0.1", description="Address that the admin port listens on."

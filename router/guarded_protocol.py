@@ -132,7 +132,8 @@ class GuardedProtocol(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
 

@@ -1,10 +1,11 @@
 """One long-lived `Watch` call to every member: how loaded it is, and whether it is alive.
 
-1. a member appears: a task opens a channel and calls `Watch`
+1. a member appears: a task calls `Watch`, each time on a channel of its own, which shows what
+   certificates say by then
 2. each report goes to the registry, which keeps only what is newer
 3. a stream that ends, breaks or falls silent marks the node disconnected; the call is made
    again after a short random pause, for as long as the node is a member
-4. a member vanishes: its task is cancelled and its channel closed
+4. a member vanishes: its task is cancelled
 """
 
 from __future__ import annotations
@@ -12,38 +13,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 import grpc
 
 from router.metrics import RouterMetrics
-from router.node_address import NodeAddress
+from router.node_address import NodeAddress, NodeRole
 from router.node_registry import NodeRegistry
 from router.node_report import NodeReport
 from tandem_pb.node_pb2 import NodeLoad, WatchRequest
 from tandem_pb.node_pb2_grpc import NodeStatusStub
+from tandem_wire.credentials import Credentials
+from tandem_wire.security_config import PlaintextRefused, Role
 
 logger = logging.getLogger(__name__)
-
-ChannelFactory = Callable[[str], grpc.aio.Channel]
 
 _MIN_PAUSE_S = 0.2
 _MAX_PAUSE_S = 2.0
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A plaintext channel of its own connection, which reconnects within about two seconds."""
-    return grpc.aio.insecure_channel(
-        target,
-        options=[
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.enable_retries", 0),
-            ("grpc.initial_reconnect_backoff_ms", 200),
-            ("grpc.min_reconnect_backoff_ms", 200),
-            ("grpc.max_reconnect_backoff_ms", 2000),
-            ("grpc.max_receive_message_length", 64 << 10),
-        ],
-    )
+_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.max_receive_message_length", 64 << 10),
+)
+_ROLES = {NodeRole.PREFILL: Role.PREFILL, NodeRole.DECODE: Role.DECODE}
 
 
 class LoadMonitor:
@@ -52,14 +46,14 @@ class LoadMonitor:
         registry: NodeRegistry,
         metrics: RouterMetrics,
         interval_s: float,
-        channel_factory: ChannelFactory = open_channel,
+        credentials: Credentials,
         rng: random.Random | None = None,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._request = WatchRequest(interval_s=interval_s)
         self._silence_s = registry.patience.stale_after_s
-        self._open_channel = channel_factory
+        self._credentials = credentials
         self._rng = rng or random.Random()
         self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
 
@@ -85,26 +79,34 @@ class LoadMonitor:
 
     async def _watch(self, address: NodeAddress) -> None:
         pause_s = _MIN_PAUSE_S
-        async with self._open_channel(address.status_target) as channel:
+        while True:
+            try:
+                num_reports = await self._call(address)
+            except PlaintextRefused as error:
+                logger.error("%s node %s is not watched: %s", address.role, address, error)
+                return
+            except Exception:
+                # Whatever a peer sends, the watch goes on: without it the node is lost to us.
+                logger.exception("%s node %s: watching failed", address.role, address)
+                num_reports = 0
+            if num_reports > 0:
+                pause_s = _MIN_PAUSE_S
+            self._registry.mark_disconnected(address)
+            self._metrics.watch_failures.labels(address.role).inc()
+            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _call(self, address: NodeAddress) -> int:
+        """One connection; returns how many reports came."""
+        role = _ROLES[address.role]
+        async with self._credentials.channel(address.status_target, role, _OPTIONS) as channel:
             stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
-            while True:
-                try:
-                    num_reports = await self._follow(stub, address)
-                except Exception:
-                    # Whatever a peer sends, the watch goes on: without it the node is lost to us.
-                    logger.exception("%s node %s: watching failed", address.role, address)
-                    num_reports = 0
-                if num_reports > 0:
-                    pause_s = _MIN_PAUSE_S
-                self._registry.mark_disconnected(address)
-                self._metrics.watch_failures.labels(address.role).inc()
-                await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            return await self._follow(stub, address)
 
     async def _follow(self, stub: NodeStatusStub, address: NodeAddress) -> int:
         """Reads one stream until it ends; returns how many reports came."""
         num_reports = 0
-        call = stub.Watch(self._request)
+        call = stub.Watch(self._request, metadata=self._credentials.metadata())
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.errors import ConfigurationError
+from tandem_wire.address import join_address
 
 
 class NodeSource(StrEnum):
@@ -47,8 +48,10 @@ class NodeEntry:
 
     def address(self, host: str | None = None) -> NodeAddress:
         """The node of this entry at `host`, or at the entry's own host."""
-        bracketed = _bracket(self.host if host is None else host)
-        return NodeAddress(self.role, f"{bracketed}:{self.port}", f"{bracketed}:{self.status_port}")
+        place = self.host if host is None else host
+        return NodeAddress(
+            self.role, join_address(place, self.port), join_address(place, self.status_port)
+        )
 
 
 def parse_node_list(role: NodeRole, text: str) -> tuple[NodeEntry, ...]:
@@ -94,7 +97,3 @@ def _cannot_read(role: NodeRole, text: str) -> ConfigurationError:
         f"one node at each of its addresses, or k8s://service… for a Kubernetes service; separate "
         f"nodes by commas."
     )
-
-
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -23,7 +24,11 @@ from starlette.types import ASGIApp
 
 from router.app import OuterWorld, Services, create_admin_app, create_app
 from router.config import RouterSettings
+from router.errors import ConfigurationError
 from router.guarded_protocol import ConnectionLimits, guarded_protocol
+from tandem_wire.address import join_address
+from tandem_wire.tls_files import TlsFiles
+from tandem_wire.tls_http import TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +76,9 @@ class RouterServer(uvicorn.Server):
     ) -> None:
         app = create_app(settings, world)
         super().__init__(
-            uvicorn.Config(
+            TlsConfig(
                 app,
+                https_context(settings),
                 loop="uvloop",
                 http=guarded_protocol(_limits(settings)),
                 ws="none",
@@ -129,6 +135,16 @@ class RouterServer(uvicorn.Server):
         self.should_exit = True
 
 
+def https_context(settings: RouterSettings) -> ssl.SSLContext | None:
+    """What clients are shown; None: plain HTTP. Raises `ConfigurationError`, `SecurityError`."""
+    certificate, key = settings.https_cert_file, settings.https_key_file
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigurationError("--https-cert-file and --https-key-file are given both or not.")
+    return TlsFiles(str(certificate), str(key)).server_context(ssl.CERT_NONE)
+
+
 def _limits(settings: RouterSettings) -> ConnectionLimits:
     return ConnectionLimits(
         header_timeout_s=settings.header_timeout_s,
@@ -150,7 +166,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise OSError(f"cannot listen on {join_address(host, port)}: {error.strerror}") from None
     return listener
 
 

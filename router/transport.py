@@ -14,6 +14,8 @@ import aiohttp
 from yarl import URL
 
 from router.errors import NodeLost, NodeUnreachable
+from tandem_wire.credentials import Credentials
+from tandem_wire.security_config import PlaintextRefused, Role
 
 _LARGE_BODY = 1 << 20
 """Bodies above this are written in pieces, so that copying one does not hold up the others."""
@@ -68,9 +70,17 @@ class HttpResponse:
 
 
 class HttpTransport:
-    """aiohttp, chosen by measurement (`bench/router_overhead.py`)."""
+    """aiohttp, chosen by measurement (`bench/router_overhead.py`). Whether it is HTTP or HTTPS is
+    for `credentials` to say, not for URLs."""
 
-    def __init__(self, connect_timeout_s: float, read_timeout_s: float, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        connect_timeout_s: float,
+        read_timeout_s: float,
+        keepalive_s: float,
+        credentials: Credentials,
+    ) -> None:
+        self._credentials = credentials
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=connect_timeout_s, sock_read=read_timeout_s
         )
@@ -90,13 +100,21 @@ class HttpTransport:
         self, method: str, url: str, headers: Mapping[str, str], body: bytes = b""
     ) -> HttpResponse:
         assert self._session is not None, "open() comes first"
+        target = URL(url, encoded=True)
+        try:
+            self._credentials.check_dial(target.host or "")
+        except PlaintextRefused as error:
+            raise NodeUnreachable(str(error)) from error
+        tls = self._credentials.client_context()
         try:
             response = await self._session.request(
                 method,
-                URL(url, encoded=True),
+                target if tls is None else target.with_scheme("https"),
                 data=io.BytesIO(body) if len(body) > _LARGE_BODY else (body or None),
-                headers=headers,
+                headers={**headers, **dict(self._credentials.metadata())},
                 allow_redirects=False,
+                ssl=True if tls is None else tls,
+                server_hostname=self._credentials.server_name(Role.DECODE),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NodeUnreachable(_describe(error)) from error
