@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 def print_checked(settings: RouterSettings) -> int:
     """What `--check` does; the exit code. Secrets are masked. Raises `ConfigurationError`,
     `SecurityError`."""
-    check_plaintext(settings)
+    parse_node_list(NodeRole.PREFILL, settings.prefill)
+    parse_node_list(NodeRole.DECODE, settings.decode)
     https_context(settings)
     ApiKeys(file=settings.api_key_file)
     print(settings.model_dump_json(indent=2))
