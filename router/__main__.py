@@ -11,7 +11,7 @@ from router.api_keys import ApiKeys
 from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.node_address import NodeRole, parse_node_list
-from router.server import RouterServer, bind, configure_logging, https_context
+from router.server import RouterServer, bind, configure_logging, https_files
 from tandem_wire.security_config import SecurityError
 
 
@@ -47,7 +47,7 @@ def print_checked(settings: RouterSettings) -> int:
     `SecurityError`."""
     parse_node_list(NodeRole.PREFILL, settings.prefill)
     parse_node_list(NodeRole.DECODE, settings.decode)
-    https_context(settings)
+    https_files(settings)
     ApiKeys(file=settings.api_key_file)
     print(settings.model_dump_json(indent=2))
     return 0

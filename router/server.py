@@ -78,7 +78,7 @@ class RouterServer(uvicorn.Server):
         super().__init__(
             TlsConfig(
                 app,
-                https_context(settings),
+                _https_context(settings),
                 loop="uvloop",
                 http=guarded_protocol(_limits(settings)),
                 ws="none",
@@ -135,14 +135,20 @@ class RouterServer(uvicorn.Server):
         self.should_exit = True
 
 
-def https_context(settings: RouterSettings) -> ssl.SSLContext | None:
-    """What clients are shown; None: plain HTTP. Raises `ConfigurationError`, `SecurityError`."""
+def https_files(settings: RouterSettings) -> tuple[str, str] | None:
+    """Certificate and key for clients; None: plain HTTP. Raises `ConfigurationError`."""
     certificate, key = settings.https_cert_file, settings.https_key_file
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
         raise ConfigurationError("--https-cert-file and --https-key-file are given both or not.")
-    return TlsFiles(str(certificate), str(key)).server_context(ssl.CERT_NONE)
+    return str(certificate), str(key)
+
+
+def _https_context(settings: RouterSettings) -> ssl.SSLContext | None:
+    """Raises `ConfigurationError`, `SecurityError`."""
+    files = https_files(settings)
+    return None if files is None else TlsFiles(*files).server_context(ssl.CERT_NONE)
 
 
 def _limits(settings: RouterSettings) -> ConnectionLimits:
