@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
-from engine.outputs import TokenLogprobs
+from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from tests.engine.frontend.small_tokenizers import byte_level
 
@@ -39,6 +40,28 @@ def test_text_and_logprobs_come_with_their_tokens() -> None:
     assert (output.token_ids, output.text, output.logprobs) == (ids, "dog", logprobs)
     assert (output.num_cached_tokens, output.queue_s) == (2, 0.25)
     assert not output.finished
+
+
+def part(first_position: int, *logprobs: float) -> PromptLogprobs:
+    ids = array("i", [3] * len(logprobs)).tobytes()
+    return PromptLogprobs(first_position, 0, ids, array("f", logprobs).tobytes(), ids)
+
+
+def test_prompt_logprobs_come_with_the_first_token() -> None:
+    process = processor()
+    process.add_prompt_logprobs(part(1, -1.0, -2.0))
+    assert process.process([]).prompt_logprobs is None
+    process.add_prompt_logprobs(part(3, -3.0))
+    assert process.process([7]).prompt_logprobs == [part(1, -1.0, -2.0), part(3, -3.0)]
+    process.add_prompt_logprobs(part(1, -1.0))
+    assert process.process([8]).prompt_logprobs is None
+
+
+def test_a_prompt_that_is_computed_again_begins_anew() -> None:
+    process = processor()
+    process.add_prompt_logprobs(part(1, -1.0))
+    process.add_prompt_logprobs(part(1, -1.0, -2.0, -3.0))
+    assert process.process_first_token(7).prompt_logprobs == [part(1, -1.0, -2.0, -3.0)]
 
 
 def test_a_stop_string_ends_it_before_the_core_does() -> None:

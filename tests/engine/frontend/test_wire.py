@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 
 import msgspec
 from hypothesis import given
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from engine.frontend.wire import (
     logprobs_from_message,
     logprobs_to_message,
+    prompt_logprobs_from_message,
+    prompt_logprobs_to_message,
     sampling_from_message,
     sampling_to_message,
 )
-from engine.outputs import TokenLogprobs
+from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from tandem_pb import prefill_pb2
 
@@ -38,6 +41,7 @@ PARAMS = st.builds(
     stop_token_ids=st.lists(TOKENS, max_size=5).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.one_of(st.none(), st.integers(0, 20)),
+    prompt_logprobs=st.one_of(st.none(), st.integers(0, 20)),
 )
 
 
@@ -63,3 +67,17 @@ def test_log_probabilities(ids: list[int], rank: int, logprob: float) -> None:
     sent = logprobs_to_message(logprobs).SerializeToString()
     assert logprobs_from_message(prefill_pb2.TokenLogprobs.FromString(sent)) == logprobs
     assert struct.unpack("f", struct.pack("f", logprob))[0] == logprob
+
+
+def test_log_probabilities_of_prompts() -> None:
+    part = PromptLogprobs(
+        5, 1, array("i", [9, 1, 8, 2]).tobytes(), array("f", [-1, -0.5, -2, -0.25]).tobytes(),
+        array("i", [7, 3]).tobytes(),
+    )  # fmt: skip
+    sent = prompt_logprobs_to_message(part).SerializeToString()
+    found = prompt_logprobs_from_message(prefill_pb2.PromptLogprobs.FromString(sent))
+    assert found == part
+    assert found.unpack() == [
+        TokenLogprobs([9, 1], [-1.0, -0.5], 7),
+        TokenLogprobs([8, 2], [-2.0, -0.25], 3),
+    ]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,8 +52,9 @@ def logits_by_rank(
 @pytest.fixture(scope="session")
 def greedy_by_rank(
     checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, list[dict[str, list[int]]]]:
-    """Tensor-parallel size to what each rank of an engine sampled."""
+) -> dict[int, list[dict[str, Any]]]:
+    """Tensor-parallel size to what each rank of an engine sampled: "family/mode/request" to the
+    fields of `Found`."""
     out = tmp_path_factory.mktemp("greedy")
     num_engines = len(FAMILIES) * len(MODES)
     run_ranks(

@@ -4,14 +4,16 @@
 
 Every rank runs the same scheduler on the tokens that its own worker sampled, so ranks that
 disagree in one token part ways and it shows. Writes OUT/greedy-RANK.json: "family/mode/request"
-to tokens.
+to tokens and log probabilities.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.messages import EngineCoreRequest
@@ -29,6 +31,19 @@ WITH_CACHED_PREFIX = {"3": 64, "4": 32}
 request that warms the cache runs before all of them."""
 
 
+NUM_TOP = 3
+"""Log probabilities of the prompts are asked for in a run of their own."""
+
+
+@dataclass
+class Found:
+    """Of one request. `prompt_logprobs`: (token ids, log probabilities, rank) of each token of the
+    prompt but the first."""
+
+    tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[tuple[list[int], list[float], int]] = field(default_factory=list)
+
+
 class EngineRank:
     """`run` adds requests and steps until all have ended."""
 
@@ -41,31 +56,45 @@ class EngineRank:
         self._scheduler = Scheduler(config, num_blocks, None)
         self.num_cached: dict[str, int] = {}
 
-    def run(self, asked: dict[str, list[int]], max_tokens: int) -> dict[str, list[int]]:
+    def run(
+        self, asked: dict[str, list[int]], max_tokens: int, prompt_logprobs: int | None = None
+    ) -> dict[str, Found]:
         for request_id, prompt in asked.items():
-            sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                prompt_logprobs=prompt_logprobs,
+            )
             message = EngineCoreRequest(
                 request_id=request_id, prompt_token_ids=prompt, sampling=sampling
             )
             self._scheduler.add_request(Request(message))
-        tokens: dict[str, list[int]] = {request_id: [] for request_id in asked}
+        found = {request_id: Found() for request_id in asked}
         while self._scheduler.has_unfinished_requests():
             step = self._scheduler.schedule()
             assert step is not None
             result = self._worker.execute_model(step)
             for output in self._scheduler.update_from_output(step, result).outputs:
-                tokens[output.request_id] += output.new_token_ids
+                of_request = found[output.request_id]
+                of_request.tokens += output.new_token_ids
+                if (part := output.prompt_logprobs) is not None:
+                    assert part.first_position == 1 + len(of_request.prompt_logprobs)
+                    assert not of_request.tokens
+                    of_request.prompt_logprobs += [
+                        (token.token_ids, token.logprobs, token.rank) for token in part.unpack()
+                    ]
                 if output.num_cached_tokens is not None:
                     self.num_cached[output.request_id] = output.num_cached_tokens
-        return tokens
+        return found
 
     def close(self) -> None:
         self._scheduler.check_empty()
         self._worker.shutdown()
 
 
-def greedy(folder: Path, mode: str, rank: int, size: int, rendezvous: str) -> dict[str, list[int]]:
-    """Request to NUM_GREEDY tokens."""
+def greedy(folder: Path, mode: str, rank: int, size: int, rendezvous: str) -> dict[str, Found]:
+    """Request to NUM_GREEDY tokens and to log probabilities of its prompt."""
     config = EngineConfig(
         engine_id=f"parity-{folder.name}-{mode}-{size}",
         epoch=1,
@@ -81,27 +110,32 @@ def greedy(folder: Path, mode: str, rank: int, size: int, rendezvous: str) -> di
     engine = EngineRank(config, rank, rendezvous)
     engine.run({"warm": prompts()[3]}, max_tokens=1)
     asked = {str(index): prompt for index, prompt in enumerate(prompts())}
-    tokens = engine.run(asked, NUM_GREEDY)
+    found = engine.run(asked, NUM_GREEDY)
     for request_id in asked:
         assert engine.num_cached[request_id] == WITH_CACHED_PREFIX.get(request_id, 0)
+    # The cache knows all of these prompts now, and must not be asked.
+    for request_id, scored in engine.run(asked, 1, NUM_TOP).items():
+        assert engine.num_cached[request_id] == 0
+        assert scored.tokens == found[request_id].tokens[:1]
+        found[request_id].prompt_logprobs = scored.prompt_logprobs
     engine.close()
-    return tokens
+    return found
 
 
-def greedy_all(folder: Path, rank: int, size: int, rendezvous: list[str]) -> dict[str, list[int]]:
+def greedy_all(folder: Path, rank: int, size: int, rendezvous: list[str]) -> dict[str, Any]:
     """Every family in every mode, each with an address of its own."""
     addresses = iter(rendezvous)
     return {
-        f"{checkpoint.name}/{mode}/{request_id}": tokens
+        f"{checkpoint.name}/{mode}/{request_id}": asdict(found)
         for checkpoint in sorted(folder.iterdir())
         for mode in MODES
-        for request_id, tokens in greedy(checkpoint, mode, rank, size, next(addresses)).items()
+        for request_id, found in greedy(checkpoint, mode, rank, size, next(addresses)).items()
     }
 
 
 def main(folder: str, out: str, rank: str, size: str, *rendezvous: str) -> None:
-    tokens = greedy_all(Path(folder), int(rank), int(size), list(rendezvous))
-    (Path(out) / f"greedy-{rank}.json").write_text(json.dumps(tokens))
+    found = greedy_all(Path(folder), int(rank), int(size), list(rendezvous))
+    (Path(out) / f"greedy-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

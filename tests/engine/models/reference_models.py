@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, VOCAB
+from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, VOCAB, prompts
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -110,6 +111,13 @@ def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
+@cache
+def expected_logits(folder: Path) -> list[torch.Tensor]:
+    """`reference_logits` of every prompt of `prompts()`."""
+    model = reference(folder)
+    return [reference_logits(model, prompt) for prompt in prompts()]
+
+
 def reference_greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], float]:
     """NUM_GREEDY tokens, and the smallest lead that a chosen token had over the next best."""
     output = model.generate(

@@ -1,17 +1,21 @@
-"""64 greedy tokens through scheduler, worker and sampler equal transformers': every family, one
-rank and two, prompts chunked and whole, several requests at once, and behind a cached prefix."""
+"""64 greedy tokens through scheduler, worker and sampler equal transformers', and so do the log
+probabilities of prompts: every family, one rank and two, prompts chunked and whole, several
+requests at once, and behind a cached prefix."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.engine.models.engine_rank import MODES
+from tests.engine.models.engine_rank import MODES, NUM_TOP
 from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 from tests.engine.models.reference_models import (
     FAMILIES,
+    expected_logits,
     reference,
     reference_greedy,
 )
@@ -40,10 +44,32 @@ def test_greedy_tokens_equal_transformers(
     mode: str,
     tp_size: int,
     checkpoints: Path,
-    greedy_by_rank: dict[int, list[dict[str, list[int]]]],
+    greedy_by_rank: dict[int, list[dict[str, Any]]],
 ) -> None:
     expected = expected_tokens(checkpoints / family)
     for ours in greedy_by_rank[tp_size]:
         for index, tokens in enumerate(expected):
             assert len(tokens) == NUM_GREEDY
-            assert ours[f"{family}/{mode}/{index}"] == tokens
+            assert ours[f"{family}/{mode}/{index}"]["tokens"] == tokens
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_logprobs_equal_transformers(
+    family: str,
+    mode: str,
+    tp_size: int,
+    checkpoints: Path,
+    greedy_by_rank: dict[int, list[dict[str, Any]]],
+) -> None:
+    expected = [logits.log_softmax(-1) for logits in expected_logits(checkpoints / family)]
+    for ours in greedy_by_rank[tp_size]:
+        for index, (prompt, logprobs) in enumerate(zip(prompts(), expected, strict=True)):
+            found = ours[f"{family}/{mode}/{index}"]["prompt_logprobs"]
+            assert len(found) == len(prompt) - 1
+            for (ids, values, rank), token, at in zip(found, prompt[1:], logprobs, strict=False):
+                best = at.topk(NUM_TOP)
+                assert ids == [token, *best.indices.tolist()]
+                torch.testing.assert_close(torch.tensor(values), at[ids], rtol=1e-4, atol=2e-5)
+                assert rank == 1 + int((at > at[token]).sum())

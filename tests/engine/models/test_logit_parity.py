@@ -3,7 +3,6 @@ chunked and whole, with and without a cached prefix."""
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,13 @@ from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import CHUNK, compute, make_paged_model
 from tests.engine.models.reference_models import (
     FAMILIES,
+    expected_logits,
     reference,
     reference_logits,
     save_checkpoint,
 )
 
 LogitsByRank = dict[int, list[dict[str, torch.Tensor]]]
-
-
-@cache
-def expected_logits(folder: Path) -> list[torch.Tensor]:
-    model = reference(folder)
-    return [reference_logits(model, prompt) for prompt in prompts()]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
