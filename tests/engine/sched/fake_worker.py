@@ -9,12 +9,13 @@ prompt and sampling parameters.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import ModelRunnerOutput, PromptLogprobs, RowPromptLogprobs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
@@ -31,6 +32,11 @@ def kv_of(tokens: list[int]) -> list[int]:
         state = hash((state, token))
         states.append(state)
     return states
+
+
+def prompt_ranks(prompt: list[int]) -> list[int]:
+    """Of each token but the first."""
+    return [state % 1000 + token for state, token in zip(kv_of(prompt), prompt[1:], strict=False)]
 
 
 def next_token(
@@ -119,6 +125,7 @@ class FakeWorker:
             assert index not in self.decode_set
             assert 1 <= count <= row.prefill_len - row.num_computed
             self._compute(row, count)
+            self._look_up(index, row, count, output)
             if row.num_computed == row.prefill_len:
                 self._sample(index, row, output)
         for index in sorted(self.decode_set):
@@ -152,6 +159,14 @@ class FakeWorker:
             if position < row.max_len:
                 self.memory.write(row.block_ids, position, states[position])
         row.num_computed += count
+
+    def _look_up(self, index: int, row: WorkerRow, count: int, output: ModelRunnerOutput) -> None:
+        """Ranks of the prompt's tokens among those that `count` tokens just computed predict."""
+        first = row.num_computed - count + 1
+        ranks = prompt_ranks(row.tokens[: row.prompt_len])[first - 1 : row.num_computed]
+        if row.sampling.prompt_logprobs is not None and ranks:
+            part = PromptLogprobs(first, 0, b"", b"", array("i", ranks).tobytes())
+            output.prompt_logprobs.append(RowPromptLogprobs(index, row.epoch, part))
 
     def _sample(self, index: int, row: WorkerRow, output: ModelRunnerOutput) -> None:
         state = kv_of(row.tokens)[row.num_computed - 1]

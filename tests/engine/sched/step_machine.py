@@ -7,16 +7,22 @@ users, and what is free and what is used make up the whole cache.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.messages import EngineCoreOutputs, KVTransferResult
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
-from tests.engine.sched.fake_worker import FakeWorker, PagedMemory, expected_output
+from tests.engine.sched.fake_worker import (
+    FakeWorker,
+    PagedMemory,
+    expected_output,
+    prompt_ranks,
+)
 from tests.engine.sched.memory_connector import MemoryConnector
 
 
@@ -31,6 +37,7 @@ class Client:
     error: str = ""
     kv_results: list[KVTransferResult] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    prompt_ranks: list[int] = field(default_factory=list)
 
 
 class StepMachine:
@@ -146,6 +153,10 @@ class StepMachine:
             if output.num_cached_tokens is not None:
                 assert client.num_cached_tokens is None
                 client.num_cached_tokens = output.num_cached_tokens
+            if output.prompt_logprobs is not None:
+                self._take_prompt_logprobs(client, output.prompt_logprobs)
+            elif output.new_token_ids and client.request.sampling.prompt_logprobs is not None:
+                self._check_prompt_logprobs(client)
             client.tokens += output.new_token_ids
             client.finish_reason = output.finish_reason
             client.error = output.error
@@ -153,6 +164,21 @@ class StepMachine:
         for result in outputs.kv_results:
             self.clients[result.request_id].kv_results.append(result)
         self.check_blocks()
+
+    def _take_prompt_logprobs(self, client: Client, part: PromptLogprobs) -> None:
+        """Each part follows the one before, or begins anew."""
+        if part.first_position == 1:
+            client.prompt_ranks = []
+        assert part.first_position == 1 + len(client.prompt_ranks)
+        client.prompt_ranks += array("i", part.ranks)
+
+    def _check_prompt_logprobs(self, client: Client) -> None:
+        """With the first token they are complete, unless a peer gave them with it."""
+        params = client.request.kv_transfer_params
+        if params is not None and params.do_remote_prefill and client.tokens:
+            return
+        prompt = client.request.all_token_ids[: client.request.num_prompt_tokens]
+        assert client.prompt_ranks == prompt_ranks(prompt)
 
     def check_blocks(self) -> None:
         """Every block is either free or has exactly the users that its count says."""

@@ -99,6 +99,8 @@ class Traffic:
             more["stop_token_ids"] = tuple(rng.sample(range(1, 60), 5))
         if rng.random() < 0.3:
             more["min_tokens"] = rng.randint(0, max_tokens)
+        if rng.random() < 0.2:
+            more["prompt_logprobs"] = 0
         return make_request(
             name,
             beginning + rest,
