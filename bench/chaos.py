@@ -5,7 +5,8 @@
     2. every request once, undisturbed: its text, usage and end are what it must always give
     3. for `--seconds`: `--streams` requests at a time, over both routers, while one decode node
        after the other gets SIGKILL (every third one SIGSTOP) and is started again
-    4. every answer is compared; the longest silence that a client saw is reported
+    4. every answer is compared; the longest silence that its client saw is reported, and what took
+       the time: the routers log it of every answer that moves
 
     python -m bench.chaos --seconds 120
 
@@ -21,10 +22,12 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
+import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,12 +36,16 @@ import aiohttp
 from bench.openai_stream import Outcome, stream_completion
 from bench.record import write_result
 from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs, free_ports
-from cli.supervisor import Listener, Service, ServiceSpec, Supervisor
+from cli.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
 
 _DECODE_ARGS = ("--local-prefill-threshold", "8")
 _ROUTER_ARGS = ("--stale-after-s", "2", "--down-after-s", "4", "--stream-stall-s", "3")
 _NUM_REQUESTS = 40
 _FREEZE_S = 6.0
+_LONG_S = 1.0
+"""Silences above this are explained."""
+_MOVED = re.compile(r"request (chaos-\S+) goes on at .*?((?: \w+=[\d.]+){4})")
+_LOG_LATE_S = 2.0
 
 Answer = tuple[str, int | None]
 """Text and number of output tokens."""
@@ -66,10 +73,61 @@ def request_body(i: int) -> bytes:
 class Cluster:
     supervisor: Supervisor
     urls: list[str]
+    observer: Observer
 
     @property
     def decodes(self) -> list[Service]:
         return [s for s in self.supervisor.services if s.spec.name.startswith("decode")]
+
+
+@dataclass(slots=True)
+class Silence:
+    """The longest one of an answer. `phases`: what it was spent on, if the answer moved then.
+    `restarting_s`: of it, while a decode node was starting."""
+
+    seconds: float
+    began: float
+    request_id: str
+    phases: dict[str, float] = field(default_factory=dict)
+    restarting_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Observer:
+    """What the cluster says of itself meanwhile. Times are `time.perf_counter` seconds."""
+
+    moves: defaultdict[str, list[tuple[float, dict[str, float]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    restarts: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    def on_log(self, service: Service, line: str) -> None:
+        if moved := _MOVED.search(line):
+            phases = dict(part.split("=") for part in moved[2].split())
+            seconds = {phase: float(value) for phase, value in phases.items()}
+            self.moves[moved[1]].append((time.perf_counter(), seconds))
+
+    def on_state(self, service: Service) -> None:
+        spans = self.restarts.setdefault(service.spec.name, [])
+        if service.state is ServiceState.RESTARTING:
+            spans.append([time.perf_counter(), float("inf")])
+        elif service.state is ServiceState.READY and spans:
+            spans[-1][1] = time.perf_counter()
+
+    def explain(self, silence: Silence) -> None:
+        end = silence.began + silence.seconds
+        for at, phases in self.moves[silence.request_id]:
+            if silence.began < at < end + _LOG_LATE_S:
+                silence.phases = phases
+        silence.restarting_s = max(
+            (
+                min(stop, end) - max(start, silence.began)
+                for spans in self.restarts.values()
+                for start, stop in spans
+                if start < end and stop > silence.began
+            ),
+            default=0.0,
+        )
 
 
 @dataclass(slots=True)
@@ -81,11 +139,13 @@ class Load:
     expected: dict[int, Answer] = field(default_factory=dict)
     num_right: int = 0
     wrong: list[str] = field(default_factory=list)
-    longest_gaps_s: list[float] = field(default_factory=list)
+    silences: list[Silence] = field(default_factory=list)
 
-    async def ask(self, i: int, url: str) -> Outcome:
+    async def ask(self, i: int, url: str, request_id: str = "") -> Outcome:
         outcome = Outcome(due=time.perf_counter())
         headers = {"content-type": "application/json"}
+        if request_id:
+            headers["x-request-id"] = request_id
         await stream_completion(
             self.client, f"{url}/v1/completions", request_body(i), headers, outcome
         )
@@ -103,10 +163,12 @@ class Load:
         while time.monotonic() < until:
             serial = next(serials)
             i = serial % _NUM_REQUESTS
-            outcome = await self.ask(i, self.urls[serial % len(self.urls)])
+            name = f"chaos-{serial}"
+            outcome = await self.ask(i, self.urls[serial % len(self.urls)], name)
             if outcome.error is None and (outcome.text, outcome.output_tokens) == self.expected[i]:
                 self.num_right += 1
-                self.longest_gaps_s.append(max(outcome.gaps_s, default=0.0))
+                seconds, began = max(zip(outcome.gaps_s, outcome.chunks, strict=False))
+                self.silences.append(Silence(seconds, began, name))
             else:
                 self.wrong.append(outcome.error or f"request {i} has another text")
 
@@ -144,8 +206,10 @@ def make_cluster(num_prefill: int, num_decode: int) -> Cluster:
         for node in nodes
     ]
     routers = [_router(router, port, "router-0"), _router(router, second_port, "router-1")]
-    supervisor = Supervisor([*routers, *nodes], Listener(), max_pause_s=0.5)
-    return Cluster(supervisor, [spec.endpoint for spec in routers])
+    observer = Observer()
+    listener = Listener(on_log=observer.on_log, on_state=observer.on_state)
+    supervisor = Supervisor([*routers, *nodes], listener, max_pause_s=0.5)
+    return Cluster(supervisor, [spec.endpoint for spec in routers], observer)
 
 
 def _router(spec: ServiceSpec, port: int, name: str) -> ServiceSpec:
@@ -181,7 +245,8 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
             done = await disturbing
     finally:
         await cluster.supervisor.stop()
-    gaps = sorted(load.longest_gaps_s)
+    for silence in load.silences:
+        cluster.observer.explain(silence)
     return {
         "streams": args.streams,
         "seconds": args.seconds,
@@ -189,12 +254,43 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
         "answers_right": load.num_right,
         "answers_wrong": len(load.wrong),
         "reasons": load.wrong[:10],
-        "longest_silence_s": {
-            "p50": round(gaps[len(gaps) // 2], 2),
-            "p99": round(gaps[len(gaps) * 99 // 100], 2),
-            "max": round(gaps[-1], 2),
-        },
+        "longest_silence_s": percentiles([s.seconds for s in load.silences]),
+        "of_answers_that_moved_s": percentiles([s.seconds for s in load.silences if s.phases]),
+        "of_the_others_s": percentiles([s.seconds for s in load.silences if not s.phases]),
+        "long_silences": breakdown([s for s in load.silences if s.seconds > _LONG_S]),
     }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    ranked = sorted(values) or [0.0]
+    return {
+        "p50": round(ranked[len(ranked) // 2], 2),
+        "p99": round(ranked[len(ranked) * 99 // 100], 2),
+        "max": round(ranked[-1], 2),
+    }
+
+
+def breakdown(silences: list[Silence]) -> dict[str, object]:
+    """Mean seconds of each phase, and the same of the worst tenth."""
+    worst = sorted(silences, key=lambda s: -s.seconds)
+    return {
+        "count": len(silences),
+        "moved": sum(bool(s.phases) for s in silences),
+        "mean_s": _means(worst),
+        "worst_tenth_mean_s": _means(worst[: max(1, len(worst) // 10)]),
+    }
+
+
+def _means(silences: list[Silence]) -> dict[str, float]:
+    if not silences:
+        return {}
+    phases = sorted({phase for s in silences for phase in s.phases})
+    means = {"silent": statistics.fmean(s.seconds for s in silences)}
+    for phase in phases:
+        means[phase] = statistics.fmean(s.phases.get(phase, 0.0) for s in silences)
+    means["not moved"] = statistics.fmean(0.0 if s.phases else s.seconds for s in silences)
+    means["while a node started"] = statistics.fmean(s.restarting_s for s in silences)
+    return {name: round(seconds, 2) for name, seconds in means.items()}
 
 
 def main() -> int:

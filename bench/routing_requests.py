@@ -55,6 +55,17 @@ def at_load(
     return [replace(request, at_s=request.at_s * factor) for request in requests]
 
 
+def with_hot_key(requests: Sequence[SimRequest], part: float) -> list[SimRequest]:
+    """The same, but `part` of the sessions say that they are one and the same: a client that sends
+    one name for everything."""
+
+    def info(request: SimRequest) -> RequestInfo:
+        is_hot = random.Random(request.info.session_key).random() < part
+        return replace(request.info, session_key=b"hot") if is_hot else request.info
+
+    return [replace(request, info=info(request)) for request in requests]
+
+
 def _turns(session: Session, number: int, rng: random.Random) -> Iterable[SimRequest]:
     guess = rng.lognormvariate(0, _GUESS_SPREAD)
     at_s, num_prompt = session.start_s - _WARM_S, session.shared_tokens

@@ -23,7 +23,14 @@ from typing import Any
 
 from bench.record import RESULTS, write_result
 from bench.routing_cluster import ClusterShape, Measured, PrefillCost, SimCluster
-from bench.routing_requests import Limits, SimRequest, at_load, limits, make_requests
+from bench.routing_requests import (
+    Limits,
+    SimRequest,
+    at_load,
+    limits,
+    make_requests,
+    with_hot_key,
+)
 from bench.workload import PRESETS
 from router.admission.admission_gate import GateLimits
 from router.node_registry import NodeRegistry
@@ -38,6 +45,9 @@ _TIME_SCALE = 0.38
 """Of the pauses between turns: the trace's hour at the load of 16 nodes."""
 _TURNS_PER_NODE_S = 0.57
 """Requests that a node gets in a second at load 1, about; exact in `at_load`."""
+_HOT_KEY = "hot-key"
+_HOT_PART = 0.3
+"""Of all sessions have the same key in this workload."""
 _COST = PrefillCost()
 
 
@@ -91,8 +101,11 @@ class Result:
 def _requests(
     workload: str, num_nodes: int, load: float, count: int, seed: int
 ) -> tuple[list[SimRequest], Limits]:
-    preset = PRESETS[workload].scaled(1.0, _TIME_SCALE, None)
+    preset = PRESETS["conversation" if workload == _HOT_KEY else workload]
+    preset = preset.scaled(1.0, _TIME_SCALE, None)
     requests = make_requests(preset, _TURNS_PER_NODE_S * load * num_nodes, count, seed)
+    if workload == _HOT_KEY:
+        requests = with_hot_key(requests, _HOT_PART)
     requests = at_load(
         requests, load * num_nodes, lambda r: _COST.seconds(r.num_prompt, r.num_prompt)
     )
@@ -188,7 +201,7 @@ def nodes() -> Iterable[Case]:
 
 
 def workloads() -> Iterable[Case]:
-    for workload in ("agent", "chat-short", "no-share", "hot-prefix", "flash-crowd"):
+    for workload in ("agent", "chat-short", "no-share", "hot-prefix", "flash-crowd", _HOT_KEY):
         for policy in (PolicyName.LEAST_LOADED, PolicyName.STICKY, PolicyName.TANDEM):
             yield Case(group="workloads", label=policy, load=0.9, policy=policy, workload=workload)
 

@@ -29,7 +29,8 @@ from tandem_wire.security_config import PlaintextRefused, Role
 logger = logging.getLogger(__name__)
 
 _MIN_PAUSE_S = 0.2
-_MAX_PAUSE_S = 2.0
+_MAX_PAUSE_S = 1.0
+"""A node that comes back is missed by answers that wait for one."""
 
 
 _OPTIONS = (

@@ -2,7 +2,8 @@
 
 1. place     anywhere but there, on a node of the same model and KV: the same tokens would follow
 2. attempt   the original body and the journal so far. Refused or lost: back to 1 without it
-3. wait      nobody is left to try: a node may come back or get room; back to 1 with everybody
+3. wait      nobody is left to try: until a node comes back, or for a moment, because one may get
+             room; back to 1 with everybody
 4. go on     the node has accepted: the answer continues behind the last entry of the journal
 -  give up   after `timeout_s`, or when the request or the router has used up its migrations
 """
@@ -25,6 +26,7 @@ from router.retry_budget import RetryBudget
 
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
+_LOOK_S = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,11 +58,20 @@ class Migrations:
                     return exchange
                 tried.append(placement.decode)
                 continue
-            if time.monotonic() + pause_s > deadline:
+            if not await self._pause(pause_s * self.rng.uniform(0.8, 1.2), deadline):
                 return None
-            await asyncio.sleep(pause_s * self.rng.uniform(0.8, 1.2))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             tried = []
+
+    async def _pause(self, pause_s: float, deadline: float) -> bool:
+        """Shorter if something changes about the nodes. False: there is no time left."""
+        registry = self.attempts.registry
+        version, until = registry.version, time.monotonic() + pause_s
+        while registry.version == version and (left_s := until - time.monotonic()) > 0:
+            if time.monotonic() + left_s > deadline:
+                return False
+            await asyncio.sleep(min(left_s, _LOOK_S))
+        return True
 
     def _place(
         self, request: ClientRequest, fingerprint: str, tried: list[Node]

@@ -4,7 +4,8 @@
                         hung when the reports have stopped for `stall_s` too. Another node can
                         begin the answer, so this may be a mistake
     in a journaled one  the node gives a sign of life at least every second: hung when it has given
-                        none for `stall_s`, whatever its reports say
+                        none for `stall_s`, whatever its reports say; after half of that when
+                        its reports have stopped too, which come on a way of their own
     in another answer   hung when the node counts as down: there is nobody to go on
 
 Only a node that we wait for can be found hung, not one whose client reads slowly. Time in which
@@ -54,16 +55,16 @@ class SilenceWatch:
                 exchange.give_up(f"it has said nothing for {silent_s:.1f} s")
 
     def _is_hung(self, exchange: Exchange, silent_s: float) -> bool:
-        if silent_s <= self.stall_s:
-            return False
-        if exchange.is_journaled:
-            return True
         node = exchange.placement.decode
+        if exchange.is_journaled:
+            half_s = self.stall_s / 2
+            both_silent = silent_s > half_s and self._reports_stopped(node, half_s)
+            return silent_s > self.stall_s or both_silent
         if exchange.status:
             return silent_s > self.registry.patience.down_after_s and self.registry.is_down(node)
-        return self._reports_stopped(node)
+        return silent_s > self.stall_s and self._reports_stopped(node, self.stall_s)
 
-    def _reports_stopped(self, node: Node) -> bool:
+    def _reports_stopped(self, node: Node, for_s: float) -> bool:
         """Of a node that left the list we know nothing."""
         is_member = node in self.registry.nodes(node.address.role)
-        return is_member and self.registry.clock() - node.reported_at > self.stall_s
+        return is_member and self.registry.clock() - node.reported_at > for_s

@@ -40,7 +40,7 @@ class TandemParameters:
     """See docs/routing.md for what each of them was measured against."""
 
     spill: SpillRule = MARGINS
-    base_weight: float = 2.0
+    base_weight: float = 3.0
     queue_weight: float = 10.0
     prefill_tokens_per_s: float = 8000.0
     short_prompt_tokens: int = 0

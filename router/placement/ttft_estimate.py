@@ -28,7 +28,7 @@ _DOUBT_PER_S = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftEstimator:
     fit: ServiceTimeFit
-    base_weight: float = 2.0
+    base_weight: float = 3.0
     queue_weight: float = 10.0
 
     def queue_s(self, node: Node, now: float) -> float:

@@ -47,7 +47,9 @@ class Case:
         ({}, 4.9, False, False),
         ({}, 5.1, False, True),
         ({}, 600.0, True, False),
-        ({"status": 200, "is_journaled": True}, 4.9, False, False),
+        ({"status": 200, "is_journaled": True}, 2.4, False, False),
+        ({"status": 200, "is_journaled": True}, 2.6, False, True),
+        ({"status": 200, "is_journaled": True}, 4.9, True, False),
         ({"status": 200, "is_journaled": True}, 5.1, True, True),
         ({"status": 200}, 9.9, False, False),
         ({"status": 200}, 10.1, False, True),
@@ -68,5 +70,5 @@ def test_of_a_node_that_left_the_list_nothing_is_known() -> None:
 def test_time_in_which_the_router_itself_stood_still_does_not_count() -> None:
     case = Case(status=200, is_journaled=True)
     case.watch._stood_still_until = case.clock.now + 8.0
-    assert not case.after(12.0, reports=False)
+    assert not case.after(12.0, reports=True)
     assert case.after(1.5, reports=False)
