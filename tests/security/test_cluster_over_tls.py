@@ -1,0 +1,90 @@
+"""A router, a prefill node and a decode node that only talk over mutual TLS, and show a token."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from router.config import RouterSettings
+from tandem_wire.security_config import Role
+from tests.decode_node.node_processes import node_process
+from tests.router.router_cluster import run_router
+from tests.security.authority import Authority
+
+TAKEN = 'tandem_prefill_requests_total{engine="0",model_name="demo",outcome="done"} 1.0'
+PULLED = re.compile(r"^tandem_kv_transfer_seconds_count.* 1\.0$", re.MULTILINE)
+
+
+def files(authority: Authority, role: Role, token: Path) -> dict[str, str]:
+    folder = authority.service(role.value, role, ("10.9.9.9",))
+    return {
+        "tls_cert_file": str(folder / "tls.crt"),
+        "tls_key_file": str(folder / "tls.key"),
+        "tls_ca_file": str(folder / "ca.crt"),
+        "tls_identity": "role",
+        "cluster_token_file": str(token),
+    }
+
+
+def flags(authority: Authority, role: Role, token: Path) -> list[str]:
+    settings = files(authority, role, token)
+    return [
+        *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()),
+        "--served-model-name=demo",
+        "--metrics-port=0",
+    ]
+
+
+@pytest.mark.e2e
+async def test_an_answer_comes_over_tls_alone(
+    authority: Authority, token_file, demo_checkpoint: Path
+) -> None:
+    token = token_file("s" * 32)
+    async with (
+        node_process(
+            "prefill_node", demo_checkpoint, *flags(authority, Role.PREFILL, token)
+        ) as prefill,
+        node_process(
+            "decode_node", demo_checkpoint, *flags(authority, Role.DECODE, token)
+        ) as decode,
+    ):
+        await asyncio.gather(prefill.wait_ready(), decode.wait_ready())
+        assert decode.ready["url"].startswith("https://")
+        grpc_port = decode.ready["grpc_address"].rpartition(":")[2]
+        settings = RouterSettings(
+            port=0,
+            prefill=prefill.ready["address"],
+            decode=f"{decode.ready['address']}/{grpc_port}",
+            **files(authority, Role.ROUTER, token),
+        )
+        async with run_router(settings) as router:
+            await router.wait_usable(decode=1, prefill=1)
+            body = {"model": "demo", "prompt": "Ada " * 30, "max_tokens": 8, "stream": True}
+            async with router.client.post(f"{router.url}/v1/completions", json=body) as answer:
+                assert answer.status == 200
+                text = await answer.text()
+            assert text.endswith("data: [DONE]\n\n"), text
+            assert TAKEN in await scrape(router.client, prefill.ready["metrics_port"])
+            counted = await scrape(router.client, decode.ready["metrics_port"])
+            assert PULLED.search(counted)
+            await check_others_are_refused(router.client, decode.ready["address"])
+
+
+async def scrape(client: aiohttp.ClientSession, port: int) -> str:
+    for path in ("health", "ready"):
+        async with client.get(f"http://127.0.0.1:{port}/{path}") as probe:
+            assert probe.status == 200
+    async with client.get(f"http://127.0.0.1:{port}/metrics") as answer:
+        return await answer.text()
+
+
+async def check_others_are_refused(client: aiohttp.ClientSession, address: str) -> None:
+    """Without TLS, and without a certificate."""
+    for scheme in ("http", "https"):
+        with pytest.raises(aiohttp.ClientError):
+            async with client.get(f"{scheme}://{address}/v1/models", ssl=False) as answer:
+                await answer.read()
