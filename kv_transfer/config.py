@@ -18,7 +18,9 @@ class KVTransferConfig:
 
     Attributes:
         kv_role: `kv_producer` on prefill nodes, `kv_consumer` on decode nodes.
-        host: Address that transfer processes of a producer listen on and are reached at.
+        hosts: Addresses of this host, one for each network interface that carries KV. Transfer
+            processes share them out: a producer's listens on its own and is reached there, a
+            consumer's connects from its own if there are several.
         port: Of a producer's first transfer process; those of all ranks follow. 0: any free ones.
         security: How transfer processes make sure of those of peers.
         num_processes: Transfer processes for each tensor-parallel rank.
@@ -37,7 +39,7 @@ class KVTransferConfig:
     """
 
     kv_role: KVRole
-    host: str = "127.0.0.1"
+    hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = 0
     security: SecurityConfig = field(default_factory=SecurityConfig)
     num_processes: int = 1

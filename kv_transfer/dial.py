@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 from kv_transfer.errors import PeerLost
 from tandem_wire.address import split_address
@@ -11,20 +12,24 @@ from tandem_wire.credentials import Credentials
 from tandem_wire.security_config import PlaintextRefused
 
 
-async def dial(address: str, credentials: Credentials) -> socket.socket:
-    """Connected, and does not block. Raises `PeerLost`."""
+async def dial(address: str, credentials: Credentials, source: str = "") -> socket.socket:
+    """Connected, and does not block. `source`: our address to connect from, where it is of the same
+    kind; empty: any. Raises `PeerLost`."""
     loop = asyncio.get_running_loop()
     reason: OSError = OSError("the name has no address")
     try:
         host, port = split_address(address)
         credentials.check_dial(host)
         infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        sources = await _sources(source)
     except (OSError, ValueError, PlaintextRefused) as error:
         raise PeerLost(f"{address}: {error}") from error
     for family, kind, protocol, _, target in infos:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)
+            if family in sources:
+                sock.bind(sources[family])
             await loop.sock_connect(sock, target)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return sock
@@ -35,3 +40,12 @@ async def dial(address: str, credentials: Credentials) -> socket.socket:
             sock.close()
             raise
     raise PeerLost(f"{address}: {reason}") from reason
+
+
+async def _sources(source: str) -> dict[int, tuple[Any, ...]]:
+    """To bind to, by address family."""
+    if not source:
+        return {}
+    loop = asyncio.get_running_loop()
+    infos = await loop.getaddrinfo(source.strip("[]"), 0, type=socket.SOCK_STREAM)
+    return {family: target for family, _, _, _, target in infos}

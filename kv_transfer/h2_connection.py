@@ -109,9 +109,11 @@ class H2Connection:
         self._write(h2.client_opening())
 
     @classmethod
-    async def connect(cls, address: str, credentials: Credentials) -> H2Connection:
-        """Raises `PeerLost`."""
-        return cls(address, await dial(address, credentials))
+    async def connect(
+        cls, address: str, credentials: Credentials, source: str = ""
+    ) -> H2Connection:
+        """See `dial`. Raises `PeerLost`."""
+        return cls(address, await dial(address, credentials, source))
 
     @property
     def is_usable(self) -> bool:

@@ -13,17 +13,21 @@ from tandem_wire.credentials import Credentials
 
 
 class H2PullTransport(PullTransport):
-    """As many connections to an address as there were streams at the same time."""
+    """As many connections to an address as there were streams at the same time. `source`: our
+    address that they leave from; empty: any."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, source: str = "") -> None:
         self._credentials = credentials
+        self._source = source
         self._idle: dict[str, list[H2Connection]] = defaultdict(list)
         self._busy: set[H2Connection] = set()
 
     async def pull(
         self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
     ) -> None:
-        connection = self._reuse(address) or await H2Connection.connect(address, self._credentials)
+        connection = self._reuse(address) or await H2Connection.connect(
+            address, self._credentials, self._source
+        )
         self._busy.add(connection)
         try:
             await connection.call(

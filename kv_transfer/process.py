@@ -40,6 +40,7 @@ from kv_transfer.metadata import (
     TransferCommand,
     TransferEvent,
 )
+from kv_transfer.own_host import own_host, source_host
 from kv_transfer.process_config import TransferProcessConfig
 from kv_transfer.pull_server import PullServer, new_pull_server
 from kv_transfer.pull_service import PullService
@@ -120,6 +121,10 @@ class TransferProcess:
     def _is_producer(self) -> bool:
         return self._config.transfer.kv_role == "kv_producer"
 
+    @property
+    def _gpu(self) -> str:
+        return self._cache.device.pci_address
+
     def _stop(self, error: BaseException | None) -> None:
         if self._end.done():
             return
@@ -160,6 +165,7 @@ class TransferProcess:
                 self._cache,
                 self._emit,
                 self._changed.set,
+                source_host(config, self._gpu),
             )
         commands, self._commands_address = listen_for_commands(self._context, config)
         self._read(commands, TransferCommand, self._obey)
@@ -173,17 +179,17 @@ class TransferProcess:
 
     async def _listen(self, sender: KVSender) -> PullServer:
         """Where settings say, else on the port that we had before a restart if it can be had."""
-        transfer = self._config.transfer
+        transfer, host = self._config.transfer, own_host(self._config, self._gpu)
         service = PullService(transfer, self._me, sender)
         server = new_pull_server(transfer, service, Credentials(transfer.security))
         fixed_port = self._config.fixed_port
         try:
-            port = await server.listen(transfer.host, fixed_port or self._config.port)
+            port = await server.listen(host, fixed_port or self._config.port)
         except OSError:
             if fixed_port:
                 raise
-            port = await server.listen(transfer.host, 0)
-        self._address = join_address(transfer.host, port)
+            port = await server.listen(host, 0)
+        self._address = join_address(host, port)
         return server
 
     def _obey(self, command: TransferCommand) -> None:

@@ -85,6 +85,12 @@ class RecvTransfer:
         self.first_byte_at = self.last_byte_at
         return True
 
+    def let_go(self) -> None:
+        """It has ended. Streams know their transfer, and what they received into would stay until
+        garbage is collected, which is seldom."""
+        self.streams = []
+        self.task = None
+
     def excuse_silence(self) -> None:
         """Time starts anew for all streams."""
         for stream in self.streams:
@@ -111,7 +117,9 @@ class KVReceiver:
         cache: KVCacheView,
         emit: Callable[[TransferEvent], None],
         on_change: Callable[[], None],
+        source: str = "",
     ) -> None:
+        """`source`: our address from which KV is pulled, where the transport can say so."""
         self._config = config
         self._me = me
         self._rank = rank
@@ -127,8 +135,11 @@ class KVReceiver:
         self._on_change = on_change
         credentials = Credentials(config.security)
         self._peers = PeerClient(me, config.stall_timeout_s, credentials)
-        transport = H2PullTransport if config.network_transport == "h2" else GrpcPullTransport
-        self._transport: PullTransport = transport(credentials)
+        self._transport: PullTransport = (
+            H2PullTransport(credentials, source)
+            if config.network_transport == "h2"
+            else GrpcPullTransport(credentials)
+        )
         self._peer_caches = PeerCaches(cache.device)
         self._transfers: TransferTable[RecvTransfer] = TransferTable()
         self._releases: set[asyncio.Task[None]] = set()
@@ -334,6 +345,7 @@ class KVReceiver:
         meta = transfer.meta
         self._transfers.end(meta.transfer_id, meta.attempt, state)
         self._emit(_EVENT_OF[state], transfer, reason, retryable)
+        transfer.let_go()
         self._on_change()
 
     def _emit(

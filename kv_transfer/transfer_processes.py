@@ -60,6 +60,8 @@ class _TransferProcess:
         self.report: ProcessReport | None = None
         self.past = ProcessReport(config.process)
         """Totals of its former lives."""
+        self.address = ""
+        """That it listens on, or will again when it was restarted."""
         self._host = host
         self._context = context
         self._commands: CommandSender | None = None
@@ -89,6 +91,7 @@ class _TransferProcess:
         """Late words of a dead predecessor are not about this process."""
         if report.generation == self.config.generation and self._commands is not None:
             self.report = report
+            self.address = report.address
             self._commands.accept(report)
 
     def restart(self) -> HostedProcess:
@@ -210,7 +213,7 @@ class TransferProcesses:
             self._remote_events_address = listen(self._events, link.core_address, link.key)
         return msgspec.structs.replace(
             config,
-            transfer=replace(config.transfer, host=link.host_address),
+            transfer=replace(config.transfer, hosts=(link.host_address,)),
             link=link,
             remote_events_address=self._remote_events_address,
         )
@@ -221,12 +224,7 @@ class TransferProcesses:
     @property
     def endpoints(self) -> tuple[tuple[str, ...], ...]:
         """By rank. A process that is being restarted keeps its address."""
-        addresses = [
-            f"{process.config.transfer.host}:{process.config.port}"
-            if process.report is None
-            else process.report.address
-            for process in self._processes
-        ]
+        addresses = [process.address for process in self._processes]
         step = self._num_per_rank
         return tuple(tuple(addresses[i : i + step]) for i in range(0, len(addresses), step))
 

@@ -33,6 +33,7 @@ from engine.config import (
 )
 from engine.models.checkpoint import load_model_config, resolve_model
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
+from kv_transfer.sizing import choose_num_streams, processes_for_this_host
 from tandem_wire.security_config import SecurityError
 from tandem_wire.security_settings import SecuritySettings
 
@@ -180,7 +181,9 @@ class EngineSettings(SecuritySettings):
     kv_host: str | None = Field(
         default=None,
         description="Address of this host at which decode nodes fetch KV from a prefill node. "
-        "Default: --host.",
+        "Several, comma separated: one of each network interface to use; transfer processes share "
+        "them out, those near their GPU first, and decode nodes connect from theirs. Default: "
+        "--host.",
     )
     kv_port: int = Field(
         default=0,
@@ -201,9 +204,18 @@ class EngineSettings(SecuritySettings):
         description="What carries KV over the network. h2: HTTP/2 ends of our own, which copy "
         "much less. grpcio: that library. Both speak gRPC, so nodes need not agree.",
     )
-    kv_processes: int = Field(default=1, ge=1, description="KV transfer processes of each worker.")
-    kv_streams: int = Field(
-        default=4, ge=1, le=64, description="Connections over which one request's KV is pulled."
+    kv_processes: int | None = Field(
+        default=None,
+        ge=1,
+        description="KV transfer processes of each worker. Default: 1 to 4, by the cores of this "
+        "host, its network interfaces and workers.",
+    )
+    kv_streams: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Connections over which one request's KV is pulled. Default: 4, or 2 for each "
+        "of more than two processes.",
     )
     kv_chunk_bytes: int = Field(
         default=2 << 20, ge=4096, le=4 << 20, description="Size of a piece of KV on the wire."
@@ -336,14 +348,15 @@ class EngineSettings(SecuritySettings):
         )
 
     def _kv_transfer_config(self, kv_role: KVRole) -> KVTransferConfig:
+        processes = self._kv_processes(kv_role)
         return KVTransferConfig(
             kv_role=kv_role,
-            host=self._kv_host(kv_role),
-            port=self._kv_port(),
+            hosts=self._kv_hosts(kv_role),
+            port=self._kv_port(processes),
             security=self.security_config(),
             transport=self.kv_transport,
-            num_processes=self.kv_processes,
-            num_streams=self.kv_streams,
+            num_processes=processes,
+            num_streams=self.kv_streams or choose_num_streams(processes),
             chunk_bytes=self.kv_chunk_bytes,
             staging_bytes=self.kv_staging_bytes,
             lease_s=self.kv_lease_s,
@@ -351,17 +364,22 @@ class EngineSettings(SecuritySettings):
             pull_transport=self.kv_pull_transport,
         )
 
-    def _kv_host(self, kv_role: KVRole) -> str:
-        host = self.kv_host or self.host
-        if kv_role == "kv_producer" and host in _EVERY_ADDRESS:
-            raise SettingsError(
-                f"a prefill node that listens on {host} does not know by which address decode "
-                f"nodes reach its KV; name one with --kv-host (or TANDEM_KV_HOST)"
-            )
-        return host
+    def _kv_hosts(self, kv_role: KVRole) -> tuple[str, ...]:
+        hosts = tuple(host.strip() for host in (self.kv_host or self.host).split(","))
+        for host in hosts:
+            if kv_role == "kv_producer" and host in _EVERY_ADDRESS:
+                raise SettingsError(
+                    f"a prefill node that listens on {host} does not know by which address decode "
+                    f"nodes reach its KV; name one with --kv-host (or TANDEM_KV_HOST)"
+                )
+        return hosts
 
-    def _kv_port(self) -> int:
-        last = self.kv_port + self.tensor_parallel_size * self.kv_processes - 1
+    def _kv_processes(self, kv_role: KVRole) -> int:
+        hosts, ranks = self._kv_hosts(kv_role), self.tensor_parallel_size
+        return self.kv_processes or processes_for_this_host(hosts, ranks)
+
+    def _kv_port(self, processes: int) -> int:
+        last = self.kv_port + self.tensor_parallel_size * processes - 1
         if self.kv_port and last > _MAX_PORT:
             raise SettingsError(f"--kv-port {self.kv_port} needs ports up to {last}")
         return self.kv_port

@@ -32,6 +32,7 @@ class CudaDevice(MemoryDevice):
                 f"start transfer processes with the same CUDA_VISIBLE_DEVICES as their worker"
             )
         self._driver.use_device(visible.index(uuid))
+        self.pci_address = self._driver.pci_address(visible.index(uuid))
 
     def open_cache(self, handle: KVCacheHandle) -> Mapping:
         cuda = handle.cuda

@@ -8,7 +8,7 @@ says. Calls apply to the context that is current in the calling thread.
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ _CONTEXT_IS_ACTIVE = 708
 
 IPC_HANDLE_BYTES = 64
 UUID_BYTES = 16
+_PCI_TEXT_BYTES = 32
 
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_DEVICEMAP = 1, 2
 _IPC_LAZY_PEER_ACCESS = 1
@@ -75,6 +76,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (c_void_p,),
     "cuDeviceGet": (c_void_p, c_int),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDevicePrimaryCtxSetFlags_v2": (c_int, c_uint),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxSetCurrent": (c_void_p,),
@@ -157,6 +159,13 @@ class CudaDriver:
         device = c_int()
         self._do("cuCtxGetDevice", byref(device))
         return self._uuid(device.value)
+
+    def pci_address(self, index: int) -> str:
+        """Of a device, as /sys names it: 0000:17:00.0."""
+        text = ctypes.create_string_buffer(_PCI_TEXT_BYTES)
+        self._do("cuDeviceGetPCIBusId", text, _PCI_TEXT_BYTES, self._device(index))
+        domain, _, rest = text.value.decode().lower().partition(":")
+        return f"{domain[-4:]}:{rest}"
 
     def use_device(self, index: int) -> None:
         """Makes the primary context of this device current. Waiting threads sleep."""

@@ -33,6 +33,8 @@ class MemoryDevice(ABC):
     is_gpu: bool
     copies_at_once: bool
     """A copy is done when it was issued, so its source need not live longer."""
+    pci_address: str = ""
+    """Of a GPU, as in /sys/bus/pci/devices; empty: none, or unknown."""
 
     @abstractmethod
     def open_cache(self, handle: KVCacheHandle) -> Mapping:

@@ -57,8 +57,13 @@ def test_chunked_prompts_stream_while_they_are_computed(
 ) -> None:
     theirs = layout(tp_size=tp_sizes[0], block_size=block_sizes[0])
     ours = layout(tp_size=tp_sizes[1], block_size=block_sizes[1])
-    prefill = make_node("prefill", theirs, num_processes=processes[0])
-    decode = make_node("decode", ours, num_processes=processes[1], num_streams=num_streams)
+    hosts = ("127.0.0.1", "127.0.0.2")
+    prefill = make_node("prefill", theirs, num_processes=processes[0], hosts=hosts)
+    decode = make_node(
+        "decode", ours, num_processes=processes[1], num_streams=num_streams, hosts=hosts
+    )
+    found = [address.rpartition(":")[0] for rank in prefill.peer.endpoints for address in rank]
+    assert set(found) == set(hosts), "every address has a process"
     for seed, (num_tokens, cached, held) in enumerate([(100, 0, 0), (129, 64, 0), (127, 32, 64)]):
         one_prompt(prefill, decode, seed, num_tokens, cached, held)
     until_empty(prefill, decode)

@@ -101,7 +101,10 @@ def test_a_prefill_node_on_every_address_must_say_where_its_kv_is(demo_checkpoin
         settings.to_engine_config("kv_producer")
     named = PrefillNodeSettings(model=str(demo_checkpoint), host="0.0.0.0", kv_host="10.0.0.5")
     transfer = named.to_engine_config("kv_producer").kv_transfer
-    assert transfer is not None and transfer.host == "10.0.0.5"
+    assert transfer is not None and transfer.hosts == ("10.0.0.5",)
     alone = PrefillNodeSettings(model=str(demo_checkpoint), host="10.0.0.6")
     transfer = alone.to_engine_config("kv_producer").kv_transfer
-    assert transfer is not None and transfer.host == "10.0.0.6"
+    assert transfer is not None and transfer.hosts == ("10.0.0.6",)
+    several = PrefillNodeSettings(model=str(demo_checkpoint), kv_host="10.0.0.5, fd00::5")
+    transfer = several.to_engine_config("kv_producer").kv_transfer
+    assert transfer is not None and transfer.hosts == ("10.0.0.5", "fd00::5")

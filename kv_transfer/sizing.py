@@ -1,0 +1,65 @@
+"""How many transfer processes and streams a node takes when nobody says.
+
+Measured on an H200 host: a process pair carries about 3 GB/s over gRPC; four pairs keep up with
+everything that one GPU computes (KV is complete 1 ms after the first token, 35 ms with one pair),
+eight are no better. Each takes up to a core, on prefill and on decode, which may share a host, and
+the node's own processes need theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kv_transfer.host.network import Network
+
+MOST_PROCESSES = 4
+"""Of a rank, when nobody asks for more."""
+PROCESS_GB_PER_S = 3.0
+_CORES_A_PROCESS = 4
+_FEWEST_STREAMS = 4
+_STREAMS_A_PROCESS = 2
+
+
+def processes_for_this_host(hosts: Sequence[str], ranks: int) -> int:
+    """Of each of `ranks` ranks that run here and use these addresses of this host."""
+    try:
+        link = Network().gb_per_s(hosts)
+    except OSError:
+        link = None
+    return choose_num_processes(available_cores(), ranks, link, len(hosts))
+
+
+def choose_num_processes(
+    cores: int, ranks_here: int, link_gb_per_s: float | None, num_hosts: int = 1
+) -> int:
+    """Transfer processes of each of `ranks_here` ranks on a host with `cores` cores.
+
+    `link_gb_per_s`: of all network interfaces that KV uses together, None when it is not known.
+    `num_hosts`: addresses that each shall be used by one process at least.
+    """
+    by_cores = cores // ranks_here // _CORES_A_PROCESS
+    by_link = (
+        MOST_PROCESSES
+        if link_gb_per_s is None
+        else math.ceil(link_gb_per_s / ranks_here / PROCESS_GB_PER_S)
+    )
+    by_hosts = math.ceil(num_hosts / ranks_here)
+    return max(1, by_hosts, min(by_cores, by_link, MOST_PROCESSES))
+
+
+def choose_num_streams(num_processes: int) -> int:
+    """Of one request and one rank of the peer."""
+    return max(_FEWEST_STREAMS, _STREAMS_A_PROCESS * num_processes)
+
+
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """That this process may use: its affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -1,0 +1,77 @@
+"""What a transfer held of memory is free when it has ended, without a collection of garbage."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from kv_caches import layout
+from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, until
+
+from kv_transfer.config import PullTransportName
+from kv_transfer.h2_connection import H2Connection
+from kv_transfer.landing import Landing
+from kv_transfer.metadata import TransferEventKind
+from kv_transfer.out_message import OutMessage
+from kv_transfer.pull_stream import PullStream
+from kv_transfer.receiver import RecvTransfer
+from kv_transfer.send_transfer import Pull, SendTransfer, SentChunk
+from kv_transfer.staging import StagedChunk
+
+FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
+SHAPE = layout()
+HEAVY = (
+    RecvTransfer, PullStream, Landing, H2Connection, SendTransfer, Pull, SentChunk, StagedChunk,
+    OutMessage,
+)  # fmt: skip
+"""What holds memory for KV, or leads to it."""
+
+
+@contextmanager
+def garbage_is_kept() -> Iterator[None]:
+    """Whatever was left behind before is gone."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+async def complete(producer: LoopbackProducer, consumer: LoopbackConsumer) -> None:
+    transfer_id = producer.offer_computed(1, 100)
+    consumer.pull(producer.peer, transfer_id, 100)
+    await consumer.until_all(RECEIVED, transfer_id)
+    consumer.release(producer.peer, transfer_id)
+    await producer.until_all(RELEASED, transfer_id)
+
+
+async def aborted(producer: LoopbackProducer, consumer: LoopbackConsumer) -> None:
+    transfer_id = "a" * 32
+    consumer.pull(producer.peer, transfer_id, 100)
+    await until(lambda: consumer.receivers[0].num_pulls > 0)
+    consumer.abort(transfer_id)
+    await consumer.until_all(ABORTED, transfer_id)
+
+
+Way = Callable[[LoopbackProducer, LoopbackConsumer], Awaitable[None]]
+
+
+@pytest.mark.parametrize("transport", ["h2", "grpcio"])
+@pytest.mark.parametrize("way", [complete, aborted])
+async def test_nothing_waits_for_the_collector(way: Way, transport: PullTransportName) -> None:
+    async with Loopback(SHAPE, SHAPE, num_streams=2, transport=transport) as (producer, consumer):
+        await complete(producer, consumer)
+        await until(lambda: not producer.senders[0].num_pulls)
+        with garbage_is_kept():
+            await way(producer, consumer)
+            await until(lambda: not producer.senders[0].num_pulls)
+            gc.collect()
+            found = Counter(type(one) for one in gc.garbage if isinstance(one, HEAVY))
+    assert not found
