@@ -28,10 +28,16 @@ from engine.layers import dense_attention
 
 _LARGEST_LOGITS_ERROR = 0.1
 _NEVER = 1 << 30
-_STEPS = 3
+_STEPS = 2
 """Of one turn."""
-_MOST_TOKENS_FOR_ATTENTION = 8192
-_PROMPTS = ((8192,), (2048,) * 4, (8192, 8192), (2048,) * 8)
+_CASES = {
+    "8192": ((8192,), 0),
+    "4 x 2048": ((2048,) * 4, 0),
+    "4 x 2048 behind 8192": ((2048,) * 4, 8192),
+    "8 x 1024": ((1024,) * 8, 0),
+    "2 x 8192": ((8192, 8192), 0),
+}
+"""Prompts, and how much of each is in the cache."""
 
 
 @dataclass(slots=True)
@@ -45,16 +51,22 @@ class Candidate:
     failed: str = ""
 
 
-def candidates(model: VariantModel, lengths: tuple[int, ...]) -> list[Candidate]:
-    """Products first, then attention; the last is the first again."""
-    own = model.prefill_step(lengths, _NEVER)
-    present = model.prefill_step(lengths, dense_attention.MIN_TOKENS)
-    found = [Candidate(variant, present) for variant in long_prompt_variants()]
-    if max(lengths) < dense_attention.MIN_TOKENS and sum(lengths) <= _MOST_TOKENS_FOR_ATTENTION:
-        apart = model.prefill_step(lengths, 1024)
-        found.append(Candidate(Variant("cuDNN", residual_rows=0), apart))
+def candidates(model: VariantModel, case: str, parts: set[str]) -> list[Candidate]:
+    """The last is the first again."""
+    lengths, num_cached = _CASES[case]
+    lengths = tuple(min(length, model.longest) for length in lengths)
+    own = model.prefill_step(lengths, _NEVER, num_cached)
+    present = model.prefill_step(lengths, dense_attention.MIN_TOKENS, num_cached)
+    first, *others = long_prompt_variants()
+    found = [Candidate(first, present)]
+    if "steps" in parts:
+        found += [Candidate(variant, present) for variant in others]
+    if "attention" in parts:
+        if num_cached == 0:
+            apart = model.prefill_step(lengths, 1024)
+            found.append(Candidate(Variant("cuDNN"), apart))
         found += [Candidate(variant, own) for variant in prefill_variants()]
-    return [*found, Candidate(Variant("before, again", residual_rows=0), present)]
+    return [*found, Candidate(Variant("present, again"), present)]
 
 
 def turn_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Tensor]:
@@ -89,13 +101,16 @@ def take_turns(model: VariantModel, found: list[Candidate], rounds: int) -> None
             candidate.error = ((logits - expected).norm() / expected.norm()).item()
 
 
-def measure(model: VariantModel, lengths: tuple[int, ...], rounds: int) -> list[dict[str, object]]:
-    found = candidates(model, lengths)
+def measure(
+    model: VariantModel, case: str, parts: set[str], rounds: int
+) -> list[dict[str, object]]:
+    found = candidates(model, case, parts)
+    lengths, _ = _CASES[case]
     take_turns(model, found, rounds)
     first = statistics.median(found[0].turns)
     rows: list[dict[str, object]] = []
     for candidate in found:
-        row: dict[str, object] = {"case": str(lengths), "variant": candidate.variant.name}
+        row: dict[str, object] = {"case": case, "variant": candidate.variant.name}
         if candidate.failed:
             row["failed"] = candidate.failed
         else:
@@ -119,15 +134,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--cases", default=",".join(_CASES), help="comma separated")
+    parser.add_argument("--parts", default="steps,attention", help="comma separated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
     arguments = parser.parse_args()
     model = VariantModel(arguments.shape, tiny=arguments.dry_run)
     rows: list[dict[str, object]] = []
-    for lengths in _PROMPTS:
-        lengths = tuple(min(length, model.longest) for length in lengths)
+    rounds = 1 if arguments.dry_run else arguments.rounds
+    for case in arguments.cases.split(","):
         with torch.inference_mode():
-            rows += measure(model, lengths, 1 if arguments.dry_run else arguments.rounds)
+            rows += measure(model, case, set(arguments.parts.split(",")), rounds)
     if not arguments.dry_run:
         figures = {"shape": arguments.shape, "rounds": arguments.rounds, "rows": rows}
         print(write_result("long_prompt_variants", figures))

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,7 +27,8 @@ DECODE_CASES = (
 @dataclass(frozen=True, slots=True)
 class Variant:
     """None: as it is. `library`: no products by kernels of ours. `residual_rows`: rows from which
-    row layers add to the residual; `mlp_rows`: rows that an MLP computes at a time."""
+    row layers add to the residual; `mlp_rows`: rows that an MLP computes at a time; `blas`: the
+    library of products; `long_chains`: small kernels start early in long steps, too."""
 
     name: str
     decode: DecodeTuning | None = None
@@ -38,12 +40,18 @@ class Variant:
     deterministic: bool = False
     residual_rows: int | None = None
     mlp_rows: int | None = None
+    blas: str = "default"
+    long_chains: bool = False
 
 
 _NEVER = 0
 _ALWAYS = 1
+_ANY_ROWS = 1 << 30
 
-_PREFILL = [(128, 64, 8, 5), (128, 128, 8, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 128, 4, 4)]
+_PREFILL = [
+    (128, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 5), (64, 64, 4, 3), (128, 64, 8, 5),
+    (128, 128, 8, 5),
+]  # fmt: skip
 """Rows, tile, warps, stages."""
 
 _DECODE = [
@@ -83,14 +91,12 @@ def whole_steps() -> list[Variant]:
 
 def long_prompt_variants() -> list[Variant]:
     """Of steps with thousands of tokens."""
-    by_parts = [
-        Variant(f"MLP by {rows}", residual_rows=_ALWAYS, mlp_rows=rows)
-        for rows in (512, 1024, 2048, 4096)
-    ]
     return [
-        Variant("before", residual_rows=_NEVER),
-        Variant("residual products", residual_rows=_ALWAYS),
-        *by_parts,
+        Variant("present"),
+        Variant("norms add", residual_rows=_NEVER),
+        Variant("MLP by 4096", residual_rows=_ALWAYS, mlp_rows=4096),
+        Variant("cuBLASLt", blas="cublaslt"),
+        Variant("chained", long_chains=True),
     ]
 
 
@@ -111,6 +117,7 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     }
     chosen = (variant.plain or variant.gated, variant.decode, variant.prefill)
     device.chain_launches(variant.chained)
+    torch.backends.cuda.preferred_blas_library(variant.blas)
     _set_deterministic(model, variant.deterministic)
     if variant.library or variant.deterministic:
         for layer in layers:
@@ -122,12 +129,15 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
             for (module, name), tuning in zip(tunings, chosen, strict=True):
                 if tuning is not None:
                     patches.enter_context(patch.object(module, name, tunings[module, name]))
+            if variant.long_chains:
+                patches.enter_context(patch.object(device, "MAX_ROWS", _ANY_ROWS))
             if variant.mlp_rows is not None:
                 by_parts = _mlp_by_parts(variant.mlp_rows)
                 patches.enter_context(patch.object(LlamaMLP, "forward", by_parts))
             yield
     finally:
         device.chain_launches(True)
+        torch.backends.cuda.preferred_blas_library("default")
         _set_deterministic(model, False)
         _set_residual_rows(row_layers, residual_rows)
         for layer, rows in zip(layers, before, strict=True):

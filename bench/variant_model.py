@@ -67,13 +67,17 @@ class VariantModel:
         step = self._step(positions, metadata)
         return lambda: self.model.compute_logits(step())
 
-    def prefill_step(self, lengths: tuple[int, ...], apart_from: int) -> Callable[[], Tensor]:
-        """Prompts without a cached beginning; gives the logits of their last tokens. Prompts of
-        `apart_from` tokens and more are attended apart, as the runner has it."""
+    def prefill_step(
+        self, lengths: tuple[int, ...], apart_from: int, num_cached: int = 0
+    ) -> Callable[[], Tensor]:
+        """Prompts behind `num_cached` tokens that are in the cache; gives the logits of their last
+        tokens. Prompts of `apart_from` tokens and more without a cached beginning are attended
+        apart, as the runner has it."""
         lengths = tuple(sorted(lengths))
-        positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
-        metadata = self._metadata(list(lengths), list(lengths))
-        apart = tuple(n for n in lengths if n >= apart_from)
+        num_cached = min(num_cached, self.longest_context)
+        positions = torch.cat([torch.arange(n, device=self.device) for n in lengths]) + num_cached
+        metadata = self._metadata([n + num_cached for n in lengths], list(lengths))
+        apart = tuple(n for n in lengths if n >= apart_from and num_cached == 0)
         metadata = replace(metadata, whole_prompt_lens=apart)
         step = self._step(positions, metadata)
         last = metadata.query_start_loc[1:].long() - 1

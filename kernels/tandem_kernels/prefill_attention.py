@@ -37,7 +37,7 @@ class PrefillTuning:
 
 
 def prefill_tuning(
-    max_rows: int, total_rows: int, head_dim: int, dtype: torch.dtype, block_size: int
+    max_rows: int, total_rows: int, head_dim: int, dtype: torch.dtype
 ) -> PrefillTuning:
     """Choose by rows, which are query tokens times the query heads of a KV head.
 
@@ -52,10 +52,6 @@ def prefill_tuning(
         return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
     if max_rows <= 64 or total_rows <= 128 * 128:
         return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
-    if block_size % 128 == 0:
-        return PrefillTuning(rows=128, tile=128, num_warps=8, num_stages=5)
-    if block_size % 64 == 0:
-        return PrefillTuning(rows=128, tile=64, num_warps=8, num_stages=5)
     return PrefillTuning(rows=128, tile=64, num_warps=4, num_stages=4)
 
 
@@ -263,7 +259,6 @@ def prefill_attention(
         (num_tokens - first_req) * num_q_heads,
         head_dim,
         kv_cache.dtype,
-        block_size,
     )
     rows = max(tuning.rows, triton.next_power_of_2(group))
     block_q = rows // group
