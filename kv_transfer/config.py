@@ -51,11 +51,6 @@ class KVTransferConfig:
     transport: KVTransportName = "auto"
     pull_transport: PullTransportName = "h2"
 
-    @property
-    def network_transport(self) -> PullTransportName:
-        """What carries KV over the network: our own ends have no TLS."""
-        return "grpcio" if self.security.has_tls else self.pull_transport
-
     def shares_memory(self, on_gpu: bool) -> bool:
         """Whether a peer on this host may map, or is to be mapped by, a cache of this node."""
         return self.transport == "cuda_ipc" or (self.transport == "auto" and on_gpu)

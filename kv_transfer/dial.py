@@ -7,14 +7,16 @@ import socket
 from typing import Any
 
 from kv_transfer.errors import PeerLost
+from kv_transfer.send_threads import Connection
+from kv_transfer.tls_socket import TlsSocket
 from tandem_wire.address import split_address
 from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import PlaintextRefused
+from tandem_wire.security_config import PlaintextRefused, Role
 
 
-async def dial(address: str, credentials: Credentials, source: str = "") -> socket.socket:
-    """Connected, and does not block. `source`: our address to connect from, where it is of the same
-    kind; empty: any. Raises `PeerLost`."""
+async def dial(address: str, credentials: Credentials, source: str = "") -> Connection:
+    """Connected, by TLS if we have certificates, and does not block. `source`: our address to
+    connect from, where it is of the same kind; empty: any. Raises `PeerLost`."""
     loop = asyncio.get_running_loop()
     reason: OSError = OSError("the name has no address")
     try:
@@ -24,6 +26,8 @@ async def dial(address: str, credentials: Credentials, source: str = "") -> sock
         sources = await _sources(source)
     except (OSError, ValueError, PlaintextRefused) as error:
         raise PeerLost(f"{address}: {error}") from error
+    tls = credentials.client_context(h2=True)
+    name = credentials.server_name(Role.PREFILL) or host
     for family, kind, protocol, _, target in infos:
         sock = socket.socket(family, kind, protocol)
         try:
@@ -32,7 +36,9 @@ async def dial(address: str, credentials: Credentials, source: str = "") -> sock
                 sock.bind(sources[family])
             await loop.sock_connect(sock, target)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
+            if tls is None:
+                return sock
+            return await TlsSocket.connect(sock, tls, name)
         except OSError as error:
             sock.close()
             reason = error

@@ -34,6 +34,8 @@ import grpc
 from kv_transfer import h2_frames as h2
 from kv_transfer.dial import dial
 from kv_transfer.errors import PeerLost
+from kv_transfer.send_threads import Connection
+from kv_transfer.tls_socket import TLS_AHEAD_BYTES, TlsSocket
 from tandem_wire.credentials import Credentials
 
 HEAD_BYTES = 64
@@ -76,11 +78,12 @@ class CallRefused(Exception):
 class H2Connection:
     """Owns `sock`, which is connected and does not block."""
 
-    def __init__(self, address: str, sock: socket.socket) -> None:
+    def __init__(self, address: str, sock: Connection) -> None:
         self.address = address
         self.used_at = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._socket = sock
+        self._tls = sock if isinstance(sock, TlsSocket) else None
         self._is_closed = False
         self._is_going = False
         self._stream = -1
@@ -160,10 +163,9 @@ class H2Connection:
 
     def _read(self) -> None:
         try:
-            count = self._socket.recvmsg_into(self._room())[0]
-            if count == 0:
-                raise ConnectionError("closed by it")
-            self._received(count)
+            self._read_once()
+            while self._tls is not None and not self._is_closed and self._tls.has_read_ahead:
+                self._read_once()
             self._sleep_until_worth_it()
         except (BlockingIOError, InterruptedError):
             return
@@ -172,12 +174,19 @@ class H2Connection:
         except Exception as error:
             self._fail(error)
 
+    def _read_once(self) -> None:
+        count = self._socket.recvmsg_into(self._room())[0]
+        if count == 0:
+            raise ConnectionError("closed by it")
+        self._received(count)
+
     def _sleep_until_worth_it(self) -> None:
         """Few large reads cost much less than many small ones. What is waited for is sure to come:
-        it is the rest of a frame that has begun."""
+        it is the rest of a frame that has begun, but for what TLS has taken in already."""
         if self._is_closed:
             return
-        low_water = max(1, min(self._frame_left, self._message_left, _LOW_WATER_BYTES))
+        sure = min(self._frame_left, self._message_left, _LOW_WATER_BYTES)
+        low_water = max(1, sure if self._tls is None else sure - TLS_AHEAD_BYTES)
         if low_water != self._low_water:
             self._low_water = low_water
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,8 +24,10 @@ from kv_transfer.h2_call import CallAborted, H2Call
 from kv_transfer.h2_writer import H2Writer
 from kv_transfer.out_message import OutMessage
 from kv_transfer.rpc_method import RpcMethod
-from kv_transfer.send_threads import SendThreads, send_now
+from kv_transfer.send_threads import Connection, SendThreads, send_now
+from kv_transfer.tls_socket import TlsSocket
 from tandem_wire.credentials import CallerRefused
+from tandem_wire.tls_files import certificate_names
 
 _READ_BYTES = 64 << 10
 _MAX_CALLS = 256
@@ -40,11 +41,12 @@ _PING = h2.frame(h2.FrameKind.PING, 0, 0, b"tandemkv")
 
 logger = logging.getLogger(__name__)
 
-Judge = Callable[[Mapping[str, str]], None]
-"""Takes the headers of a call. Raises `CallerRefused`."""
+Judge = Callable[[Collection[str] | None, Mapping[str, str]], None]
+"""Takes the DNS names of the certificate that was shown, if any, and the headers of a call. Raises
+`CallerRefused`."""
 
 
-def welcome(headers: Mapping[str, str]) -> None:
+def welcome(names: Collection[str] | None, headers: Mapping[str, str]) -> None:
     """Whoever calls may do so."""
 
 
@@ -53,7 +55,7 @@ class H2ServerConnection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Connection,
         methods: Mapping[str, RpcMethod],
         judge: Judge,
         threads: SendThreads,
@@ -62,6 +64,9 @@ class H2ServerConnection:
         self._socket = sock
         self._methods = methods
         self._judge = judge
+        self._names = (
+            certificate_names(sock.peer_certificate) if isinstance(sock, TlsSocket) else None
+        )
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._writer = H2Writer(sock, threads, self._fail)
@@ -204,7 +209,7 @@ class H2ServerConnection:
         elif method is None:
             self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "unknown method")
         elif (refusal := self._judged(fields)) is not None:
-            self._refuse(stream, grpc.StatusCode.UNAUTHENTICATED, str(refusal))
+            self._refuse(stream, refusal.code, str(refusal))
         else:
             call = H2Call(stream, method, self._writer, self._window, self._forget)
             self._calls[stream] = call
@@ -213,7 +218,7 @@ class H2ServerConnection:
 
     def _judged(self, fields: Mapping[str, str]) -> CallerRefused | None:
         try:
-            self._judge(fields)
+            self._judge(self._names, fields)
         except CallerRefused as error:
             return error
         return None

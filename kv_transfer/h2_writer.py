@@ -13,7 +13,6 @@ control  PING, SETTINGS ...      at once                                 ┘
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -21,7 +20,7 @@ from typing import Protocol
 
 from kv_transfer import h2_frames as h2
 from kv_transfer.out_message import Buffer, OutMessage
-from kv_transfer.send_threads import SendThreads, Sent, send_now
+from kv_transfer.send_threads import Connection, SendThreads, Sent, send_now
 
 _AHEAD_BYTES = 2 << 20
 """Cut into frames before they can be sent. A frame once begun must be finished."""
@@ -71,7 +70,7 @@ class H2Writer:
     """`on_lost` is called once, with the reason, when the socket can take nothing more."""
 
     def __init__(
-        self, sock: socket.socket, threads: SendThreads, on_lost: Callable[[Exception], None]
+        self, sock: Connection, threads: SendThreads, on_lost: Callable[[Exception], None]
     ) -> None:
         self.max_frame_bytes = h2.DEFAULT_FRAME_BYTES
         self._loop = asyncio.get_running_loop()

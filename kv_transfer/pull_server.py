@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -45,7 +46,9 @@ class H2PullServer(PullServer):
     def __init__(self, service: PullService, credentials: Credentials) -> None:
         self._credentials = credentials
         self._server = H2Server(
-            service.methods(), lambda fields: credentials.check_caller(CALLERS, (), fields)
+            service.methods(),
+            partial(credentials.check_caller, CALLERS),
+            credentials.server_context(h2=True),
         )
 
     async def listen(self, host: str, port: int) -> int:
@@ -86,7 +89,7 @@ class GrpcPullServer(PullServer):
 def new_pull_server(
     config: KVTransferConfig, service: PullService, credentials: Credentials
 ) -> PullServer:
-    kind = H2PullServer if config.network_transport == "h2" else GrpcPullServer
+    kind = H2PullServer if config.pull_transport == "h2" else GrpcPullServer
     return kind(service, credentials)
 
 

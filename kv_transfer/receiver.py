@@ -137,7 +137,7 @@ class KVReceiver:
         self._peers = PeerClient(me, config.stall_timeout_s, credentials)
         self._transport: PullTransport = (
             H2PullTransport(credentials, source)
-            if config.network_transport == "h2"
+            if config.pull_transport == "h2"
             else GrpcPullTransport(credentials)
         )
         self._peer_caches = PeerCaches(cache.device)

@@ -15,14 +15,17 @@ from contextlib import suppress
 from queue import SimpleQueue
 
 from kv_transfer.out_message import Buffer, OutMessage
+from kv_transfer.tls_socket import TlsSocket
 
 Sent = int | OSError
 """Bytes that the kernel took, 0 when it has no room now; or why the connection broke."""
 
-_Job = tuple[socket.socket, Sequence[Buffer], Sequence[OutMessage], Callable[[Sent], None]]
+Connection = socket.socket | TlsSocket
+
+_Job = tuple[Connection, Sequence[Buffer], Sequence[OutMessage], Callable[[Sent], None]]
 
 
-def send_now(sock: socket.socket, buffers: Sequence[Buffer]) -> Sent:
+def send_now(sock: Connection, buffers: Sequence[Buffer]) -> Sent:
     """As much as the socket takes."""
     try:
         return sock.sendmsg(buffers)
@@ -47,7 +50,7 @@ class SendThreads:
 
     def send(
         self,
-        sock: socket.socket,
+        sock: Connection,
         buffers: Sequence[Buffer],
         messages: Sequence[OutMessage],
         done: Callable[[Sent], None],

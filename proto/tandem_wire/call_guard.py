@@ -73,9 +73,4 @@ class CallGuard(grpc.aio.ServerInterceptor):
         try:
             self._credentials.check_caller(allowed, names, headers)
         except CallerRefused as error:
-            code = (
-                grpc.StatusCode.PERMISSION_DENIED
-                if error.is_known
-                else grpc.StatusCode.UNAUTHENTICATED
-            )
-            await context.abort(code, str(error))
+            await context.abort(error.code, str(error))

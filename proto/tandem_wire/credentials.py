@@ -31,6 +31,12 @@ class CallerRefused(Exception):
         super().__init__(message)
         self.is_known = is_known
 
+    @property
+    def code(self) -> grpc.StatusCode:
+        """For calls of gRPC."""
+        status = grpc.StatusCode
+        return status.PERMISSION_DENIED if self.is_known else status.UNAUTHENTICATED
+
 
 class Credentials:
     """Of one service. Raises `SecurityError` when files cannot be used."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem_wire.security_config import SecurityError
 from tandem_wire.watched_files import WatchedFiles
@@ -124,3 +125,10 @@ def _new_context(protocol: int, certificate: str, key: str) -> ssl.SSLContext:
             f"{certificate} and {key} are no PEM certificate with its unencrypted key: {error}"
         ) from None
     return context
+
+
+def certificate_names(certificate: Any) -> list[str] | None:
+    """DNS names in what a TLS connection says of its peer's certificate; None: it showed none."""
+    if not certificate:
+        return None
+    return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]

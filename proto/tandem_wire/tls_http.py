@@ -18,10 +18,3 @@ class TlsConfig(uvicorn.Config):
     def load(self) -> None:
         super().load()
         self.ssl = self._tls
-
-
-def certificate_names(certificate: Any) -> list[str] | None:
-    """DNS names in what a TLS connection says of its peer's certificate; None: it showed none."""
-    if not certificate:
-        return None
-    return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
