@@ -57,7 +57,7 @@ ENTRYPOINT ["tandem"]
 FROM base AS router
 COPY --from=router-environment /opt/tandem /opt/tandem
 USER 10001:10001
-EXPOSE 8000
+EXPOSE 8000 8001
 CMD ["router", "--help"]
 
 FROM base AS engine
@@ -73,5 +73,5 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     HF_HOME=/models \
     TRITON_CACHE_DIR=/cache/triton
 USER 10001:10001
-EXPOSE 8100 8200
+EXPOSE 8100 8101 8200
 CMD ["decode", "--help"]

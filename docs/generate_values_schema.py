@@ -26,12 +26,16 @@ SCHEMA = CHART / "values.schema.json"
 
 ROUTER_SETS = {
     "host", "port", "admin_host", "admin_port", "prefill", "decode", "api_key_file",
-    "node_api_key", "drain_delay_s", "drain_timeout_s",
+    "node_api_key", "drain_delay_s", "drain_timeout_s", "https_cert_file", "https_key_file",
+}  # fmt: skip
+SECURITY_SETS = {
+    "tls_cert_file", "tls_key_file", "tls_ca_file", "tls_identity", "cluster_token_file",
+    "allow_plaintext",
 }  # fmt: skip
 TIER_SETS = {
     "model", "served_model_name", "dtype", "max_model_len", "host", "port", "metrics_port",
     "grpc_port", "kv_host", "tensor_parallel_size", "device", "drain_timeout_s", "api_key_file",
-    "distributed_executor_backend", "ray_address",
+    "distributed_executor_backend", "ray_address", "kv_port",
 }  # fmt: skip
 """Settings that have a value of their own in the chart, which turns it into the flag."""
 
@@ -43,10 +47,10 @@ NOT_OFFERED = {
 """Besides, in a decode node: `prefill`, since routers name prefill nodes with each request."""
 
 SERVICES: dict[str, tuple[type[BaseSettings], set[str]]] = {
-    "router": (RouterSettings, ROUTER_SETS | NOT_OFFERED),
-    "common": (EngineSettings, TIER_SETS | NOT_OFFERED),
-    "prefill": (PrefillNodeSettings, TIER_SETS | NOT_OFFERED),
-    "decode": (DecodeNodeSettings, TIER_SETS | NOT_OFFERED | {"prefill"}),
+    "router": (RouterSettings, ROUTER_SETS | SECURITY_SETS | NOT_OFFERED),
+    "common": (EngineSettings, TIER_SETS | SECURITY_SETS | NOT_OFFERED),
+    "prefill": (PrefillNodeSettings, TIER_SETS | SECURITY_SETS | NOT_OFFERED),
+    "decode": (DecodeNodeSettings, TIER_SETS | SECURITY_SETS | NOT_OFFERED | {"prefill"}),
 }
 
 
@@ -94,6 +98,8 @@ def resolve(node: Any, tier: dict[str, Any]) -> Any:
     if "$tier" in node:
         kind = resolve(tier, tier)
         kind["properties"].update(node.get("properties", {}))
+        ports = kind["properties"]["ports"]["properties"]
+        ports.update(dict.fromkeys(node.get("ports", ()), ports["grpc"]))
         kind["properties"]["settings"] = {"$ref": f"#/definitions/{node['$tier']}Settings"}
         return kind
     return {key: resolve(value, tier) for key, value in node.items()}

@@ -29,6 +29,18 @@ ipFamilies: [{{ .Values.ipFamily }}]
 {{- end }}
 {{- end -}}
 
+{{/* Last port of the KV transfer processes of a prefill node: one for each rank and kvProcesses. */}}
+{{- define "tandem.lastKvPort" -}}
+{{- add (int .ports.kv) (mul (int .parallelism.tensor) (int (default 1 .settings.kvProcesses))) -1 -}}
+{{- end -}}
+
+{{/* What decode nodes call on a prefill node. */}}
+{{- define "tandem.prefillPorts" -}}
+- port: {{ int .ports.grpc }}
+- port: {{ int .ports.kv }}
+  endPort: {{ include "tandem.lastKvPort" . }}
+{{- end -}}
+
 {{/* Hosts of one node: Ray, collectives and queues, on many ports. Whoever reaches Ray can run
   programs, so only the tier itself does. of, peer, side (from or to) */}}
 {{- define "tandem.groupPolicy" -}}

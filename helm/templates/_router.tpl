@@ -5,6 +5,12 @@
 - --port={{ int $router.ports.http }}
 - {{ printf "--admin-host=%s" $listen | quote }}
 - --admin-port={{ int $router.ports.admin }}
+{{- include "tandem.securityFlags" . }}
+{{- if $router.https.enabled }}
+{{- $folder := ternary "https" "tls" (ne $router.https.existingSecret "") }}
+- --https-cert-file=/etc/tandem/{{ $folder }}/tls.crt
+- --https-key-file=/etc/tandem/{{ $folder }}/tls.key
+{{- end }}
 {{- if include "tandem.apiKeySecret" .root }}
 - {{ printf "--api-key-file=/etc/tandem/api-keys/%s" .root.Values.auth.apiKeys.secretKey | quote }}
 {{- end }}

@@ -48,10 +48,12 @@ spec:
 {{- $tier := .of -}}
 {{- include "tandem.modelFlags" .root }}
 - {{ printf "--host=%s" $tier.listen | quote }}
+- --metrics-port={{ int $tier.ports.metrics }}
+{{- include "tandem.securityFlags" . }}
 {{- if eq .component "prefill" }}
 - --port={{ int $tier.ports.grpc }}
-- --metrics-port={{ int $tier.ports.http }}
 - --kv-host=$(POD_IP)
+- --kv-port={{ int $tier.ports.kv }}
 {{- else }}
 - --port={{ int $tier.ports.http }}
 - --grpc-port={{ int $tier.ports.grpc }}
@@ -87,29 +89,38 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* A prefill node answers scrapes, a decode node the whole API, on the port named http. */}}
 {{- define "tandem.tierPorts" -}}
 - name: grpc
   containerPort: {{ int .of.ports.grpc }}
+{{- if eq .component "decode" }}
 - name: http
   containerPort: {{ int .of.ports.http }}
+{{- end }}
+- name: metrics
+  containerPort: {{ int .of.ports.metrics }}
 {{- end -}}
 
 {{/* The health service says SERVING while the node serves: not before the model is loaded, not
-  while it drains, not with a dead or stuck engine. */}}
+  while it drains, not with a dead or stuck engine. The kubelet cannot ask it over TLS; then it asks
+  for the same on the port of metrics. */}}
 {{- define "tandem.tierProbes" -}}
 {{- $probes := .of.probes -}}
-{{- $grpc := dict "port" (int .of.ports.grpc) -}}
+{{- $ready := dict "grpc" (dict "port" (int .of.ports.grpc)) -}}
+{{- $alive := $ready -}}
+{{- if include "tandem.hasTls" .root -}}
+{{- $ready = dict "httpGet" (dict "path" "/ready" "port" "metrics") -}}
+{{- $alive = dict "httpGet" (dict "path" "/health" "port" "metrics") -}}
+{{- end -}}
 startupProbe:
-  grpc: {{- toYaml $grpc | nindent 4 }}
+  {{- toYaml $ready | nindent 2 }}
   periodSeconds: {{ int $probes.startup.periodSeconds }}
   timeoutSeconds: {{ int $probes.startup.timeoutSeconds }}
   failureThreshold: {{ div (add (int $probes.startup.budgetSeconds) (int $probes.startup.periodSeconds) -1) (int $probes.startup.periodSeconds) }}
 readinessProbe:
-  grpc: {{- toYaml $grpc | nindent 4 }}
+  {{- toYaml $ready | nindent 2 }}
   {{- toYaml $probes.readiness | nindent 2 }}
 livenessProbe:
-  grpc: {{- toYaml $grpc | nindent 4 }}
+  {{- toYaml $alive | nindent 2 }}
   {{- toYaml $probes.liveness | nindent 2 }}
 {{- end -}}
 
@@ -144,6 +155,7 @@ livenessProbe:
   mountPath: /etc/tandem/node-key
   readOnly: true
 {{- end }}
+{{- include "tandem.securityMounts" . }}
 {{- if .part }}
 - name: ray-token
   mountPath: /etc/tandem/ray-token
@@ -170,6 +182,7 @@ livenessProbe:
     secretName: {{ include "tandem.nodeKeySecret" .root | quote }}
     items: [{key: {{ .root.Values.auth.nodeKey.secretKey | quote }}, path: {{ .root.Values.auth.nodeKey.secretKey | quote }}}]
 {{- end }}
+{{- include "tandem.securityVolumes" . }}
 {{- if .part }}
 - name: ray-token
   secret:

@@ -9,6 +9,7 @@
 {{- include "tandem.mistakes.router" $scope -}}
 {{- include "tandem.mistakes.labels" (dict "found" $found "name" "commonLabels" "labels" .Values.commonLabels) -}}
 {{- include "tandem.mistakes.pool" $scope -}}
+{{- include "tandem.mistakes.security" $scope -}}
 {{- range $name, $tier := $tiers -}}
 {{- include "tandem.mistakes.tier" (dict "root" $ "name" $name "tier" $tier "found" $found) -}}
 {{- end -}}
@@ -67,9 +68,7 @@
 {{- $found := .found -}}
 {{- $name := .name -}}
 {{- $tier := .tier -}}
-{{- if eq (int $tier.ports.grpc) (int $tier.ports.http) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.ports.grpc and %s.ports.http are both %d: choose two" $name $name (int $tier.ports.grpc))) -}}
-{{- end -}}
+{{- include "tandem.mistakes.ports" . -}}
 {{- if hasKey (default (dict) $tier.resources.limits) $tier.gpu.resourceName -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resources.limits counts %s, which follows from %s.parallelism: remove it" $name $tier.gpu.resourceName $name)) -}}
 {{- end -}}
@@ -189,12 +188,15 @@
 {{- if not $pool.endpointPicker.name -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "inferencePool.enabled needs inferencePool.endpointPicker.name, the Service of the endpoint picker") -}}
 {{- end -}}
+{{- if or .root.Values.auth.clusterToken.enabled (include "tandem.hasTls" .root) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "inferencePool.enabled makes gateways reach decode nodes, but they show neither the cluster token nor a certificate of this release: set auth.clusterToken.enabled to false and tls.mode to none, and let networkPolicy say who reaches the nodes") -}}
+{{- end -}}
 {{- if .root.Values.auth.nodeKey.enabled -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "auth.nodeKey.enabled lets only the router reach decode nodes, and inferencePool.enabled makes gateways reach them: turn one off") -}}
 {{- end -}}
 {{- if hasKey .tiers "prefill" -}}
 {{- if ne (int .tiers.prefill.ports.grpc) (int .tiers.decode.ports.http) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "an InferencePool has one port for all its pods: set prefill.ports.grpc to decode.ports.http (%d), and prefill.ports.http to another" (int .tiers.decode.ports.http))) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "an InferencePool has one port for all its pods: set prefill.ports.grpc to decode.ports.http (%d)" (int .tiers.decode.ports.http))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

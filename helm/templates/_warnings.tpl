@@ -6,8 +6,17 @@
 {{- if not (include "tandem.apiKeySecret" .) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "nobody needs an API key: set auth.apiKeys.existingSecret") -}}
 {{- end -}}
+{{- if not (include "tandem.hasTls" .) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "prompts and KV go through the network in the clear: set tls.mode, unless a mesh encrypts them") -}}
+{{- if not .Values.auth.clusterToken.enabled -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "services trust whoever reaches them: set auth.clusterToken.enabled or tls.mode, unless networkPolicy is enforced") -}}
+{{- end -}}
+{{- end -}}
 {{- if not .Values.networkPolicy.enabled -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "networkPolicy.enabled is false: every pod of the cluster can reach the tiers, which trust who reaches them") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "networkPolicy.enabled is false: every pod of the cluster can reach the tiers") -}}
+{{- end -}}
+{{- if and .Values.router.https.enabled (or .Values.router.ingress.enabled .Values.router.httpRoute.enabled) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.https.enabled: your ingress or gateway must be told that its backend speaks HTTPS (an annotation, or a BackendTLSPolicy)") -}}
 {{- end -}}
 {{- range $name, $tier := $tiers -}}
 {{- if and (eq $tier.autoscaling.kind "none") (eq (int $tier.replicas) 1) -}}
@@ -52,6 +61,9 @@ monitoring.prometheusRule: monitoring.coreos.com/v1
 {{- end -}}
 {{- if .Values.router.httpRoute.enabled }}
 router.httpRoute: gateway.networking.k8s.io/v1
+{{- end -}}
+{{- if eq .Values.tls.mode "certManager" }}
+tls.mode: cert-manager.io/v1
 {{- end -}}
 {{- if .Values.inferencePool.enabled }}
 inferencePool: inference.networking.k8s.io/v1

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import yaml
 
-from tests.helm.scenarios import rendered
+from tests.helm.scenarios import rendered, reproducible
 
 FOLDER = Path(__file__).parent / "golden"
-NAMES = ("cpu", "default", "keda", "production")
+NAMES = ("cpu", "default", "keda", "production", "tls-certmanager")
 
 
 def text_of(name: str) -> str:
     """All objects of a scenario, in a stable order; long texts of files are left out."""
     objects = sorted(
-        deepcopy(rendered(name).objects),
+        deepcopy(reproducible(rendered(name))),
         key=lambda o: (o["kind"], o["metadata"]["name"], o["apiVersion"]),
     )
     for manifest in objects:

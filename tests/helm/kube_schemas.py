@@ -183,6 +183,22 @@ _INFERENCE_POOL = _object(
     ),
 )
 
+_CERTIFICATE = _object(
+    "secretName issuerRef",
+    secretName=TEXT,
+    issuerRef=_object("name", name=TEXT, kind=TEXT, group=TEXT),
+    dnsNames=_list({"type": "string", "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}),
+    usages=_list({"enum": ["digital signature", "server auth", "client auth"]}),
+    privateKey=_object(
+        algorithm={"enum": ["RSA", "ECDSA", "Ed25519"]},
+        size={"enum": [256, 384, 521]},
+        encoding={"enum": ["PKCS1", "PKCS8"]},
+        rotationPolicy={"enum": ["Never", "Always"]},
+    ),
+    duration=DURATION,
+    renewBefore=DURATION,
+)
+
 _COUNT_OR_PERCENT = {"anyOf": [NUMBER, {"type": "string", "pattern": "^[0-9]+%$"}]}
 _LEADER_WORKER_SET = _object(
     "leaderWorkerTemplate",
@@ -208,6 +224,7 @@ _LEADER_WORKER_SET = _object(
 )
 
 CUSTOM = {
+    ("cert-manager.io/v1", "Certificate"): _CERTIFICATE,
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _LEADER_WORKER_SET,
     ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
     ("monitoring.coreos.com/v1", "PodMonitor"): _POD_MONITOR,

@@ -65,6 +65,12 @@ def pods(found: Rendered) -> dict[str, Manifest]:
     }
 
 
+def reproducible(found: Rendered) -> list[Manifest]:
+    """The objects; of secrets, which are drawn anew each time, the keys alone."""
+    secrets = [dict(o, data=sorted(o["data"])) for o in found.objects if o["kind"] == "Secret"]
+    return [o for o in found.objects if o["kind"] != "Secret"] + secrets
+
+
 def workloads(found: Rendered) -> list[Manifest]:
     return [manifest for kind in WORKLOADS for manifest in found.all(kind)]
 

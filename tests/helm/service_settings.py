@@ -23,7 +23,7 @@ from tests.helm.helm_engine import Manifest, Rendered
 from tests.helm.scenarios import pods, rendered
 
 POD_IP = "10.1.2.3"
-SECRET = "from-a-secret"
+SECRET = "from-a-secret-of-the-cluster"
 _MOUNTS = "/etc/tandem"
 _KEY_FILE = f"""[[tenants]]
 name = "one"
@@ -112,10 +112,11 @@ def _mounts() -> tempfile.TemporaryDirectory[str]:
 
 
 def _with_key_files(arguments: list[str]) -> list[str]:
-    """Services read their key files at once, so each gets one where its mount would be."""
+    """Services read their files at once, so each gets one where its mount would be."""
     for text in arguments:
-        if text.startswith(f"--api-key-file={_MOUNTS}/"):
-            file = Path(text.partition("=")[2].replace(_MOUNTS, _mounts().name))
+        flag, _, path = text.partition("=")
+        if path.startswith(f"{_MOUNTS}/"):
+            file = Path(path.replace(_MOUNTS, _mounts().name))
             file.parent.mkdir(exist_ok=True)
-            file.write_text(_KEY_FILE, encoding="utf-8")
+            file.write_text(_KEY_FILE if flag == "--api-key-file" else SECRET, encoding="utf-8")
     return [text.replace(f"={_MOUNTS}/", f"={_mounts().name}/") for text in arguments]

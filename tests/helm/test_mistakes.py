@@ -22,7 +22,19 @@ BETWEEN_VALUES = [
         {"model": {"storage": {"type": "pvc", "pvc": {"accessModes": ["ReadOnlyMany"]}}}},
         "nothing can be downloaded",
     ),
-    ({"prefill": {"ports": {"grpc": 8100}}}, "prefill.ports.grpc and prefill.ports.http"),
+    (
+        {"decode": {"ports": {"grpc": 8100}}},
+        "decode.ports.grpc and decode.ports.http are both 8100",
+    ),
+    ({"prefill": {"ports": {"kv": 8101}}}, "prefill.ports.metrics (8101) is one of the ports 8101"),
+    (
+        {"prefill": {"ports": {"kv": 8199}, "settings": {"kvProcesses": 2}}},
+        "prefill.ports.grpc (8200) is one of the ports 8199 to 8200",
+    ),
+    (
+        {"prefill": {"ports": {"kv": 65535}, "parallelism": {"tensor": 2}}},
+        "needs the ports up to 65536",
+    ),
     (
         {"decode": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
         "follows from decode.parallelism: remove it",
@@ -79,6 +91,30 @@ BETWEEN_VALUES = [
         "set prefill.ports.grpc to decode.ports.http (8100)",
     ),
     (
+        {"inferencePool": {"enabled": True, "endpointPicker": {"name": "e"}}},
+        "set auth.clusterToken.enabled to false",
+    ),
+    ({"tls": {"mode": "certManager"}}, "set tls.certManager.issuerRef.name"),
+    (
+        {"tls": {"mode": "certManager", "certManager": {"duration": "720h"}}},
+        "renewBefore (720h) must be less than duration (720h)",
+    ),
+    ({"tls": {"mode": "existingSecret"}}, "set tls.existingSecret.router to a Secret"),
+    (
+        {"tls": {"mode": "existingSecret", "existingSecret": {"router": "r", "decode": "d"}}},
+        "set tls.existingSecret.prefill to a Secret",
+    ),
+    (
+        {"tls": {"mode": "generated", "existingSecret": {"router": "r"}}},
+        "set tls.mode to existingSecret",
+    ),
+    ({"router": {"https": {"enabled": True}}}, "set router.https.existingSecret"),
+    ({"router": {"https": {"existingSecret": "s"}}}, "router.https.enabled is false"),
+    (
+        {"router": {"discovery": {"type": "static", "decode": ["a:1/2"]}}},
+        "set auth.clusterToken.existingSecret to a Secret with theirs",
+    ),
+    (
         {
             "inferencePool": {"enabled": True, "endpointPicker": {"name": "e"}},
             "auth": {"nodeKey": {"enabled": True}},
@@ -95,6 +131,10 @@ AGAINST_THE_SCHEMA = [
     ({"prefill": {"settings": {"localPrefillThreshold": 1}}}, "localPrefillThreshold"),
     ({"decode": {"enabled": False}}, "enabled"),
     ({"decode": {"settings": {"port": 1}}}, "port"),
+    ({"decode": {"ports": {"kv": 1}}}, "kv"),
+    ({"prefill": {"ports": {"http": 1}}}, "http"),
+    ({"decode": {"settings": {"allowPlaintext": True}}}, "allowPlaintext"),
+    ({"tls": {"mode": "on"}}, "mode"),
     ({"decode": {"settings": {"schedulingPolicy": "lifo"}}}, "schedulingPolicy"),
     ({"router": {"settings": {"apiKeys": "secret"}}}, "apiKeys"),
     ({"image": {"engine": {"tag": "latest"}}}, "tag"),

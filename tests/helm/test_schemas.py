@@ -7,7 +7,7 @@ import pytest
 
 from tests.helm.helm_engine import HelmCli, HelmSdk, Manifest, Rendered
 from tests.helm.kube_schemas import KUBE_VERSIONS, errors
-from tests.helm.scenarios import SCENARIOS, rendered, supports, values_of
+from tests.helm.scenarios import SCENARIOS, rendered, reproducible, supports, values_of
 
 
 def test_engines_are_the_pinned_ones() -> None:
@@ -28,7 +28,7 @@ def test_objects_fit_their_strict_schemas(name: str, version: str) -> None:
 
 def in_order(found: Rendered) -> list[Manifest]:
     """The engines sort kinds that are not Kubernetes' own differently."""
-    return sorted(found.objects, key=lambda o: (o["kind"], o["metadata"]["name"]))
+    return sorted(reproducible(found), key=lambda o: (o["kind"], o["metadata"]["name"]))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

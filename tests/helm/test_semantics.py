@@ -121,6 +121,7 @@ def test_mounts_have_volumes_and_volumes_are_mounted(name: str) -> None:
 def test_claims_secrets_and_accounts_exist_or_were_named_by_the_user(name: str) -> None:
     found, text = rendered(name), str(values_of(name))
     made = {(o["kind"], o["metadata"]["name"]) for o in found.objects}
+    made |= {("Secret", one["spec"]["secretName"]) for one in found.all("Certificate")}
     for pod in pods(found).values():
         account = pod["spec"].get("serviceAccountName")
         needed = [("ServiceAccount", account)] if account else []
@@ -370,9 +371,18 @@ def test_gpus_follow_from_the_ranks(name: str) -> None:
         assert gpus == ranks
 
 
-def flows(found: Rendered) -> set[tuple[str, str, int | None]]:
-    """(from, to, port) between components that ingress rules allow; None: every port."""
-    allowed = set()
+Flow = tuple[str, str, int | str | None]
+"""From, to, port. `"8400-8407"`: a range; None: every port."""
+
+
+def ports_in(rule: Manifest) -> list[int | str | None]:
+    found = [f"{p['port']}-{p['endPort']}" if "endPort" in p else p["port"] for p in rule["ports"]]
+    return found or [None]
+
+
+def flows(found: Rendered) -> set[Flow]:
+    """Between components, by ingress rules."""
+    allowed: set[Flow] = set()
     for policy in found.all("NetworkPolicy"):
         for rule in policy["spec"]["ingress"]:
             peers = [
@@ -380,19 +390,19 @@ def flows(found: Rendered) -> set[tuple[str, str, int | None]]:
                 for peer in rule.get("from", ())
                 if "podSelector" in peer
             ]
-            for port in [p["port"] for p in rule.get("ports", ())] or [None]:
+            for port in ports_in({"ports": (), **rule}):
                 allowed |= {(peer, component(policy), port) for peer in peers}
     return allowed
 
 
-def egress_flows(found: Rendered) -> set[tuple[str, str, int | None]]:
-    allowed = set()
+def egress_flows(found: Rendered) -> set[Flow]:
+    allowed: set[Flow] = set()
     for policy in found.all("NetworkPolicy"):
         for rule in policy["spec"]["egress"]:
             for peer in rule.get("to", ()):
                 if "podSelector" in peer:
                     to = peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
-                    for port in [p["port"] for p in rule.get("ports", ())] or [None]:
+                    for port in ports_in({"ports": (), **rule}):
                         allowed.add((component(policy), to, port))
     return allowed
 
@@ -404,8 +414,13 @@ def test_policies_let_through_what_the_services_need_and_agree_on_both_ends() ->
         ("router", "decode", decode["http"]),
         ("router", "decode", decode["grpc"]),
         ("router", "prefill", prefill["grpc"]),
-        ("decode", "prefill", None),
+        ("decode", "prefill", prefill["grpc"]),
+        ("decode", "prefill", "8400-8407"),
     }
+    # Four ranks with two transfer processes each.
+    settings = settings_of("production")["prefill"]
+    assert settings["kv_port"] == 8400
+    assert settings["tensor_parallel_size"] * settings["kv_processes"] == 8
     assert flows(found) - {("test", "router", 8000)} == needed == egress_flows(found)
 
 
@@ -480,7 +495,7 @@ def test_the_node_key_is_made_once_per_render_and_never_shown() -> None:
     values: dict[str, Any] = overlay(values_of("default"), {"auth": {"nodeKey": {"enabled": True}}})
     for engine in (HelmSdk.shared(), HelmCli()):
         found = engine.render(values)
-        (secret,) = found.all("Secret")
+        secret = found.one("Secret", "node-key")
         value = secret["data"]["node-key"]
         assert len(value) == 60
         others = [manifest for manifest in found.objects if manifest["kind"] != "Secret"]

@@ -1,9 +1,11 @@
 """What `helm test` asks of a release. Standard library only; ends with an error at the first wrong
 answer. Environment: URL, TIMEOUT_S, EXPECT_PREFILL (1: prompts must be computed by prefill nodes),
-EXPECT_401 (1: requests without a key must be refused), API_KEY (one to use)."""
+EXPECT_401 (1: requests without a key must be refused), API_KEY (one to use), CA_FILE (authority of
+the router's certificate; without one it is not checked)."""
 
 import json
 import os
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -11,6 +13,9 @@ import urllib.request
 URL = os.environ["URL"]
 KEY = os.environ.get("API_KEY", "").strip()
 EXPECT_401 = os.environ["EXPECT_401"] == "1"
+TLS = ssl.create_default_context(cafile=os.environ.get("CA_FILE"))
+if "CA_FILE" not in os.environ:
+    TLS.check_hostname, TLS.verify_mode = False, ssl.CERT_NONE
 DEADLINE = time.monotonic() + float(os.environ["TIMEOUT_S"])
 # Longer than a prompt that a decode node computes itself, and new each time: no cache has it.
 PROMPT = f"Release test {time.time_ns()}. " + "Count the words of this sentence once more. " * 20
@@ -27,7 +32,7 @@ def ask(path, body=None, key=KEY, headers=()):
     for name, value in headers:
         request.add_header(name, value)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=60, context=TLS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

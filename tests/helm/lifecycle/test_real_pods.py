@@ -72,6 +72,7 @@ def values(
             },
             "service": {"port": 8000},
         },
+        "tls": {"mode": "generated"},
     }
 
 
@@ -119,7 +120,7 @@ async def num_open(address: str) -> float:
     """Requests that a decode node is answering."""
     async with (
         aiohttp.ClientSession() as session,
-        session.get(f"http://{address}:8100/metrics") as response,
+        session.get(f"http://{address}:8101/metrics") as response,
     ):
         text = await response.text()
     found = re.search(r"^tandem_open_requests(?:{.*})? (\S+)$", text, re.MULTILINE)
