@@ -13,8 +13,8 @@ turn.
     python -m bench.serving --url http://127.0.0.1:8000 --workload conversation \\
         --prompts chat --scale 0.02 --time-scale 0.01 --rates 2,4
 
-Per load one JSON line on standard output; at the end a table, bench/results/NAME.json and a plot
-of TTFT and ITL against the load beside it. Definitions: bench/openai_stream.py.
+Per load one line on standard output; at the end a table, bench/results/NAME.json and a plot of TTFT
+and ITL against the load beside it. Definitions: bench/openai_stream.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from bench.openai_stream import Outcome, stream_completion
 from bench.prompts import PATHS, Conversation, PromptStyle
 from bench.record import RESULTS, write_result
-from bench.serving_report import Figures, Slo, Span, plot, print_table, summarize
+from bench.serving_report import Figures, Slo, Span, one_line, plot, print_table, summarize
 from bench.workload import PRESETS, Preset, exactly, make_session, sessions
 
 _UNFINISHED = "not finished within the drain time"
@@ -319,8 +319,7 @@ async def run(args: argparse.Namespace) -> list[Figures]:
                 await asyncio.sleep(1.0)
             load = replace(base, outcomes=[], seed=args.seed + 1000 * index)
             rows.append(await run_load(args, load, label, amount))
-            line = {key: value for key, value in rows[-1].items() if key != "requests"}
-            print(json.dumps(line), flush=True)
+            print(one_line(rows[-1]), flush=True)
         return rows
 
 

@@ -108,6 +108,14 @@ def _per_second(count: float, wall_s: float) -> float | None:
     return round(count / wall_s, 3) if wall_s > 0 else None
 
 
+def one_line(row: Figures) -> str:
+    return (
+        f"{row['load']}: {row['done']} done, {row['num_errors']} failed, "
+        f"TTFT p50/p99 {_p50_p99(row['ttft_ms']) or '-'} ms, "
+        f"ITL {_p50_p99(row['itl_ms']) or '-'} ms, {row['out_tok_per_s'] or 0:.0f} tok/s"
+    )
+
+
 def print_table(rows: Sequence[Figures], console: Console) -> None:
     table = Table(title="milliseconds at the client, p50/p99", box=SIMPLE, padding=(0, 1, 0, 0))
     for heading in ("load", "done", "errors", "TTFT", "ITL", "TPOT", "E2E", "tok/s", "cached"):
