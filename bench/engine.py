@@ -9,6 +9,7 @@ Throughput: 256 requests at once, 2000 tokens in, 150 out.
     python -m bench.engine                          # the shape of Llama 3.1 8B on one GPU
     python -m bench.engine --shape qwen2.5-7b --cases decode
     python -m bench.engine --breakdown              # also: where the time of a step goes
+    python -m bench.engine --tp 2 --cases decode    # two GPUs
 
 Weights and prompts are random. Results: bench/results/NAME.json and NAME.png.
 """
@@ -192,6 +193,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cases", default="decode,short,prefill,throughput", help="comma separated"
     )
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument(
@@ -203,14 +205,18 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.breakdown and arguments.tp > 1:
+        parser.error("--breakdown profiles the worker in this process: it is for one GPU")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
-    name = arguments.name or f"engine-{arguments.shape}"
+    suffix = f"-tp{arguments.tp}" if arguments.tp > 1 else ""
+    name = arguments.name or f"engine-{arguments.shape}{suffix}"
     figures: list[Figure] = []
-    results: dict[str, object] = {"shape": arguments.shape}
+    results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
     cases = [case for case in arguments.cases.split(",") if case]
     config = shape_config(
         arguments.shape,
@@ -219,6 +225,7 @@ def main() -> None:
         deterministic=arguments.deterministic,
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
         capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
+        tensor_parallel_size=arguments.tp,
     )
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     if cases:
@@ -236,8 +243,9 @@ def main() -> None:
         from bench.step_breakdown import measure_breakdown
 
         results["breakdown"] = measure_breakdown(arguments.shape)
-    print_table(figures, arguments.shape == "llama-3.1-8b")
-    if arguments.shape == "llama-3.1-8b" and figures:
+    has_references = arguments.shape == "llama-3.1-8b" and arguments.tp == 1
+    print_table(figures, has_references)
+    if has_references and figures:
         RESULTS.mkdir(exist_ok=True)
         plot(figures, "one H200, Llama 3.1 8B shape, bf16", name)
     print(write_result(name, results))

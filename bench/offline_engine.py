@@ -26,6 +26,7 @@ from engine.config import (
     DeviceConfig,
     EngineConfig,
     FastPath,
+    ParallelConfig,
     SchedulerConfig,
 )
 from engine.core.core import EngineCore
@@ -92,8 +93,9 @@ def shape_config(
     attention_backend: AttentionBackend = "auto",
     disabled_fast_paths: tuple[FastPath, ...] = (),
     deterministic: bool = False,
+    tensor_parallel_size: int = 1,
 ) -> EngineConfig:
-    """An engine of one GPU with random weights; the prefix cache is off."""
+    """An engine with random weights; the prefix cache is off."""
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps({**_COMMON, **SHAPES[shape]})
         (Path(folder) / "config.json").write_text(text)
@@ -105,6 +107,7 @@ def shape_config(
         epoch=1,
         model=model,
         cache=CacheConfig(block_size=block_size, enable_prefix_caching=False),
+        parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
