@@ -12,7 +12,7 @@ import random
 import select
 import uuid
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from kv_transfer.host.memory_file import MemoryFile
 from kv_transfer.layer_marks import LayerMarks
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVTransferParams, TransferStats
+from tandem_wire.security_config import SecurityConfig
 
 _PATTERN = 0x9E3779B97F4A7C15
 
@@ -43,6 +44,7 @@ class Case:
     held: int = 0
     staging_bytes: int = 256 << 20
     data: KVTransportName = "grpc"
+    security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
 @dataclass(slots=True)
@@ -179,6 +181,14 @@ class GpuCaches(Caches):
             arrived[:, :first_block].any()
         )
 
+    def close(self) -> None:
+        """Nobody maps them any more. Kept memory could put the next two into one allocation."""
+        import torch
+
+        super().close()
+        del self._source, self._target
+        torch.cuda.empty_cache()
+
 
 def make_caches(layout: KVLayout, num_tokens: int, gpus: tuple[int, int] | None) -> Caches:
     if gpus is None:
@@ -265,6 +275,7 @@ def _connector(role: KVRole, caches: Caches, case: Case) -> KVConnectorScheduler
         staging_bytes=case.staging_bytes,
         pull_transport=case.transport,
         transport=case.data,
+        security=case.security,
     )
     engine_id = f"bench-{uuid.uuid4().hex[:12]}"
     handle = caches.handle(role == "kv_producer")
