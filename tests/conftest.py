@@ -1,15 +1,35 @@
-"""Shared by all tests: one torch thread, no GPU tests without a GPU, one demo checkpoint path."""
+"""Shared by all tests: one torch thread, no GPU tests without a GPU, one demo checkpoint path,
+examples that do not depend on luck or on a clock, and what may run at the same time."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+CLUSTERS = "clusters"
+
+
+def _examples_without_luck() -> None:
+    """The same in every run, however slow the machine is; `HYPOTHESIS_PROFILE=search` draws new
+    ones, for whoever looks for faults. Where only GPU tests run there may be no Hypothesis."""
+    try:
+        from hypothesis import HealthCheck, settings
+    except ModuleNotFoundError:
+        return
+    any_speed: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("same", derandomize=True, database=None, **any_speed)
+    settings.register_profile("search", **any_speed)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+_examples_without_luck()
 
 
 def _num_cuda_devices() -> int:
@@ -18,7 +38,29 @@ def _num_cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.file_scheduling import FileScheduling
+
+    return FileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _skip_without_gpu(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _clusters_first(items)
+
+
+def _clusters_first(items: list[pytest.Item]) -> None:
+    """Files that start whole clusters become one group. See `file_scheduling`."""
+    files = {item.path for item in items if item.get_closest_marker("e2e")}
+    for item in items:
+        if item.path in files:
+            item.add_marker(pytest.mark.xdist_group(CLUSTERS))
+    items.sort(key=lambda item: item.path not in files)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     gpu_items = [
         i for i in items if i.get_closest_marker("gpu") or i.get_closest_marker("multi_gpu")
     ]

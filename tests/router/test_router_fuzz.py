@@ -4,6 +4,7 @@ answer is a documented one, and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections import Counter
@@ -22,6 +23,21 @@ from tests.router.router_fakes import FakeDecodeNode
 DOCUMENT = openapi_document()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
+
+
+TAKEN: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+}
+"""Bodies that every node takes."""
+
+
+def some_fields(case: Any, count: int) -> None:
+    """Leaves only the first `count` fields of what was drawn, over a body that is taken: of bodies
+    that are drawn whole, hardly one gets beyond the checks."""
+    if isinstance(case.body, dict):
+        drawn = itertools.islice(case.body.items(), count)
+        case.body = {**TAKEN[case.path], **dict(drawn)}
 
 
 class RealHttpNode(FakeDecodeNode):
@@ -61,13 +77,13 @@ async def test_every_answer_is_a_documented_one(cluster: Cluster, operation: Any
         @given(case=operation.as_strategy())
         @settings(
             max_examples=60,
-            derandomize=True,
-            deadline=None,
-            database=None,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
         def ask(case: Any) -> None:
+            number = next(numbers)
+            if number % 2 == 0:
+                some_fields(case, number // 2)
             response = case.call(base_url=router.url, timeout=TIMEOUT_S)
             status = str(response.status_code)
             seen.add(status)
@@ -76,6 +92,7 @@ async def test_every_answer_is_a_documented_one(cluster: Cluster, operation: Any
                 error.validate(json.loads(response.content))
 
         seen: set[str] = set()
+        numbers = itertools.count()
         await asyncio.to_thread(ask)
         assert "200" in seen
         assert "400" in seen or operation.method == "get"
