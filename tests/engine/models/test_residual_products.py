@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from engine.distributed import TensorParallelGroup
@@ -30,6 +31,26 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
     expected = reference(tmp_path)
     for logits, prompt in zip(paged.prefill(prompts(), CHUNK), prompts(), strict=True):
         torch.testing.assert_close(logits, reference_logits(expected, prompt), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_is_rounded_once_on_a_gpu(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    layer = RowParallelLinear(4096, 1024, Shard(TensorParallelGroup(0, 1), dtype, device))
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    layer.weight.copy_(normal(1024, 4096))
+    x, residual = normal(2048, 4096), 64 * normal(2048, 1024)
+    exact = residual.double() + x.double() @ layer.weight.double().t()
+    twice = (residual + layer(x)).double()
+    layer.add(x, residual)
+    error = (residual.double() - exact).norm() / exact.norm()
+    assert error < (twice - exact).norm() / exact.norm()
+    assert error < torch.finfo(dtype).eps / 2
 
 
 def test_few_rows_do_not_add() -> None:

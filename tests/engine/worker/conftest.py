@@ -19,7 +19,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from engine.distributed import TensorParallelGroup
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import ModelRunnerOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.worker.kv_cache import KVCache, kv_cache_spec
@@ -200,6 +200,35 @@ def write_weights(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def generated_and_scored(
+    driver: StepDriver, prompt: list[int], chunks: list[int]
+) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
+    """Log probabilities of output, and those of the same tokens as the end of a prompt."""
+    num_output = sum(chunks) - len(prompt)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2, max_tokens=64)
+    driver.add("writer", 3, prompt, sampling)
+    driver.step({"writer": len(prompt)})
+    generated = [driver.last.logprobs[3]]
+    for _ in range(num_output - 1):
+        driver.step()
+        generated.append(driver.last.logprobs[3])
+    text = driver.tokens["writer"][: sum(chunks)]
+    driver.add("beside", 0, prompt[:9])
+    scoring = SamplingParams(temperature=0.0, prompt_logprobs=2, max_tokens=64)
+    driver.add("reader", 1, text, scoring)
+    scored: list[TokenLogprobs] = []
+    for index, chunk in enumerate(chunks):
+        driver.step({"beside": 9, "reader": chunk} if index == 0 else {"reader": chunk})
+        for part in driver.last.prompt_logprobs:
+            assert (part.row, part.epoch) == (1, driver.epochs["reader"])
+            assert part.logprobs.first_position == 1 + len(scored)
+            scored += part.logprobs.unpack()
+    assert len(scored) == len(text) - 1
+    driver.step()
+    assert driver.last.prompt_logprobs == []
+    return generated, scored[len(prompt) - 1 :]
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the weights of the tiny model."""
@@ -217,6 +246,11 @@ def make_config(checkpoint: Path) -> Callable[..., EngineConfig]:
 @pytest.fixture
 def make_driver() -> type[StepDriver]:
     return StepDriver
+
+
+@pytest.fixture
+def make_scores() -> Callable[..., tuple[list[TokenLogprobs], list[TokenLogprobs]]]:
+    return generated_and_scored
 
 
 @pytest.fixture

@@ -43,7 +43,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(seed=5, temperature=0.9, top_p=0.95, ignore_eos=True)
-FILTERED = SamplingParams(seed=8, temperature=1.2, top_k=12, min_p=0.02, ignore_eos=True)
+FILTERED = SamplingParams(
+    seed=8, temperature=1.2, top_k=12, min_p=0.02, ignore_eos=True, prompt_logprobs=3
+)
 PENALISED = SamplingParams(
     seed=6,
     repetition_penalty=1.3,
@@ -181,6 +183,19 @@ def test_fast_paths_give_the_tokens_of_none(
         with started(_config(weights, disabled_fast_paths=left_out)) as worker:
             found.append(conversation(make_driver(worker.execute_model), make_prompt))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("chunks", [[40], [17, 1, 21, 1]])
+def test_prompt_logprobs_are_those_of_the_same_output(
+    weights: Path, make_driver, make_prompt, make_scores, chunks: list[int]
+) -> None:
+    with started(_config(weights)) as worker:
+        driver = make_driver(worker.execute_model)
+        generated, scored = make_scores(driver, make_prompt(30, 2), chunks)
+        assert worker.compile_guard.late == []
+    for output, prompt in zip(generated, scored, strict=True):
+        assert (output.token_ids, output.rank) == (prompt.token_ids, prompt.rank)
+        assert output.logprobs == pytest.approx(prompt.logprobs, abs=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.batch.states import RowError
+from engine.sample import prompt_logprobs
 from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.worker.kv_connector import ActiveKVConnector
@@ -54,6 +55,17 @@ def test_chunked_prompts_give_the_same_tokens(driver, make_prompt, chunks, sampl
     assert set(driver.step({"chunked": chunks[-1]})) == {"chunked"}
     driver.run(5)
     assert driver.tokens["chunked"][30:] == whole
+
+
+@pytest.mark.parametrize("chunks", [[40], [1] * 40, [17, 1, 21, 1], [39, 1]])
+def test_prompt_logprobs_are_those_of_the_same_output(
+    driver, make_prompt, make_scores, chunks, monkeypatch
+) -> None:
+    monkeypatch.setattr(prompt_logprobs, "_MOST_TOKENS", 18)
+    generated, scored = make_scores(driver, make_prompt(30, 2), chunks)
+    for output, prompt in zip(generated, scored, strict=True):
+        assert (output.token_ids, output.rank) == (prompt.token_ids, prompt.rank)
+        assert output.logprobs == pytest.approx(prompt.logprobs, abs=1e-4)
 
 
 def test_mixed_batches_equal_requests_alone(driver, make_prompt) -> None:
