@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
@@ -19,13 +20,13 @@ class Pair:
     decode: AsyncLLM
     num_started: int = field(default=0)
 
-    def request(self, seed: int) -> tuple[GenerationRequest, GenerationRequest]:
+    def request(self, seed: int, **sampling: Any) -> tuple[GenerationRequest, GenerationRequest]:
         """(for prefill, for decode)."""
         self.num_started += 1
         request_id, transfer_id = f"r{self.num_started}", f"{self.num_started:032x}"
-        offer = make_request(request_id, seed, max_tokens=1)
+        offer = make_request(request_id, seed, **sampling, max_tokens=1)
         offer.kv_transfer_params = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
-        pull = make_request(request_id, seed)
+        pull = make_request(request_id, seed, **sampling)
         pull.kv_transfer_params = KVTransferParams(
             do_remote_prefill=True, transfer_id=transfer_id, peer=self.prefill.ready.peer
         )
@@ -35,7 +36,10 @@ class Pair:
         try:
             async for output in self.prefill.generate(offer):
                 for token_id in output.token_ids:
-                    self.decode.supply_first_token(offer.request_id, token_id)
+                    of_prompt = output.prompt_logprobs or ()
+                    self.decode.supply_first_token(
+                        offer.request_id, token_id, prompt_logprobs=of_prompt
+                    )
             return await self.prefill.wait_kv_result(offer.request_id)
         finally:
             self.prefill.abort(offer.request_id)

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
+from engine.outputs import TokenLogprobs
 from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
 from tests.engine.core.tiny_engine import Oracle, until, until_empty
 from tests.processes import find_processes, is_gone
@@ -69,6 +70,27 @@ async def test_nobody_prefills_so_decode_does_it_itself(pair: Pair, oracle: Orac
     stream = pair.decode.generate(pull)
     pair.decode.prefill_locally(pull.request_id)
     assert await tokens_of(stream) == oracle.tokens(20)
+
+
+async def test_prompt_logprobs_are_the_same_on_either_side(pair: Pair, oracle: Oracle) -> None:
+    async def one(*, is_remote: bool) -> list[TokenLogprobs]:
+        offer, pull = pair.request(27, prompt_logprobs=2)
+        stream = pair.decode.generate(pull)
+        if is_remote:
+            assert (await pair.run_prefill(offer)).ok
+        else:
+            pair.decode.prefill_locally(pull.request_id)
+        first, *others = [output async for output in stream]
+        tokens = [token for output in (first, *others) for token in output.token_ids]
+        assert tokens == oracle.tokens(27)
+        assert all(output.prompt_logprobs is None for output in others)
+        found = [token for part in first.prompt_logprobs or () for token in part.unpack()]
+        assert len(found) == len(pull.prompt_token_ids) - 1
+        return found
+
+    for remote, local in zip(await one(is_remote=True), await one(is_remote=False), strict=True):
+        assert (remote.token_ids, remote.rank) == (local.token_ids, local.rank)
+        assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-5)
 
 
 async def test_aborts_on_either_side_at_any_moment(pair: Pair, oracle: Oracle) -> None:
