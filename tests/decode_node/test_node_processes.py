@@ -18,6 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.decode_node.http_node import chunks_of, sse_events
 from tests.decode_node.node_processes import TIMEOUT_S, NodeProcess, node_process
 
+pytestmark = pytest.mark.e2e
+
 PROMPT = "Ada the clockmaker walked to the library with the blue key and the lamp. "
 HERE = {"x-prefiller-host-port": ","}
 

@@ -29,7 +29,7 @@ from tests.processes import is_alive, is_gone
 
 NUM_REQUESTS = 12
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 """Many processes start here, each of which imports Ray or torch."""
 
 
