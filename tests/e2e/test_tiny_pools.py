@@ -1,4 +1,7 @@
-"""Two tiers with hardly any memory: hundreds of requests wait for room on both, and all end."""
+"""Two tiers with hardly any memory: requests wait for room on both, and all end.
+
+`tests/engine/sched/test_two_tiers.py` has hundreds of them, at every ratio of the tiers.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 
 import pytest
 
-NUM_REQUESTS = 500
-NUM_CLIENTS = 60
+NUM_REQUESTS = 120
+NUM_CLIENTS = 40
 BLOCKS_OF_ONE_REQUEST = 6
 """Of 16 tokens: the longest request that is allowed."""
 TINY = [

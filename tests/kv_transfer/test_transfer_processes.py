@@ -247,7 +247,7 @@ def test_many_transfers_with_deaths_and_aborts_leave_nothing(make_node: MakeNode
 
 def test_a_process_that_cannot_start_says_so(make_node: MakeNode) -> None:
     with pytest.raises(TransferProcessFailed, match="transfer process 0 of rank 0 ended with"):
-        make_node("prefill", layout(), host="256.1.1.1")
+        make_node("prefill", layout(), hosts=("256.1.1.1",))
     node = make_node("prefill", layout())
     assert node.peer.endpoints[0][0].startswith("127.0.0.1:")
 
