@@ -24,25 +24,31 @@ holds already: only the rest may cross the wire. Writes bench/results/NAME.json 
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import matplotlib
+import trustme
 
 from bench.kv_pair import Caches, Case, HostCaches, KVPair, make_caches
 from bench.kv_turns import Row, Turn, measure, summarise
 from bench.raw_tcp import RawTcp
 from bench.record import RESULTS, write_result
-from kv_transfer.config import PullTransportName
 from kv_transfer.layout import KVLayout
+from tandem_wire.security_config import SecurityConfig
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-_TRANSPORTS: tuple[PullTransportName, ...] = ("h2", "grpcio")
+_TLS = "-tls"
+_TRANSPORTS = ("h2", "grpcio", "h2-tls", "grpcio-tls")
 _RAW_TCP = "raw TCP"
 _REALTIME_PRIORITY = 10
 
@@ -127,6 +133,23 @@ class RawPart:
             self._files.close()
 
 
+@cache
+def certificates() -> SecurityConfig:
+    """Of an authority made for this run; both ends show the same."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-tls-"))
+    atexit.register(shutil.rmtree, folder)
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    issued = authority.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA)
+    authority.cert_pem.write_to_path(str(folder / "ca.crt"))
+    issued.private_key_pem.write_to_path(str(folder / "tls.key"))
+    issued.cert_chain_pems[0].write_to_path(str(folder / "tls.crt"))
+    return SecurityConfig(
+        tls_cert_file=str(folder / "tls.crt"),
+        tls_key_file=str(folder / "tls.key"),
+        tls_ca_file=str(folder / "ca.crt"),
+    )
+
+
 def take_turns(
     caches: Caches, pairs: dict[str, KVPair], raw: RawPart | None, case: Case, num_turns: int
 ) -> dict[str, list[Turn]]:
@@ -154,7 +177,9 @@ def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]
     raw = None
     try:
         for transport in args.transports:
-            pairs[transport] = KVPair(caches, replace(case, transport=transport))
+            security = certificates() if transport.endswith(_TLS) else SecurityConfig()
+            kind = transport.removesuffix(_TLS)
+            pairs[transport] = KVPair(caches, replace(case, transport=kind, security=security))
         raw = None if args.no_raw_tcp else RawPart(caches, case)
         turns = take_turns(caches, pairs, raw, case, args.turns)
     finally:
@@ -170,7 +195,7 @@ def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]
 def plot(rows: list[Row], sweep: Sweep, path: Path) -> None:
     figure, (rate, cpu) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     points = sorted({row.point for row in rows})
-    for transport, marker in ((_RAW_TCP, "o"), ("h2", "s"), ("grpcio", "^")):
+    for transport, marker in zip((_RAW_TCP, *_TRANSPORTS), "os^Dv", strict=True):
         mine = [row for row in rows if row.transport == transport]
         if not mine:
             continue
@@ -228,7 +253,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1, help="transfer processes of each side")
     parser.add_argument("--chunk-kib", type=int, default=2048)
     parser.add_argument("--staging-mib", type=int, default=256)
-    parser.add_argument("--transports", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS))
+    parser.add_argument(
+        "--transports", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS[:2]),
+        help="-tls: with certificates, made by trustme",
+    )  # fmt: skip
     parser.add_argument(
         "--data", choices=("grpc", "cuda_ipc"), default="grpc",
         help="cuda_ipc: decode copies out of the prefill node's cache itself",
