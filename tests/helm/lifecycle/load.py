@@ -20,7 +20,8 @@ from typing import Any
 
 import aiohttp
 
-_PAUSE_S = 0.1
+_PAUSE_S = 0.4
+"""Between two requests of a client, unless answers are waited for: pods that start need time."""
 _NUM_CLIENTS = 2
 _ANSWER_S = 60.0
 
@@ -87,6 +88,7 @@ class Load:
         self._clients: list[asyncio.Task[None]] = []
         self._is_over = False
         self._answered = asyncio.Condition()
+        self._num_waiting = 0
         self.num_answers = 0
         self.faults: list[str] = []
 
@@ -103,8 +105,10 @@ class Load:
     async def answers(self, count: int) -> None:
         """Until `count` more have ended, well or not."""
         goal = self.num_answers + count
+        self._num_waiting += 1
         async with self._answered, asyncio.timeout(_ANSWER_S):
             await self._answered.wait_for(lambda: self.num_answers >= goal)
+        self._num_waiting -= 1
 
     async def _client(self) -> None:
         while not self._is_over:
@@ -118,4 +122,4 @@ class Load:
             self.num_answers += 1
             async with self._answered:
                 self._answered.notify_all()
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(0 if self._num_waiting else _PAUSE_S)

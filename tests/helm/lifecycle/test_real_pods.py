@@ -1,7 +1,7 @@
 """The chart's pods as processes: what an operator does to a cluster that serves.
 
-One cluster for all tests of this file, in their order: a release with a router, one prefill and one
-decode node, booted from the chart alone.
+One cluster for all tests of this file, in their order: a release with a router, two prefill nodes
+and a decode node, booted from the chart alone. They speak TLS by certificates that the chart made.
 """
 
 from __future__ import annotations
@@ -134,14 +134,14 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     async with Cluster.real(folder) as cluster:
         release = CliRelease(cluster, folder)
         try:
-            await release.install(values(cluster), wait_s=0)
-            await cluster.wait_ready(START_S, router=1, prefill=1, decode=1)
+            await release.install(values(cluster, prefill=2), wait_s=0)
+            await cluster.wait_ready(START_S, router=1, prefill=2, decode=1)
             service = cluster.get("Service", "tandem-router")["spec"]
             url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
             serving = Serving(cluster, release, url)
-            await serving.wait_known(prefill=1, decode=1)
-            for i in range(_NUM_REQUESTS):
-                serving.expected.append(await stream(url, body(i)))
+            await serving.wait_known(prefill=2, decode=1)
+            wishes = (stream(url, body(i)) for i in range(_NUM_REQUESTS))
+            serving.expected += await asyncio.gather(*wishes)
             yield serving
         finally:
             print(cluster.kubelet.logs())  # shown if a test fails
@@ -154,21 +154,20 @@ async def test_a_prompt_goes_through_both_tiers(serving: Serving) -> None:
     await serving.release.test()
 
 
-async def test_scaling_one_tier_under_load_loses_nothing(serving: Serving) -> None:
+async def test_scaling_each_tier_under_load_loses_nothing(serving: Serving) -> None:
+    """One more decode node, one prefill node less; what stays is not touched."""
     cluster = serving.cluster
     before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
     async with Load(serving.url, serving.expected) as load:
-        cluster.scale("Deployment", "tandem-prefill", 2)
         cluster.scale("Deployment", "tandem-decode", 2)
-        await cluster.wait_ready(START_S, router=1, prefill=2, decode=2)
-        await serving.wait_known(prefill=2, decode=2)
-        await load.answers(10)
         cluster.scale("Deployment", "tandem-prefill", 1)
         await cluster.wait_ready(START_S, router=1, prefill=1, decode=2)
+        await serving.wait_known(prefill=1, decode=2)
         await load.answers(10)
     assert not load.faults
     assert cluster.uids("router") == before["router"]
     assert cluster.uids("decode") > before["decode"]
+    assert cluster.uids("prefill") < before["prefill"]
 
 
 async def test_deleting_a_decode_pod_lets_its_answers_end(serving: Serving) -> None:
