@@ -35,7 +35,6 @@ from functools import cache
 from pathlib import Path
 
 import matplotlib
-import trustme
 
 from bench.kv_pair import Caches, Case, HostCaches, KVPair, make_caches
 from bench.kv_turns import Row, Turn, measure, summarise
@@ -136,6 +135,8 @@ class RawPart:
 @cache
 def certificates() -> SecurityConfig:
     """Of an authority made for this run; both ends show the same."""
+    import trustme  # only this needs it
+
     folder = Path(tempfile.mkdtemp(prefix="bench-tls-"))
     atexit.register(shutil.rmtree, folder)
     authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
