@@ -16,6 +16,8 @@ from engine.frontend.settings import detect_device
 from kv_transfer.memory.cuda_driver import cuda_driver
 
 _LOWEST_PORT = 10_000
+_held: list[int] = []
+"""File descriptors of sockets that are bound to the ports we gave out."""
 
 DEMO_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 
@@ -57,12 +59,15 @@ class UpSettings(BaseSettings):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now, and stay so: they lie below the range from which the
-    kernel takes ports of outgoing connections."""
+    """Ports of loopback for processes that we start, now and again.
+
+    They stay theirs as long as this process lives: nobody else is given them, here or in another
+    process, and they lie below the range from which the kernel takes ports of outgoing connections.
+    """
     ports: list[int] = []
     while len(ports) < count:
         port = random.randrange(_LOWEST_PORT, _first_ephemeral_port())
-        if port not in ports and _is_free(port):
+        if _hold(port):
             ports.append(port)
     return ports
 
@@ -71,12 +76,18 @@ def _first_ephemeral_port() -> int:
     return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
+def _hold(port: int) -> bool:
+    """Binds a socket to the port, without listening. False where another one is bound to it."""
+    holder = socket.socket()
+    try:
+        holder.bind(("127.0.0.1", port))
+    except OSError:
+        holder.close()
+        return False
+    # Set now, it lets a listener in that sets it too, as ours do; while we bound, it was not set,
+    # so that we came beside nobody.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _held.append(holder.detach())
     return True
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import socket
+
 import pytest
 
 from cli.cluster import UpSettings, cluster_specs, free_ports
@@ -53,8 +57,27 @@ def test_node_arguments_follow_two_dashes() -> None:
     assert split_node_args(["m"]) == (["m"], [])
 
 
-def test_free_ports_are_distinct() -> None:
-    assert len(set(free_ports(20))) == 20
+def test_a_port_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = free_ports(1)
+    draw = random.randrange
+    drawn = itertools.chain([first, first], (draw(10_000, 30_000) for _ in itertools.count()))
+    monkeypatch.setattr(random, "randrange", lambda *_: next(drawn))
+    assert first not in free_ports(2)
+
+
+def test_who_is_told_of_a_port_can_listen_there_again_and_again() -> None:
+    (port,) = free_ports(1)
+    for _ in range(2):
+        with (
+            socket.create_server(("127.0.0.1", port)) as listener,
+            socket.create_connection(("127.0.0.1", port)),
+            listener.accept()[0],
+        ):
+            pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize(
