@@ -33,6 +33,7 @@ from bench.record import write_result
 from router.app import OuterWorld
 from router.config import RouterSettings
 from router.errors import NodeLost, NodeUnreachable
+from router.garbage import settle
 from router.server import RouterServer, bind
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NodeLoad
 from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_to_server
@@ -189,6 +190,7 @@ def run_router(ports: multiprocessing.Queue[int], decode: str, client: str) -> N
     transport = HttpxTransport() if client == "httpx" else None
     server = RouterServer(settings, listener, OuterWorld(transport=transport))
     ports.put(listener.getsockname()[1])
+    settle()
     uvloop.run(server.run_until_drained())
 
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from router.api_keys import ApiKeys
 from router.config import RouterSettings
 from router.errors import ConfigurationError
+from router.garbage import settle
 from router.node_address import NodeRole, parse_node_list
 from router.server import RouterServer, bind, configure_logging, https_files
 from tandem_wire.security_config import SecurityError
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    settle()
     uvloop.run(server.run_until_drained())
     return 0
 
@@ -45,8 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 def print_checked(settings: RouterSettings) -> int:
     """What `--check` does; the exit code. Secrets are masked. Raises `ConfigurationError`,
     `SecurityError`."""
-    parse_node_list(NodeRole.PREFILL, settings.prefill)
-    parse_node_list(NodeRole.DECODE, settings.decode)
+    check_plaintext(settings)
     https_files(settings)
     ApiKeys(file=settings.api_key_file)
     print(settings.model_dump_json(indent=2))
