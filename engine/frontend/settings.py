@@ -8,7 +8,6 @@ variable `TANDEM_MAX_NUM_SEQS`.
 
 from __future__ import annotations
 
-import argparse
 import secrets
 import sys
 from pathlib import Path
@@ -31,10 +30,11 @@ from engine.config import (
     SchedulerConfig,
     SchedulingPolicy,
 )
+from engine.frontend.command_line import HelpFormatter, describe_errors
 from engine.models.checkpoint import load_model_config, resolve_model
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
 from kv_transfer.sizing import choose_num_streams, processes_for_this_host
-from tandem_wire.security_config import SecurityError
+from tandem_wire.security_config import SecurityConfig, SecurityError
 from tandem_wire.security_settings import SecuritySettings
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -261,12 +261,12 @@ class EngineSettings(SecuritySettings):
             cls,
             cli_prog_name=program,
             cli_parse_args=True if args is None else args,
-            formatter_class=_HelpFormatter,
+            formatter_class=HelpFormatter,
         )
         try:
             return cls(_cli_settings_source=source)
         except ValidationError as error:
-            print(_describe(program, error), file=sys.stderr)
+            print(describe_errors(program, error), file=sys.stderr)
             raise SystemExit(2) from None
 
     def print_checked(self, kv_role: KVRole) -> int:
@@ -353,7 +353,7 @@ class EngineSettings(SecuritySettings):
             kv_role=kv_role,
             hosts=self._kv_hosts(kv_role),
             port=self._kv_port(processes),
-            security=self.security_config(),
+            security=self._checked_security(kv_role),
             transport=self.kv_transport,
             num_processes=processes,
             num_streams=self.kv_streams or choose_num_streams(processes),
@@ -374,6 +374,15 @@ class EngineSettings(SecuritySettings):
                 )
         return hosts
 
+    def _checked_security(self, kv_role: KVRole) -> SecurityConfig:
+        """Raises `SecurityError` if we would listen where others can hear and nobody wanted it."""
+        config = self.security_config()
+        config.check_plaintext("listening for other services", self.host)
+        if kv_role == "kv_producer":
+            for host in self._kv_hosts(kv_role):
+                config.check_plaintext("listening for decode nodes", host)
+        return config
+
     def _kv_processes(self, kv_role: KVRole) -> int:
         hosts, ranks = self._kv_hosts(kv_role), self.tensor_parallel_size
         return self.kv_processes or processes_for_this_host(hosts, ranks)
@@ -388,23 +397,3 @@ class EngineSettings(SecuritySettings):
 def detect_device() -> Device:
     """cuda where the GPU driver lists a GPU. Asks no library, so that it works without torch."""
     return "cuda" if _GPU_DRIVER.is_dir() and any(_GPU_DRIVER.iterdir()) else "cpu"
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Descriptions say what happens without a value, so `(default: None)` would only confuse."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=100)
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return (action.help or "").replace(" (default: None)", "")
-
-
-def _describe(program: str, error: ValidationError) -> str:
-    """One line for each wrong setting."""
-    lines = [f"{program}: wrong settings (see --help)"]
-    for fault in error.errors():
-        name = str(fault["loc"][0]) if fault["loc"] else ""
-        flag, variable = "--" + name.replace("_", "-"), f"TANDEM_{name.upper()}"
-        lines.append(f"  {flag} (or {variable}): {fault['msg']}")
-    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from decode_node.config import DecodeNodeSettings
 from engine.frontend import settings as settings_module
 from engine.frontend.settings import EngineSettings, SettingsError, detect_device
 from prefill_node.config import PrefillNodeSettings
+from tandem_wire.security_config import PlaintextRefused
 
 ALL = [EngineSettings, PrefillNodeSettings, DecodeNodeSettings]
 
@@ -96,15 +98,40 @@ def test_keys_do_not_show() -> None:
 
 
 def test_a_prefill_node_on_every_address_must_say_where_its_kv_is(demo_checkpoint: Path) -> None:
-    settings = PrefillNodeSettings(model=str(demo_checkpoint), host="0.0.0.0")
+    def hosts(host: str, kv_host: str | None = None) -> tuple[str, ...]:
+        settings = PrefillNodeSettings(
+            model=str(demo_checkpoint), host=host, kv_host=kv_host, allow_plaintext=True
+        )
+        transfer = settings.to_engine_config("kv_producer").kv_transfer
+        assert transfer is not None
+        return transfer.hosts
+
     with pytest.raises(SettingsError, match="--kv-host"):
-        settings.to_engine_config("kv_producer")
-    named = PrefillNodeSettings(model=str(demo_checkpoint), host="0.0.0.0", kv_host="10.0.0.5")
-    transfer = named.to_engine_config("kv_producer").kv_transfer
-    assert transfer is not None and transfer.hosts == ("10.0.0.5",)
-    alone = PrefillNodeSettings(model=str(demo_checkpoint), host="10.0.0.6")
-    transfer = alone.to_engine_config("kv_producer").kv_transfer
-    assert transfer is not None and transfer.hosts == ("10.0.0.6",)
-    several = PrefillNodeSettings(model=str(demo_checkpoint), kv_host="10.0.0.5, fd00::5")
-    transfer = several.to_engine_config("kv_producer").kv_transfer
-    assert transfer is not None and transfer.hosts == ("10.0.0.5", "fd00::5")
+        hosts("0.0.0.0")
+    assert hosts("0.0.0.0", "10.0.0.5") == ("10.0.0.5",)
+    assert hosts("10.0.0.6") == ("10.0.0.6",)
+    assert hosts("127.0.0.1", "10.0.0.5, fd00::5") == ("10.0.0.5", "fd00::5")
+
+
+@pytest.mark.parametrize("given", [{"host": "10.0.0.6"}, {"kv_host": "10.0.0.6"}])
+def test_listening_for_others_in_plaintext_must_be_wanted(
+    given: dict[str, Any], demo_checkpoint: Path
+) -> None:
+    refused = PrefillNodeSettings(model=str(demo_checkpoint), **given)
+    assert refused.print_checked("kv_producer") == 2
+    with pytest.raises(PlaintextRefused, match="--allow-plaintext"):
+        refused.to_engine_config("kv_producer")
+    for cure in ({"allow_plaintext": True}, {"cluster_token_file": "token"}):
+        assert PrefillNodeSettings(model="m", **given, **cure).print_checked("kv_producer") == 0
+
+
+def test_certificates_are_named_all_or_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert DecodeNodeSettings(model="m", tls_key_file="k").print_checked("kv_consumer") == 2
+    assert "--tls-cert-file and --tls-ca-file not given" in capsys.readouterr().err
+
+
+def test_a_range_of_ports_for_kv_ends_with_the_last_port() -> None:
+    settings = PrefillNodeSettings(
+        model="m", kv_port=65_530, kv_processes=2, tensor_parallel_size=4
+    )
+    assert settings.print_checked("kv_producer") == 2
