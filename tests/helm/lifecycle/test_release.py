@@ -16,6 +16,7 @@ from tests.helm.lifecycle.object_store import ObjectStore
 VALUES: dict[str, Any] = {"model": {"name": "example/model"}, "router": {"replicas": 2}}
 BROKEN = {"router": {"tag": "broken"}, "engine": {"tag": "broken"}}
 COMPONENTS = ("router", "prefill", "decode")
+CERTIFICATES = ("router-tls", "prefill-tls", "decode-tls")
 
 
 def changed(**values: Any) -> dict[str, Any]:
@@ -24,6 +25,12 @@ def changed(**values: Any) -> dict[str, Any]:
     for section, content in values.items():
         result[section] = {**result.get(section, {}), **content}
     return result
+
+
+def secrets(cluster: Cluster) -> dict[str, dict[str, str]]:
+    """Those of the chart: Helm keeps releases in others."""
+    found = [one for one in cluster.objects("Secret") if not one["type"].startswith("helm.sh/")]
+    return {one["metadata"]["name"]: one["data"] for one in found}
 
 
 def names(store: ObjectStore) -> set[tuple[str, str]]:
@@ -64,12 +71,21 @@ async def test_scaling_one_tier_touches_no_pod_that_stays(
 async def test_an_upgrade_that_changes_no_pod_restarts_none(
     cluster: Cluster, release: Release
 ) -> None:
-    await release.install(VALUES)
+    """Nor does it change what it has made: the token, the authority and its certificates. What an
+    operator takes away is made again."""
+    await release.install(changed(tls={"mode": "generated"}))
     before = {name: cluster.uids(name) for name in COMPONENTS}
-    await release.upgrade(VALUES)
-    await release.upgrade(changed(commonLabels={"team": "serving"}))
+    made = secrets(cluster)
+    assert set(made) == {f"tandem-{name}" for name in ("ca", "cluster-token", *CERTIFICATES)}
+    await release.upgrade(changed(tls={"mode": "generated"}))
+    assert secrets(cluster) == made
+    cluster.store.delete_object(cluster.get("Secret", "tandem-prefill-tls"))
+    await release.upgrade(changed(tls={"mode": "generated"}, commonLabels={"team": "serving"}))
     assert {name: cluster.uids(name) for name in COMPONENTS} == before
     assert cluster.get("Deployment", "tandem-prefill")["metadata"]["labels"]["team"] == "serving"
+    renewed = secrets(cluster)
+    assert renewed.pop("tandem-prefill-tls")["ca.crt"] == made["tandem-ca"]["tls.crt"]
+    assert renewed.items() < made.items()
 
 
 async def test_a_change_of_one_tier_rolls_it_alone_and_rolls_back(
