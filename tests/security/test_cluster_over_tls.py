@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from cli.cluster import free_ports
 from router.config import RouterSettings
 from tandem_wire.security_config import Role
 from tests.decode_node.node_processes import node_process
@@ -43,10 +45,13 @@ def flags(authority: Authority, role: Role, token: Path) -> list[str]:
 async def test_an_answer_comes_over_tls_alone(
     authority: Authority, token_file, demo_checkpoint: Path
 ) -> None:
-    token = token_file("s" * 32)
+    token, [kv_port] = token_file("s" * 32), free_ports(1)
     async with (
         node_process(
-            "prefill_node", demo_checkpoint, *flags(authority, Role.PREFILL, token)
+            "prefill_node",
+            demo_checkpoint,
+            *flags(authority, Role.PREFILL, token),
+            f"--kv-port={kv_port}",
         ) as prefill,
         node_process(
             "decode_node", demo_checkpoint, *flags(authority, Role.DECODE, token)
@@ -71,7 +76,13 @@ async def test_an_answer_comes_over_tls_alone(
             assert TAKEN in await scrape(router.client, prefill.ready["metrics_port"])
             counted = await scrape(router.client, decode.ready["metrics_port"])
             assert PULLED.search(counted)
+            assert is_open(kv_port), "KV is not fetched where settings say"
             await check_others_are_refused(router.client, decode.ready["address"])
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 async def scrape(client: aiohttp.ClientSession, port: int) -> str:
