@@ -11,18 +11,22 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from cli.cluster import free_ports
 from tests.processes import descendants, find_processes, is_alive
 
 ROOT = Path(__file__).resolve().parents[3]
 LEADER, OTHER = "127.0.0.2", "127.0.0.3"
-_FLAGS = ("--num-cpus=1", "--num-gpus=0", "--object-store-memory=78643200", "--block")
+_FLAGS = (
+    "--num-cpus=1", "--num-gpus=0", "--object-store-memory=78643200", "--block",
+    # Any ports: the usual range is the one from which other tests take theirs.
+    "--min-worker-port=0", "--max-worker-port=0",
+)  # fmt: skip
 _ADDRESS = re.compile(r"--address='([^']+)'")
 _STOP_TIMEOUT_S = 20
 
@@ -95,7 +99,7 @@ class RayHosts:
                 "--port=0",
                 f"--node-ip-address={LEADER}",
                 "--include-dashboard=false",
-                f"--ray-client-server-port={_free_port()}",
+                f"--ray-client-server-port={free_ports(1)[0]}",
                 f"--temp-dir={folder}",
             )
         ]
@@ -115,14 +119,6 @@ class RayHosts:
     def stop(self) -> None:
         for node in reversed(self.nodes):
             node.stop()
-
-
-def _free_port() -> int:
-    """For what would else take a fixed one, and end the cluster when it cannot."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -4,10 +4,8 @@ with two."""
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cli.cluster import free_ports
 from engine.distributed import TensorParallelGroup
 from tests.engine.models.engine_rank import MODES, greedy_all
 from tests.engine.models.rank_process import compute_all
@@ -80,11 +79,3 @@ def run_ranks(module: str, size: int, *args: str, num_groups: int = 1) -> None:
             process.kill()
             process.wait()
     assert codes == [0] * size
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]

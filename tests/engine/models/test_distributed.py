@@ -1,22 +1,22 @@
-"""Collectives between real processes, and what happens when a rank is missing."""
+"""Collectives of a group, and what happens when a rank is missing. Ranks are threads here;
+`test_greedy_parity` has them as processes."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from engine.distributed import TensorParallelGroup
-from tests.engine.models.conftest import free_ports, run_ranks
+from tests.engine.models.collective_scenes import collectives, dead_peer, listening, play
+from tests.engine.models.conftest import free_ports
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives(size: int, tmp_path: Path) -> None:
-    ranks = run_scene("collectives", size, tmp_path)
-    assert all(rank["listening"] == ["0100007F"] for rank in ranks), "only on 127.0.0.1"
+def test_collectives(size: int) -> None:
+    before = listening()
+    ranks, sockets = zip(*play(collectives, size), strict=True)
+    opened = {inode: at for found in sockets for inode, at in found.items() if inode not in before}
+    assert set(opened.values()) == {"0100007F"}, "only on 127.0.0.1"
     assert all(rank == ranks[0] for rank in ranks), "ranks must agree in every bit"
     total = sum(range(size))
     assert ranks[0]["half"] == [[float(total + size)] * 5] * 3
@@ -35,14 +35,8 @@ def test_collectives(size: int, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(ranks[0]["noise"]), expected)
 
 
-def test_a_rank_that_leaves_is_noticed(tmp_path: Path) -> None:
-    assert run_scene("dead_peer", 2, tmp_path) == ["noticed", "left"]
-
-
-def run_scene(scene: str, size: int, out: Path) -> list[Any]:
-    """What each rank returned."""
-    run_ranks("tests.engine.models.collective_rank", size, scene, str(out))
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(size)]
+def test_a_rank_that_leaves_is_noticed() -> None:
+    assert play(dead_peer, 2) == ["noticed", "left"]
 
 
 def test_a_group_of_one_opens_nothing() -> None:
