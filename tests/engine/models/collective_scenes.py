@@ -1,0 +1,78 @@
+"""Ranks of a group as threads of one process, and what `test_distributed` has them play."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engine.distributed import TensorParallelGroup
+from tests.engine.models.conftest import free_ports
+
+T = TypeVar("T")
+_TIMEOUT_S = 60
+
+
+def play(scene: Callable[[TensorParallelGroup], T], size: int) -> list[T]:
+    """What each rank returned."""
+    rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
+
+    def rank_of(rank: int) -> T:
+        return scene(TensorParallelGroup(rank, size, "cpu", rendezvous, timeout_s=_TIMEOUT_S))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank_of, range(size), timeout=_TIMEOUT_S))
+
+
+def collectives(group: TensorParallelGroup) -> tuple[dict[str, Any], dict[str, str]]:
+    """(results, sockets of the process that listen)."""
+    own = float(group.rank)
+    noise = torch.randn(7, 33, generator=torch.Generator().manual_seed(group.rank))
+    strided = torch.arange(6.0).view(2, 3).t()
+    results = {
+        "half": group.all_reduce(torch.full((3, 5), own + 1, dtype=torch.bfloat16)).tolist(),
+        "strided": group.all_reduce(strided * own).tolist(),
+        "noise": group.all_reduce(noise).tolist(),
+        "gathered": group.all_gather(torch.tensor([[own, -own], [0.5, own]])).tolist(),
+        "gathered_strided": group.all_gather(strided + own).tolist(),
+        "empty": list(group.all_gather(torch.empty(0, 4)).shape),
+    }
+    sockets = listening()
+    for _ in range(20):
+        noise = group.all_reduce(noise * 0.5)
+    results["many"] = noise.tolist()
+    group.close()
+    return results, sockets
+
+
+def dead_peer(group: TensorParallelGroup) -> str:
+    """Rank 1 leaves; rank 0 is told instead of waiting for ever."""
+    group.all_reduce(torch.ones(3))
+    if group.rank == 1:
+        group.close()
+        return "left"
+    try:
+        while True:
+            group.all_reduce(torch.ones(3))
+    except RuntimeError:
+        return "noticed"
+
+
+def listening() -> dict[str, str]:
+    """This process' sockets that listen for TCP: inode to local address, hexadecimal."""
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(link.readlink().name.removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue  # Another thread has closed it.
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    is_listening = "0A"
+    return {r[9]: r[1].split(":")[0] for r in rows if r[3] == is_listening and r[9] in inodes}
