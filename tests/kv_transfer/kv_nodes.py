@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kv_caches import Blocks, RankCache
+from kv_caches import UNTOUCHED, Blocks, RankCache
 
 from kv_transfer.base import ChunkLike, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
@@ -191,6 +191,13 @@ class KVNode:
         counters = self.connector.counters
         names = ("live_transfers", "staged_bytes", "leases", "process_transfers", "open_pulls")
         return all(counters[name] == 0 for name in names)
+
+    def renew(self) -> None:
+        """As if nothing had happened yet, but for what is counted."""
+        self.done = Outcomes()
+        self.blocks = Blocks(self.caches[0].num_blocks)
+        for cache in self.caches:
+            cache.words[:] = int.from_bytes(bytes([UNTOUCHED] * cache.words.itemsize), "little")
 
     def close(self) -> None:
         """Idempotent."""

@@ -97,7 +97,7 @@ async def test_a_stalled_link_times_out_and_leases_end(
     transport: PullTransportName,
 ) -> None:
     proxy = Proxy()
-    loopback = Loopback(SHAPE, SHAPE, stall_timeout_s=1.0, lease_s=1.5, transport=transport)
+    loopback = Loopback(SHAPE, SHAPE, stall_timeout_s=0.5, lease_s=0.8, transport=transport)
     async with loopback as (producer, consumer):
         peer = await proxy.start(producer.peer)
         transfer_id = new_transfer_id()
@@ -109,7 +109,7 @@ async def test_a_stalled_link_times_out_and_leases_end(
         await until(lambda: consumer.count(FIRST_BYTE, transfer_id) == 1)
         proxy.is_stalled = True
         (event,) = await consumer.until_all(FAILED, transfer_id)
-        assert "said nothing for 1 s" in event.reason and event.retryable
+        assert "said nothing for 0.5 s" in event.reason and event.retryable
         await consumer.until_empty()
         await proxy.close()
         producer.compute(1, 1, 2, range(100), source)
@@ -121,15 +121,15 @@ async def test_a_stalled_link_times_out_and_leases_end(
 
 @both_transports
 async def test_waiting_for_a_slow_prompt_is_not_a_stall(transport: PullTransportName) -> None:
-    loopback = Loopback(SHAPE, SHAPE, stall_timeout_s=0.8, lease_s=0.8, transport=transport)
+    loopback = Loopback(SHAPE, SHAPE, stall_timeout_s=0.4, lease_s=0.4, transport=transport)
     async with loopback as (producer, consumer):
         transfer_id = new_transfer_id()
         source = producer.blocks.take(SHAPE, 40)
         block_ids = consumer.pull(producer.peer, transfer_id, 40)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         producer.offer(transfer_id, 40)
         producer.send(transfer_id, 1, range(40), source, 40)
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(1.0)
         for layer in range(3):
             producer.compute(1, 1, layer, range(40), source)
         await consumer.until_all(RECEIVED, transfer_id)

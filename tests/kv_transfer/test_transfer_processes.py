@@ -22,16 +22,20 @@ from tests.processes import is_gone
 MakeNode = Callable[..., KVNode]
 
 
+def new_node(role: str, shape: KVLayout, **settings: object) -> KVNode:
+    config = KVTransferConfig(
+        kv_role="kv_producer" if role == "prefill" else "kv_consumer",
+        **{"chunk_bytes": 2048, "staging_bytes": 4 << 20, "stall_timeout_s": 20.0, **settings},
+    )
+    return KVNode(config, shape)
+
+
 @pytest.fixture
 def make_node() -> Iterator[MakeNode]:
     nodes: list[KVNode] = []
 
     def make(role: str, shape: KVLayout, **settings: object) -> KVNode:
-        config = KVTransferConfig(
-            kv_role="kv_producer" if role == "prefill" else "kv_consumer",
-            **{"chunk_bytes": 2048, "staging_bytes": 4 << 20, "stall_timeout_s": 20.0, **settings},
-        )
-        nodes.append(KVNode(config, shape))
+        nodes.append(new_node(role, shape, **settings))
         return nodes[-1]
 
     yield make
@@ -39,11 +43,35 @@ def make_node() -> Iterator[MakeNode]:
         node.close()
 
 
+@pytest.fixture(scope="module")
+def shared_nodes() -> Iterator[dict[str, KVNode]]:
+    nodes: dict[str, KVNode] = {}
+    yield nodes
+    for node in nodes.values():
+        node.close()
+
+
+@pytest.fixture
+def share_node(shared_nodes: dict[str, KVNode]) -> Iterator[MakeNode]:
+    """As `make_node`: asked for the same node again, it gives the one that runs, unless a test has
+    left something behind in it."""
+
+    def share(role: str, shape: KVLayout) -> KVNode:
+        name = f"{role} {shape}"
+        if name not in shared_nodes:
+            shared_nodes[name] = new_node(role, shape)
+        shared_nodes[name].renew()
+        return shared_nodes[name]
+
+    yield share
+    for name in [name for name, node in shared_nodes.items() if not node.is_empty]:
+        shared_nodes.pop(name).close()
+
+
 @pytest.mark.parametrize(
     ("tp_sizes", "block_sizes", "processes", "num_streams"),
     [
-        ((1, 1), (16, 16), (2, 1), 8),
-        ((2, 1), (64, 16), (1, 2), 2),
+        ((2, 1), (64, 16), (1, 2), 8),
         ((1, 2), (16, 64), (2, 2), 1),
     ],
     ids=str,
@@ -71,9 +99,13 @@ def test_chunked_prompts_stream_while_they_are_computed(
 
 
 @pytest.mark.parametrize("ends", [("grpcio", "h2"), ("h2", "grpcio")], ids=str)
-def test_either_end_may_be_grpcio(make_node: MakeNode, ends: tuple[str, str]) -> None:
-    prefill = make_node("prefill", layout(), pull_transport=ends[0])
-    decode = make_node("decode", layout(), pull_transport=ends[1])
+def test_either_end_may_be_grpcio(
+    make_node: MakeNode, share_node: MakeNode, ends: tuple[str, str]
+) -> None:
+    prefill, decode = (
+        share_node(role, layout()) if end == "h2" else make_node(role, layout(), pull_transport=end)
+        for role, end in zip(("prefill", "decode"), ends, strict=True)
+    )
     one_prompt(prefill, decode, 1, 100)
     until_empty(prefill, decode)
 
@@ -96,12 +128,14 @@ def one_prompt(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_killed_transfer_process(make_node: MakeNode, role: str) -> None:
+def test_killed_transfer_process(share_node: MakeNode, role: str) -> None:
     """Its transfers fail on both sides, it comes back at its address, and new ones succeed."""
     shape = layout()
-    prefill = make_node("prefill", shape)
-    decode = make_node("decode", shape)
+    prefill = share_node("prefill", shape)
+    decode = share_node("decode", shape)
     victim = prefill if role == "prefill" else decode
+    restarts = int(victim.connector.counters["process_restarts"])
+    moved = decode.connector.counters["bytes_moved"]
     endpoints = prefill.peer.endpoints
     request = prefill.offer(64)
     transfer_id = request.transfer_id
@@ -109,13 +143,13 @@ def test_killed_transfer_process(make_node: MakeNode, role: str) -> None:
     target = decode.blocks.take(shape, 64)
     decode.pull(prefill.peer, transfer_id, 64, target)
     prefill.step([(request, 1, range(32), source)])
-    poll_until(lambda: decode.connector.counters["bytes_moved"] > 0, prefill, decode)
+    poll_until(lambda: decode.connector.counters["bytes_moved"] > moved, prefill, decode)
 
     os.kill(victim.connector.process_pids[0], signal.SIGKILL)
     poll_until(lambda: transfer_id in decode.done.failed, prefill, decode)
     poll_until(lambda: transfer_id in prefill.done.failed, prefill, decode)
     assert decode.done.failed[transfer_id][1], "another attempt may succeed"
-    until_restarted(victim, 1, prefill, decode)
+    until_restarted(victim, restarts + 1, prefill, decode)
     until_empty(prefill, decode)
     assert prefill.peer.endpoints == endpoints
 
@@ -125,10 +159,11 @@ def test_killed_transfer_process(make_node: MakeNode, role: str) -> None:
 
 @pytest.mark.parametrize("aborting", ["prefill", "decode"])
 @pytest.mark.parametrize("stage", ["offered", "streaming", "finished"])
-def test_abort_from_either_side(make_node: MakeNode, aborting: str, stage: str) -> None:
+def test_abort_from_either_side(share_node: MakeNode, aborting: str, stage: str) -> None:
     shape = layout(tp_size=2)
-    prefill = make_node("prefill", shape)
-    decode = make_node("decode", layout(tp_size=1, block_size=64))
+    prefill = share_node("prefill", shape)
+    decode = share_node("decode", layout(tp_size=1, block_size=64))
+    before = prefill.connector.counters
     request = prefill.offer(100)
     transfer_id = request.transfer_id
     source = prefill.blocks.take(shape, 100)
@@ -136,7 +171,8 @@ def test_abort_from_either_side(make_node: MakeNode, aborting: str, stage: str) 
     pulling = decode.pull(prefill.peer, transfer_id, 100, target)
     if stage != "offered":
         prefill.step([(request, 1, range(64), source)])
-        poll_until(lambda: decode.connector.counters["bytes_moved"] > 0, prefill, decode)
+        moved = decode.connector.counters["bytes_moved"]
+        poll_until(lambda: decode.connector.counters["bytes_moved"] > moved, prefill, decode)
     if stage == "finished":
         prefill.step([(request, 1, range(64, 100), source)])
         assert prefill.connector.request_finished(request)
@@ -153,18 +189,23 @@ def test_abort_from_either_side(make_node: MakeNode, aborting: str, stage: str) 
         poll_until(lambda: any(transfer_id in end for end in ends), prefill, decode)
     until_empty(prefill, decode)
     assert not prefill.connector.request_finished(request), "nothing keeps the blocks"
-    counters = prefill.connector.counters
-    reasons = {name for name, count in counters.items() if name.startswith("reclaimed_") and count}
     expected = {"reclaimed_aborted"} if aborting == "prefill" else {"reclaimed_given_up"}
-    assert reasons & {*expected, "reclaimed_released"}, reasons
+
+    def is_told_why() -> bool:
+        counters = prefill.connector.counters
+        return any(counters[why] > before[why] for why in (*expected, "reclaimed_released"))
+
+    poll_until(is_told_why, prefill, decode)
 
 
-def test_failed_attempt_then_retry_into_the_same_blocks(make_node: MakeNode) -> None:
+def test_failed_attempt_then_retry_into_the_same_blocks(
+    make_node: MakeNode, share_node: MakeNode
+) -> None:
     """The first peer is gone; the second attempt goes to another one."""
     shape = layout()
     first = make_node("prefill", shape)
-    second = make_node("prefill", shape)
-    decode = make_node("decode", shape)
+    second = share_node("prefill", shape)
+    decode = share_node("decode", shape)
     gone = first.peer
     first.close()
     target = decode.blocks.take(shape, 50)
@@ -185,9 +226,9 @@ def test_failed_attempt_then_retry_into_the_same_blocks(make_node: MakeNode) -> 
     until_empty(second, decode)
 
 
-def test_mismatch_is_named_and_final(make_node: MakeNode) -> None:
+def test_mismatch_is_named_and_final(make_node: MakeNode, share_node: MakeNode) -> None:
     prefill = make_node("prefill", layout(num_layers=2))
-    decode = make_node("decode", layout(num_layers=3))
+    decode = share_node("decode", layout())
     request = prefill.offer(20)
     decode.pull(prefill.peer, request.transfer_id, 20, decode.blocks.take(decode.layout, 20))
     poll_until(lambda: request.transfer_id in decode.done.failed, prefill, decode)
@@ -196,9 +237,9 @@ def test_mismatch_is_named_and_final(make_node: MakeNode) -> None:
     until_empty(prefill, decode)
 
 
-def test_full_local_hit_releases_the_peer_at_once(make_node: MakeNode) -> None:
-    prefill = make_node("prefill", layout())
-    decode = make_node("decode", layout())
+def test_full_local_hit_releases_the_peer_at_once(share_node: MakeNode) -> None:
+    prefill = share_node("prefill", layout())
+    decode = share_node("decode", layout())
     request = prefill.offer(48, held=48)
     decode.pull(prefill.peer, request.transfer_id, 48, [1, 2, 3], first_token=48)
     poll_until(lambda: request.transfer_id in prefill.done.released, prefill, decode)
@@ -248,8 +289,6 @@ def test_many_transfers_with_deaths_and_aborts_leave_nothing(make_node: MakeNode
 def test_a_process_that_cannot_start_says_so(make_node: MakeNode) -> None:
     with pytest.raises(TransferProcessFailed, match="transfer process 0 of rank 0 ended with"):
         make_node("prefill", layout(), hosts=("256.1.1.1",))
-    node = make_node("prefill", layout())
-    assert node.peer.endpoints[0][0].startswith("127.0.0.1:")
 
 
 def test_processes_that_keep_dying_are_started_with_growing_pauses(make_node: MakeNode) -> None:
@@ -287,9 +326,9 @@ def test_a_process_that_does_not_understand_its_node_ends_and_is_replaced(
     until_empty(node)
 
 
-def test_names_that_are_no_names_hurt_nobody(make_node: MakeNode) -> None:
-    prefill = make_node("prefill", layout())
-    decode = make_node("decode", layout())
+def test_names_that_are_no_names_hurt_nobody(share_node: MakeNode) -> None:
+    prefill = share_node("prefill", layout())
+    decode = share_node("decode", layout())
     for wrong in ("x", "AB" * 16, "é" * 32, "0" * 33):
         prefill.offer(20, transfer_id=wrong)
         pulling = decode.pull(prefill.peer, wrong, 20, [1, 2])
@@ -301,8 +340,8 @@ def test_names_that_are_no_names_hurt_nobody(make_node: MakeNode) -> None:
     until_empty(prefill, decode)
 
 
-def test_an_attempt_that_has_ended_cannot_be_offered_again(make_node: MakeNode) -> None:
-    node = make_node("prefill", layout())
+def test_an_attempt_that_has_ended_cannot_be_offered_again(share_node: MakeNode) -> None:
+    node = share_node("prefill", layout())
     request = node.offer(20)
     assert node.connector.abort(request)
     poll_until(lambda: node.done.aborted == [request.transfer_id], node)
