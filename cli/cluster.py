@@ -14,6 +14,7 @@ from cli.gpu_placement import placement_args
 from cli.supervisor import ServiceSpec
 from engine.frontend.settings import detect_device
 from kv_transfer.memory.cuda_driver import cuda_driver
+from tandem_wire.address import join_address
 
 _LOWEST_PORT = 10_000
 _held: list[int] = []
@@ -129,7 +130,7 @@ def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpe
             "--decode",
             ",".join(address for _, address in decodes),
         ),
-        endpoint=f"http://{settings.host}:{port}",
+        endpoint=f"http://{join_address(settings.host, port)}",
     )
     return [router, *(spec for spec, _ in decodes), *(spec for spec, _ in prefills)]
 

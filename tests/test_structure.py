@@ -299,6 +299,17 @@ def test_nothing_unpickles() -> None:
     assert not wrong, wrong
 
 
+def test_services_open_ports_and_connections_in_one_place() -> None:
+    """Where certificates, token and the refusal of plaintext are."""
+    words = ("insecure_channel(", "secure_channel(", "insecure_port(", "secure_port(")
+    wrong = [
+        module
+        for module, path in modules().items()
+        if any(word in path.read_text(encoding="utf-8") for word in words)
+    ]
+    assert wrong == ["tandem_wire.credentials"]
+
+
 def test_every_kernel_has_a_reference_and_a_test() -> None:
     """A Triton file names its operations; each is in the reference column and in a test."""
     tests = "\n".join(
