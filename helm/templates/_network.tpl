@@ -29,9 +29,10 @@ ipFamilies: [{{ .Values.ipFamily }}]
 {{- end }}
 {{- end -}}
 
-{{/* Last port of the KV transfer processes of a prefill node: one for each rank and kvProcesses. */}}
+{{/* Last port of the KV transfer processes of a prefill node: one for each rank and kvProcesses,
+  of which a node chooses at most four itself. */}}
 {{- define "tandem.lastKvPort" -}}
-{{- add (int .ports.kv) (mul (int .parallelism.tensor) (int (default 1 .settings.kvProcesses))) -1 -}}
+{{- add (int .ports.kv) (mul (int .parallelism.tensor) (int (default 4 .settings.kvProcesses))) -1 -}}
 {{- end -}}
 
 {{/* What decode nodes call on a prefill node. */}}

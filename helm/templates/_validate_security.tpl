@@ -14,7 +14,7 @@
 {{- $last := include "tandem.lastKvPort" .tier | int -}}
 {{- range $number, $port := $taken -}}
 {{- if and (ge (int $number) $first) (le (int $number) $last) -}}
-{{- include "tandem.mistake" (dict "found" $.found "text" (printf "prefill.ports.%s (%s) is one of the ports %d to %d, which KV transfer takes from prefill.ports.kv on, one for each rank and kvProcesses: choose another" $port $number $first $last)) -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "prefill.ports.%s (%s) is one of the ports %d to %d, which KV transfer takes from prefill.ports.kv on, one for each rank and process: choose another" $port $number $first $last)) -}}
 {{- end -}}
 {{- end -}}
 {{- if gt $last 65535 -}}

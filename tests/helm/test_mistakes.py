@@ -26,14 +26,17 @@ BETWEEN_VALUES = [
         {"decode": {"ports": {"grpc": 8100}}},
         "decode.ports.grpc and decode.ports.http are both 8100",
     ),
-    ({"prefill": {"ports": {"kv": 8101}}}, "prefill.ports.metrics (8101) is one of the ports 8101"),
+    (
+        {"prefill": {"ports": {"kv": 8098}}},
+        "prefill.ports.metrics (8101) is one of the ports 8098 to 8101",
+    ),
     (
         {"prefill": {"ports": {"kv": 8199}, "settings": {"kvProcesses": 2}}},
         "prefill.ports.grpc (8200) is one of the ports 8199 to 8200",
     ),
     (
-        {"prefill": {"ports": {"kv": 65535}, "parallelism": {"tensor": 2}}},
-        "needs the ports up to 65536",
+        {"prefill": {"ports": {"kv": 65535}}},
+        "needs the ports up to 65538",
     ),
     (
         {"decode": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.sizing import MOST_PROCESSES
 from tests.helm.helm_engine import HelmCli, HelmSdk, Manifest, Rendered
 from tests.helm.scenarios import (
     SCENARIOS,
@@ -422,6 +423,12 @@ def test_policies_let_through_what_the_services_need_and_agree_on_both_ends() ->
     assert settings["kv_port"] == 8400
     assert settings["tensor_parallel_size"] * settings["kv_processes"] == 8
     assert flows(found) - {("test", "router", 8000)} == needed == egress_flows(found)
+
+
+def test_nodes_that_choose_how_many_kv_processes_to_take_have_ports_for_the_most() -> None:
+    (wide,) = [port for *_, port in flows(rendered("default")) if isinstance(port, str)]
+    assert wide == f"8400-{8400 + MOST_PROCESSES - 1}"
+    assert settings_of("default")["prefill"]["kv_processes"] is None
 
 
 def test_a_node_over_several_hosts_talks_within_its_tier_and_answers_by_its_leader() -> None:
