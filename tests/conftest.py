@@ -45,6 +45,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FileScheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # Before xdist reads the groups.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _skip_without_gpu(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
