@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from cli.cluster import free_ports
 from engine.distributed import TensorParallelGroup
-from tests.engine.models.engine_rank import MODES, greedy_all
+from tests.engine.models.engine_rank import MODES_OF_SIZE, greedy_all
 from tests.engine.models.rank_process import compute_all
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 
@@ -55,12 +55,12 @@ def greedy_by_rank(
     """Tensor-parallel size to what each rank of an engine sampled: "family/mode/request" to the
     fields of `Found`."""
     out = tmp_path_factory.mktemp("greedy")
-    num_engines = len(FAMILIES) * len(MODES)
+    num_engines = {size: len(FAMILIES) * len(modes) for size, modes in MODES_OF_SIZE.items()}
     run_ranks(
-        "tests.engine.models.engine_rank", 2, str(checkpoints), str(out), num_groups=num_engines
+        "tests.engine.models.engine_rank", 2, str(checkpoints), str(out), num_groups=num_engines[2]
     )
     pair = [json.loads((out / f"greedy-{rank}.json").read_text()) for rank in range(2)]
-    return {1: [greedy_all(checkpoints, 0, 1, [""] * num_engines)], 2: pair}
+    return {1: [greedy_all(checkpoints, 0, 1, [""] * num_engines[1])], 2: pair}
 
 
 def run_ranks(module: str, size: int, *args: str, num_groups: int = 1) -> None:

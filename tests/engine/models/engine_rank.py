@@ -26,6 +26,8 @@ from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 
 MODES = {"whole": 1024, "chunked": 24}
 """Mode to tokens in one step at most."""
+MODES_OF_SIZE = {1: ("whole", "chunked"), 2: ("chunked",)}
+"""By tensor-parallel size: how prompts are cut is the scheduler's matter, which is the same."""
 WITH_CACHED_PREFIX = {"3": 64, "4": 32}
 """Request to tokens that it takes from the prefix cache. Request i is prompt i of `prompts()`; a
 request that warms the cache runs before all of them."""
@@ -123,12 +125,12 @@ def greedy(folder: Path, mode: str, rank: int, size: int, rendezvous: str) -> di
 
 
 def greedy_all(folder: Path, rank: int, size: int, rendezvous: list[str]) -> dict[str, Any]:
-    """Every family in every mode, each with an address of its own."""
+    """Every family in every mode of its size, each with an address of its own."""
     addresses = iter(rendezvous)
     return {
         f"{checkpoint.name}/{mode}/{request_id}": asdict(found)
         for checkpoint in sorted(folder.iterdir())
-        for mode in MODES
+        for mode in MODES_OF_SIZE[size]
         for request_id, found in greedy(checkpoint, mode, rank, size, next(addresses)).items()
     }
 

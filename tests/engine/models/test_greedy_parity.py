@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.models.engine_rank import MODES, NUM_TOP
+from tests.engine.models.engine_rank import MODES_OF_SIZE, NUM_TOP
 from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 from tests.engine.models.reference_models import (
     FAMILIES,
@@ -23,6 +23,10 @@ from tests.engine.models.reference_models import (
 _CLEAR_LEAD = 2e-4
 """Ours differ from the reference by less than 1e-5. One whose best two logits are closer than this
 would prove nothing either way."""
+modes = pytest.mark.parametrize(
+    ("tp_size", "mode"),
+    [(size, mode) for size, of_size in MODES_OF_SIZE.items() for mode in of_size],
+)
 
 
 @cache
@@ -36,8 +40,7 @@ def expected_tokens(folder: Path) -> list[list[int]]:
     return expected
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@modes
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers(
     family: str,
@@ -53,8 +56,7 @@ def test_greedy_tokens_equal_transformers(
             assert ours[f"{family}/{mode}/{index}"]["tokens"] == tokens
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@modes
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_logprobs_equal_transformers(
     family: str,
