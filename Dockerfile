@@ -1,7 +1,8 @@
 # Two images from one file:
 #   docker build --target router -t tandem/router:0.1.0 .     (small, no torch)
 #   docker build --target engine -t tandem/engine:0.1.0 .     (prefill and decode nodes)
-# Both run as user 10001, write to /tmp, /cache and /models only, and pass SIGTERM on.
+# Both run as user 10001, write to /tmp, /cache and /models only, and take SIGTERM. They run as any
+# other user, too: libraries that ask for its name find LOGNAME.
 # Bases are pinned by tag; a release pins them by digest: --build-arg PYTHON_BASE=python@sha256:...
 ARG PYTHON_BASE=python:3.12.11-slim-bookworm
 
@@ -49,7 +50,8 @@ ENV PATH=/opt/tandem/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     OMP_NUM_THREADS=1 \
-    HOME=/tmp
+    HOME=/tmp \
+    LOGNAME=tandem
 WORKDIR /tmp
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tandem"]

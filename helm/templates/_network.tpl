@@ -15,17 +15,18 @@ ipFamilyPolicy: SingleStack
 ipFamilies: [{{ .Values.ipFamily }}]
 {{- end -}}
 
+{{/* Towards names, and what the user adds: every component has it. */}}
 {{- define "tandem.dnsEgress" -}}
 - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+{{- with .Values.networkPolicy.extraEgress }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
-{{/* Towards the hub, unless the checkpoint is in the volume; and what the user adds. */}}
+{{/* Towards the hub, unless the checkpoint is in the volume. */}}
 {{- define "tandem.hubEgress" -}}
 {{- if not (include "tandem.modelIsLocal" .) }}
 - ports: [{port: 443}]
-{{- end }}
-{{- with .Values.networkPolicy.extraEgress }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
 

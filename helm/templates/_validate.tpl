@@ -5,6 +5,10 @@
 {{- $tiers := dict -}}
 {{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
 {{- $scope := dict "root" . "tiers" $tiers "found" $found -}}
+{{- $name := include "tandem.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "objects would be called %s-..., but Services need small letters, digits and dashes, and a letter first: set fullnameOverride" $name)) -}}
+{{- end -}}
 {{- include "tandem.mistakes.model" $scope -}}
 {{- include "tandem.mistakes.router" $scope -}}
 {{- include "tandem.mistakes.labels" (dict "found" $found "name" "commonLabels" "labels" .Values.commonLabels) -}}

@@ -14,6 +14,7 @@ ONE_CLAIM = {"storage": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]
 
 BETWEEN_VALUES = [
     ({"model": {"name": ""}}, "set it to a name on the hub"),
+    ({"fullnameOverride": "7b"}, "and a letter first: set fullnameOverride"),
     ({"model": {"storage": {"path": "x"}}}, "set model.storage.type to pvc, hostPath or image"),
     ({"model": {"storage": {"type": "hostPath"}}}, "set model.storage.hostPath.path"),
     ({"model": {"storage": {"type": "image"}}}, "set model.storage.image.reference"),

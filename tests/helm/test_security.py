@@ -52,7 +52,7 @@ def data_of(found: Rendered, name: str) -> dict[str, bytes]:
 def test_each_service_is_told_how_to_be_sure_of_others_and_all_the_same(name: str) -> None:
     """Without anything, a service refuses to serve beyond its host."""
     for service, settings in settings_of(name).items():
-        has_tls = name in MODES
+        has_tls = "mode" in values_of(name).get("tls", {})
         assert (settings["tls_cert_file"] is not None) == has_tls
         assert settings["tls_identity"] == ("role" if has_tls else "address")
         has_token = settings["cluster_token_file"] is not None
