@@ -38,6 +38,7 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 64 << 10),
 )
+_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
 _ROLES = {NodeRole.PREFILL: Role.PREFILL, NodeRole.DECODE: Role.DECODE}
 
 
@@ -57,6 +58,8 @@ class LoadMonitor:
         self._credentials = credentials
         self._rng = rng or random.Random()
         self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
+        self._refusals: dict[NodeAddress, str] = {}
+        """Reasons that were told."""
 
     def set_members(
         self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()
@@ -66,6 +69,7 @@ class LoadMonitor:
         self._registry.set_members(members, leaving)
         for address in self._tasks.keys() - members:
             self._tasks.pop(address).cancel()
+            self._refusals.pop(address, None)
         for address in members - self._tasks.keys():
             self._tasks[address] = asyncio.create_task(
                 self._watch(address), name=f"watch {address.role} {address}"
@@ -120,14 +124,19 @@ class LoadMonitor:
         except TimeoutError:
             self._log_loss(address, num_reports, "it has fallen silent")
         except grpc.aio.AioRpcError as error:
-            self._log_loss(address, num_reports, error.code().name)
+            self._log_loss(address, num_reports, f"{error.code().name}: {error.details()}")
         finally:
             call.cancel()
         return num_reports
 
     def _log_loss(self, address: NodeAddress, num_reports: int, reason: str) -> None:
-        """A node that is away stays away for many attempts; only its leaving is news."""
-        level = logging.WARNING if num_reports else logging.DEBUG
+        """A node that is away stays away for many attempts: its leaving is news, and that it does
+        not believe us, or we it."""
+        is_refusal = any(word in reason for word in _REFUSALS)
+        is_news = num_reports > 0 or (is_refusal and self._refusals.get(address) != reason)
+        if is_refusal:
+            self._refusals[address] = reason
+        level = logging.WARNING if is_news else logging.DEBUG
         logger.log(level, "%s node %s: no more reports: %s", address.role, address, reason)
 
     def _take(self, address: NodeAddress, load: NodeLoad) -> None:

@@ -14,12 +14,14 @@ from engine.frontend.node_http import ProbeServer
 from engine.frontend.node_status import NodeStatus
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
+from router.config import RouterSettings
 from tandem_pb import node_pb2, node_pb2_grpc, prefill_pb2_grpc
 from tandem_pb.prefill_pb2 import HelloRequest
 from tandem_wire.address import join_address
 from tandem_wire.credentials import Credentials
 from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig
 from tests.prefill_node.prefill_fakes import FakePrefillEngine
+from tests.router.router_cluster import eventually, run_router
 from tests.security.authority import Authority
 
 OK, DENIED = grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED
@@ -122,3 +124,17 @@ async def test_probes_and_scrapers_need_nothing(host):
             assert await probes() == (503, 503)
     finally:
         await server.stop()
+
+
+async def test_a_router_tells_once_that_it_is_refused(token_file, caplog):
+    knows = Credentials(SecurityConfig(cluster_token_file=str(token_file("a" * 32))))
+    async with prefill_node(knows) as address:
+        settings = RouterSettings(port=0, prefill=address, watch_interval_s=0.05)
+        async with run_router(settings) as router:
+            failures = {"tier": "prefill"}
+            await eventually(
+                lambda: router.metric("tandem_router_watch_failures_total", **failures) >= 2
+            )
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    told = [message for message in warnings if "cluster token" in message]
+    assert len(told) == 1
