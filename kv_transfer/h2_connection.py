@@ -107,7 +107,8 @@ class H2Connection:
         self._direct_bytes = 0
         self._low_water = 1
         self._unacknowledged = 0
-        """Bytes of the call that are received, but not taken off the server's window."""
+        """Bytes that have arrived, of all calls, and that the server may not send anew yet."""
+        self._unacknowledged_of_call = 0
         self._loop.add_reader(sock.fileno(), self._read)
         self._write(h2.client_opening())
 
@@ -141,7 +142,7 @@ class H2Connection:
         if not self.is_usable:
             raise PeerLost(f"the connection to {self.address} broke before the call")
         self._stream += 2
-        self._unacknowledged = 0
+        self._unacknowledged_of_call = 0
         self._sink = sink
         self._done = self._loop.create_future()
         self._write(h2.request(self._stream, path, self.address, message, metadata))
@@ -358,9 +359,13 @@ class H2Connection:
         """Bytes of a DATA frame that have arrived, so that the server may send more."""
         self._frame_left -= count
         self._unacknowledged += count
+        self._unacknowledged_of_call += count
         if self._unacknowledged >= _WINDOW_UPDATE_BYTES:
-            count, self._unacknowledged = self._unacknowledged, 0
-            self._write(h2.window_update(0, count) + h2.window_update(self._stream, count))
+            self._write(h2.window_update(0, self._unacknowledged))
+            self._unacknowledged = 0
+        if self._unacknowledged_of_call >= _WINDOW_UPDATE_BYTES:
+            self._write(h2.window_update(self._stream, self._unacknowledged_of_call))
+            self._unacknowledged_of_call = 0
 
     # Bytes out, and the end -------------------------------------------------------------------
 
