@@ -425,6 +425,15 @@ def test_policies_let_through_what_the_services_need_and_agree_on_both_ends() ->
     assert flows(found) - {("test", "router", 8000)} == needed == egress_flows(found)
 
 
+def test_gateways_and_pickers_reach_the_nodes_of_a_pool() -> None:
+    found = rendered("gateway")
+    for service, names in {"decode": ("http", "metrics"), "prefill": ("metrics",)}.items():
+        (policy,) = found.all("NetworkPolicy", service)
+        open_to_all = [r["ports"] for r in policy["spec"]["ingress"] if "from" not in r]
+        ports = ports_of(found, service)
+        assert open_to_all == [[{"port": ports[name]} for name in names]]
+
+
 def test_nodes_that_choose_how_many_kv_processes_to_take_have_ports_for_the_most() -> None:
     (wide,) = [port for *_, port in flows(rendered("default")) if isinstance(port, str)]
     assert wide == f"8400-{8400 + MOST_PROCESSES - 1}"
