@@ -39,6 +39,7 @@ from engine.frontend.node_status import NodeStatus
 from engine.frontend.tokenizer import Tokenizer
 from tandem_pb import node_pb2
 from tandem_wire.address import join_address
+from tandem_wire.certificate_metrics import CertificateCollector
 from tandem_wire.credentials import Credentials
 from tandem_wire.tls_http import TlsConfig
 
@@ -72,6 +73,7 @@ class DecodeNode:
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
         self._metrics = create_metrics(engine, self._proxy)
+        self._metrics.registry.register(CertificateCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
         app = create_node_app(
             settings, engine, tokenizer, self._proxy, self._metrics, self._state, callers

@@ -24,6 +24,7 @@ from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
 from tandem_wire.address import join_address
+from tandem_wire.certificate_metrics import CertificateCollector
 from tandem_wire.credentials import Credentials
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ async def serve(settings: PrefillNodeSettings) -> int:
     if engine is None:
         return 0
     try:
-        return await _serve_engine(settings, server, probes, engine, stop)
+        return await _serve_engine(settings, credentials, server, probes, engine, stop)
     finally:
         if probes is not None:
             await probes.stop()
@@ -56,6 +57,7 @@ async def serve(settings: PrefillNodeSettings) -> int:
 
 async def _serve_engine(
     settings: PrefillNodeSettings,
+    credentials: Credentials,
     server: NodeGrpcServer,
     probes: ProbeServer | None,
     engine: AsyncLLM,
@@ -64,6 +66,7 @@ async def _serve_engine(
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, settings.stuck_after_s)
     metrics = PrefillMetrics(engine.config)
     metrics.registry.register(EngineCollector(engine))
+    metrics.registry.register(CertificateCollector(credentials))
     servicer = PrefillServicer(
         engine,
         status,

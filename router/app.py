@@ -55,6 +55,7 @@ from router.status_page import RouterView
 from router.tenants import ANYONE
 from router.traffic_meter import TrafficMeter
 from router.transport import HttpTransport, Transport
+from tandem_wire.certificate_metrics import CertificateCollector
 from tandem_wire.credentials import Credentials
 
 
@@ -176,6 +177,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     )
     gate = _make_gate(settings, registry, world.rng)
     metrics.registry.register(GateCollector(gate))
+    metrics.registry.register(CertificateCollector(credentials))
     return Services(
         registry=registry,
         keys=keys,

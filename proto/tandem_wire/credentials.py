@@ -56,6 +56,10 @@ class Credentials:
         """Of the certificates: connections made under another one show old ones."""
         return 0 if self._tls is None else self._tls.version
 
+    def certificate_expires_at(self) -> float | None:
+        """In Unix time; None: without TLS."""
+        return None if self._tls is None else self._tls.expires_at()
+
     # Dialling ---------------------------------------------------------------------------------
 
     def metadata(self) -> Metadata:

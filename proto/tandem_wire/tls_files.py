@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem_wire.certificate import expires_at
 from tandem_wire.security_config import SecurityError
 from tandem_wire.watched_files import WatchedFiles
 
@@ -25,6 +26,7 @@ class _Loaded:
     certificate: bytes
     key: bytes
     authorities: bytes
+    expires_at: float
     client: ssl.SSLContext
     client_h2: ssl.SSLContext
     servers: dict[tuple[ssl.VerifyMode, bool], ssl.SSLContext]
@@ -50,6 +52,10 @@ class TlsFiles:
         """Certificate, key, authorities."""
         loaded = self._files.get()
         return loaded.certificate, loaded.key, loaded.authorities
+
+    def expires_at(self) -> float:
+        """When the certificate ends, in Unix time."""
+        return self._files.get().expires_at
 
     def client_context(self, *, h2: bool = False) -> ssl.SSLContext:
         """For one connection; the same object until the files change."""
@@ -84,6 +90,7 @@ class TlsFiles:
             certificate,
             key,
             authorities,
+            expires_at(certificate),
             self._new_client(h2=False),
             self._new_client(h2=True),
             servers,

@@ -20,6 +20,8 @@ from tests.security.authority import Authority
 TAKEN = 'tandem_prefill_requests_total{engine="0",model_name="demo",outcome="done"} 1.0'
 PULLED = re.compile(r"^tandem_kv_transfer_seconds_count.* 1\.0$", re.MULTILINE)
 
+EXPIRY = re.compile(r"^tandem_tls_certificate_expiry_timestamp_seconds [0-9.e+]+$", re.MULTILINE)
+
 
 def files(authority: Authority, role: Role, token: Path) -> dict[str, str]:
     folder = authority.service(role.value, role, ("10.9.9.9",))
@@ -73,9 +75,11 @@ async def test_an_answer_comes_over_tls_alone(
                 assert answer.status == 200
                 text = await answer.text()
             assert text.endswith("data: [DONE]\n\n"), text
-            assert TAKEN in await scrape(router.client, prefill.ready["metrics_port"])
+            computed = await scrape(router.client, prefill.ready["metrics_port"])
             counted = await scrape(router.client, decode.ready["metrics_port"])
+            assert TAKEN in computed
             assert PULLED.search(counted)
+            assert EXPIRY.search(computed) and EXPIRY.search(counted)
             assert is_open(kv_port), "KV is not fetched where settings say"
             await check_others_are_refused(router.client, decode.ready["address"])
 

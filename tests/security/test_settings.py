@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+from datetime import UTC, datetime
+
 import pytest
+import trustme
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from tandem_wire.address import is_loopback, join_address, split_address
+from tandem_wire.certificate import expires_at
+from tandem_wire.certificate_metrics import CertificateCollector
 from tandem_wire.cluster_token import TOKEN_HEADER
 from tandem_wire.credentials import CallerRefused, Credentials
 from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig, SecurityError
@@ -147,3 +156,33 @@ def test_certificates_of_another_service_can_take_over(authority: Authority, for
     credentials = Credentials(tls_config(folder))
     move_service(foreign.service("theirs"), folder)
     assert credentials.version == 1
+
+
+@pytest.mark.parametrize("until", [datetime(2049, 12, 31, 23, 59, 59), datetime(2050, 1, 1)])
+def test_the_end_of_a_certificate_is_known(until):
+    """On both sides of the year in which its form changes."""
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    issued = authority.issue_cert("node", not_after=until, key_type=trustme.KeyType.ECDSA)
+    pem = b"a comment\n" + issued.cert_chain_pems[0].bytes() + authority.cert_pem.bytes()
+    assert expires_at(pem) == until.replace(tzinfo=UTC).timestamp()
+
+
+@given(st.binary(max_size=40))
+def test_what_is_no_certificate_is_refused(content):
+    pem = f"-----BEGIN CERTIFICATE-----\n{b64encode(content).decode()}\n-----END CERTIFICATE-----\n"
+    for text in (pem.encode(), content):
+        with pytest.raises(SecurityError):
+            expires_at(text)
+
+
+def test_the_end_of_the_certificate_in_use_is_a_metric(authority: Authority):
+    def metric() -> float | None:
+        registry = CollectorRegistry()
+        registry.register(CertificateCollector(credentials))
+        return registry.get_sample_value("tandem_tls_certificate_expiry_timestamp_seconds")
+
+    folder = authority.service("ours")
+    credentials = Credentials(tls_config(folder))
+    assert metric() == expires_at((folder / "tls.crt").read_bytes())
+    credentials = Credentials()
+    assert metric() is None
