@@ -2,9 +2,9 @@
 
 `python compile_kernels.py 80 90` prints one line a kernel, `capability | name | shared bytes`, and
 fails with the compiler's message. The arguments' types are those that the launchers pass. What
-makes the compiler take another way gets a case of its own, once: each kernel in bfloat16 for each
-kind of head size (whole tiles, padded ones, and those that need smaller tiles), the small ones in
-float16 as well; block sizes and other switches vary at one head size on Hopper.
+makes the compiler take another way gets a case of its own, once: each kernel in bfloat16, and on
+Hopper attention for each kind of head size (whole tiles, padded ones, and those that need smaller
+tiles), the small ones in float16 as well; block sizes and other switches vary at one head size.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ from tandem_kernels import (
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-SHAPES = {
-    80: [("bf16", 80), ("bf16", 128), ("bf16", 256)],
-    90: [("bf16", 64), ("bf16", 80), ("bf16", 128), ("bf16", 256)],
-}
-"""(dtype, head size) by capability. Between 64 and 128 all sizes are padded to 128, as 80 is."""
+HEAD_SIZES = {80: (128,), 90: (80, 128, 256)}
+"""By capability. Between 64 and 128 all sizes are padded to 128, as 80 is; 128 takes the most
+shared memory."""
 
 
 @dataclass
@@ -76,7 +74,7 @@ def named(kind: str, *names: str) -> dict[str, str]:
 
 
 def elementwise_cases(capability: int) -> Iterator[Case]:
-    for dtype in DTYPES:
+    for dtype in DTYPES if capability >= 90 else ("bf16",):
         pointers = named(f"*{dtype}", "x", "residual", "weight", "out")
         for fused in (False, True) if dtype == "bf16" else (True,):
             yield Case(
@@ -145,7 +143,7 @@ def invariant_cases(_: int) -> Iterator[Case]:
 
 def rope_cases(capability: int) -> Iterator[Case]:
     shapes = [("bf16", 128, False), ("bf16", 80, True), ("fp16", 128, True)]
-    for dtype, head_dim, head_norm in shapes:
+    for dtype, head_dim, head_norm in shapes if capability >= 90 else shapes[:1]:
         weights = ["q_weight", "k_weight"]
         yield Case(
             rope_and_cache.rope_and_cache_kernel,
@@ -174,7 +172,8 @@ def rope_cases(capability: int) -> Iterator[Case]:
 
 
 def attention_cases(capability: int) -> Iterator[Case]:
-    for dtype, head_dim in SHAPES[capability]:
+    dtype = "bf16"
+    for head_dim in HEAD_SIZES[capability]:
         types = {
             **named(f"*{dtype}", "q", "kv_cache", "out"),
             **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
@@ -189,7 +188,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
             "REQS": 16,
         }
         label = f"{dtype} head_dim={head_dim}"
-        vary = (dtype, head_dim, capability) == ("bf16", 128, 90)
+        vary = (head_dim, capability) == (128, 90)
         decode = decode_attention.decode_tuning(8 * 64, head_dim, DTYPES[dtype])
         shape_of_tile = {**shape, "TILE": decode.tile, "OVERLAP": capability >= 90}
         for block_size in (16, 64) if vary else (64,):
@@ -225,7 +224,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
             )
 
 
-def batch_cases(_: int) -> Iterator[Case]:
+def batch_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*i32", "idx_mapping", "query_start_loc", "token_ids", "num_computed"),
         **named("*i32", "row_max_len", "max_len", "block_table", "out_input_ids", "total_len"),
@@ -240,7 +239,7 @@ def batch_cases(_: int) -> Iterator[Case]:
     )
     requests = {"REQUESTS": batch_prep.REQUESTS_PER_PROGRAM}
     yield Case(batch_prep.post_update_kernel, "", types, requests)
-    for dtype in ("i32", "fp32", "i64"):
+    for dtype in ("i32", "fp32", "i64") if capability >= 90 else ("i32",):
         yield Case(
             staged_writes.staged_writes_kernel,
             dtype,
@@ -249,7 +248,7 @@ def batch_cases(_: int) -> Iterator[Case]:
         )
 
 
-def sampling_cases(_: int) -> Iterator[Case]:
+def sampling_cases(capability: int) -> Iterator[Case]:
     floats = ["logits", "temperature", "top_p", "min_p", "floors", "copies", "ranges", "sums"]
     types = {
         **named(
@@ -277,7 +276,7 @@ def sampling_cases(_: int) -> Iterator[Case]:
     yield Case(penalties.add_sparse_kernel, "", types, {"ENTRIES": 256})
     yield Case(penalties.count_tokens_kernel, "", types, {"REQUESTS": 256})
     yield Case(penalties.apply_penalties_kernel, "", types, {"BLOCK": 4096}, {"num_warps": 8})
-    for dtype in ("fp32", "bf16"):
+    for dtype in ("fp32", "bf16") if capability >= 90 else ("fp32",):
         yield Case(
             logprobs.logprobs_kernel,
             dtype,

@@ -110,7 +110,7 @@ def test_noise_has_the_bits_of_the_reference(seed: int, position: int) -> None:
     torch.testing.assert_close(noise, gumbel_noise(*keys, 1024)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("vocab_size", [50, 9000])
+@pytest.mark.parametrize("vocab_size", [50, 4200])
 def test_sample(vocab_size: int) -> None:
     check.sample(ops.sample.kernel, torch.randn(12, vocab_size) * 3)
 
