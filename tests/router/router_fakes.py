@@ -71,6 +71,7 @@ class FakeNode:
     """`status_port` is the gRPC port. `stop` is sudden, like a process that dies."""
 
     role: int
+    host = "127.0.0.1"
 
     def __init__(self, node_id: str) -> None:
         self.status = StatusService(self.role, node_id)
@@ -80,7 +81,7 @@ class FakeNode:
     async def start(self) -> Self:
         self._server = grpc.aio.server()
         add_NodeStatusServicer_to_server(self.status, self._server)
-        self.status_port = self._server.add_insecure_port(f"127.0.0.1:{self.status_port}")
+        self.status_port = self._listen_status(self._server)
         await self._server.start()
         return self
 
@@ -88,6 +89,10 @@ class FakeNode:
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None
+
+    def _listen_status(self, server: grpc.aio.Server) -> int:
+        port: int = server.add_insecure_port(f"{self.host}:{self.status_port}")
+        return port
 
     async def restart(self) -> None:
         """The same addresses, another epoch."""
@@ -103,7 +108,7 @@ class FakePrefillNode(FakeNode):
 
     @property
     def entry(self) -> str:
-        return f"127.0.0.1:{self.status_port}"
+        return f"{self.host}:{self.status_port}"
 
     @property
     def target(self) -> str:
@@ -126,11 +131,11 @@ class FakeDecodeNode(FakeNode):
 
     @property
     def entry(self) -> str:
-        return f"127.0.0.1:{self.port}/{self.status_port}"
+        return f"{self.host}:{self.port}/{self.status_port}"
 
     @property
     def target(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     async def start(self) -> Self:
         await super().start()
@@ -140,8 +145,7 @@ class FakeDecodeNode(FakeNode):
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, backlog=2048)
-        await site.start()
+        await self._site(self._runner).start()
         self.port = self._runner.addresses[0][1]
         return self
 
@@ -157,6 +161,9 @@ class FakeDecodeNode(FakeNode):
                     connection.transport.abort()
             await self._runner.cleanup()
             self._runner = None
+
+    def _site(self, runner: web.AppRunner) -> web.BaseSite:
+        return web.TCPSite(runner, self.host, self.port, reuse_address=True, backlog=2048)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self.num_open += 1

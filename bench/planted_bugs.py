@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""Does the suite notice? Plants one bug after the other in a copy of the code and runs the tests
+that should fail.
+
+    1. the tracked files are copied; the tests named below must pass on the copy as it is
+    2. each bug is one small change of one file. Its tests must fail (not: fail to start), or not
+       come to an end, where the bug is that something is waited for
+    3. the file is put back
+
+    python -m bench.planted_bugs                    all, about a minute on two idle cores
+    python -m bench.planted_bugs --only no-epoch
+
+Exit code 1 when a bug is not caught, or a change no longer fits the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.record import write_result
+
+ROOT = Path(__file__).resolve().parent.parent
+_TIMEOUT_S = 180
+_HANG_S = 45
+_TESTS_FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """`old` is in `path` exactly once. `tests`: arguments for pytest. `hangs`: they may also wait
+    for ever."""
+
+    name: str
+    what: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    hangs: bool = False
+
+
+BUGS = (
+    Bug(
+        "no-checksum", "a corrupt chunk of KV is used",
+        "kv_transfer/wire.py", "if self._crc != self._expected:", "if False:",
+        ("tests/kv_transfer/test_wire.py",),
+    ),
+    Bug(
+        "no-fencing", "a message of an earlier attempt counts for the one that lives",
+        "kv_transfer/state.py",
+        "return live.transfer if live is not None and live.attempt == attempt else None",
+        "return live.transfer if live is not None else None",
+        ("tests/kv_transfer/test_state_table.py",),
+    ),
+    Bug(
+        "no-epoch", "a node that restarted is taken for the one before",
+        "router/node_registry.py", "known.epoch != report.epoch:", "known.epoch is None:",
+        ("tests/router/test_router_registry.py",),
+    ),
+    Bug(
+        "old-epoch", "a late report of the start before replaces the node",
+        "router/node_registry.py", "if report.epoch in node.retired_epochs:", "if False:",
+        ("tests/router/test_router_registry.py",),
+    ),
+    Bug(
+        "first-block-key", "all who share a system prompt are one session",
+        "router/request_info.py", 'if _role(message) == "user":', "if True:",
+        ("tests/router/test_router_session.py",),
+    ),
+    Bug(
+        "no-salt", "tenants share cached prompts and sessions",
+        "router/request_info.py",
+        'return b"%d:%b%b" % (len(tenant.salt), tenant.salt, data)', "return data",
+        ("tests/router/test_router_session.py", "tests/router/test_router_keys.py"),
+    ),
+    Bug(
+        "retry-storm", "retries are not paid for",
+        "router/attempts.py",
+        "return placement if self.budget.try_take() else None", "return placement",
+        ("tests/router/test_router_forward.py", "-k", "budget or retr"),
+    ),
+    Bug(
+        "missed-tombstone", "the pods of a deleted slice stay",
+        "router/kubernetes/endpoint_slices.py",
+        "self._by_name.pop(one.metadata.name, None)", "pass",
+        ("tests/router/test_router_kubernetes.py",),
+    ),
+    Bug(
+        "unbounded-index", "the prefix index grows without end",
+        "router/placement/prefix_index.py",
+        "while self.num_entries > self._max_entries:", "while False:",
+        ("tests/router/test_router_placement.py",),
+    ),
+    Bug(
+        "no-deadline", "an answer that comes too late is computed all the same",
+        "router/admission/admission_gate.py",
+        "        late_s = waited_s + ahead_s - self.deadline_s(request)\n        if late_s > 0:",
+        "        late_s = waited_s + ahead_s - self.deadline_s(request)\n        if False:",
+        ("tests/router/test_router_admission.py",),
+    ),
+    Bug(
+        "lost-slot", "a request that ends early keeps its place at the nodes",
+        "router/admission/ticket.py", "            self._gate.free()\n", "            pass\n",
+        ("tests/router/test_router_admission.py",),
+    ),
+    Bug(
+        "repeated-token", "what the next node repeats reaches the client again",
+        "router/journal.py", "is_new = self._take_entry(line) and is_new",
+        "self._take_entry(line)",
+        ("tests/router/test_router_journal.py",),
+    ),
+    Bug(
+        "lost-token", "a hole in the journal is not seen",
+        "router/journal.py", "if number > self.next_number:", "if False:",
+        ("tests/router/test_router_journal.py",),
+    ),
+    Bug(
+        "silent-truncation", "an answer that nobody can end just ends",
+        "router/journaled_relay.py", "self.journal.error or lost_event()", 'b""',
+        ("tests/router/test_router_migration.py", "-k", "nobody or budget or error"),
+    ),
+    Bug(
+        "frozen-for-ever", "a node that hangs is waited for",
+        "router/silence_watch.py", "return silent_s > self.stall_s or both_silent", "return False",
+        ("tests/router/test_router_silence.py",),
+    ),
+    Bug(
+        "left-behind", "a client that hangs up is answered to the end",
+        "router/client_connection.py", "        self._task.cancel()\n", "",
+        ("tests/router/test_router_streams.py", "-k", "leaves_mid_stream"),
+        hangs=True,
+    ),
+    Bug(
+        "open-door", "a key that nobody has lets in",
+        "router/api_keys.py",
+        "return found[0] if found and scheme.lower() == \"bearer\" else None",
+        "return found[0] if found else ANYONE",
+        ("tests/router/test_router_keys.py",),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    name: str
+    what: str
+    path: str
+    tests: str
+    caught: bool
+    first_failure: str
+    seconds: float
+
+
+def copy_tree(target: Path) -> None:
+    """The tracked files as they are now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        source = ROOT / name
+        if source.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+
+
+def run_tests(tree: Path, tests: tuple[str, ...], timeout_s: float = _TIMEOUT_S) -> tuple[int, str]:
+    """Exit code of pytest, and the first test that failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout_s,
+        check=False,
+    )  # fmt: skip
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    name = failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else ""
+    return done.returncode, name or done.stdout[-300:]
+
+
+@contextmanager
+def planted(tree: Path, bug: Bug) -> Iterator[None]:
+    """Raises `SystemExit` when the change does not fit the code."""
+    path = tree / bug.path
+    text = path.read_text()
+    if text.count(bug.old) != 1:
+        raise SystemExit(f"{bug.name}: {bug.old!r} is {text.count(bug.old)} times in {bug.path}")
+    path.write_text(text.replace(bug.old, bug.new))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
+def judge(tree: Path, bug: Bug) -> Verdict:
+    started = time.monotonic()
+    with planted(tree, bug):
+        try:
+            code, failure = run_tests(tree, bug.tests, _HANG_S if bug.hangs else _TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            if not bug.hangs:
+                raise
+            code, failure = _TESTS_FAILED, f"{bug.tests[-1]} does not end"
+    tests = " ".join(bug.tests)
+    return Verdict(
+        bug.name, bug.what, bug.path, tests, code == _TESTS_FAILED,
+        failure if code else "", round(time.monotonic() - started, 1),
+    )  # fmt: skip
+
+
+def check_clean(tree: Path, bugs: tuple[Bug, ...]) -> None:
+    """Raises `SystemExit` when a test fails without any bug."""
+    for tests in dict.fromkeys(bug.tests for bug in bugs):
+        code, failure = run_tests(tree, tests)
+        if code:
+            raise SystemExit(f"fails without a bug: {failure}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="names of bugs, comma separated")
+    args = parser.parse_args()
+    names = args.only.split(",") if args.only else [bug.name for bug in BUGS]
+    bugs = tuple(bug for bug in BUGS if bug.name in names)
+    with tempfile.TemporaryDirectory(prefix="tandem-bugs-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        check_clean(tree, bugs)
+        verdicts = []
+        for bug in bugs:
+            verdict = judge(tree, bug)
+            verdicts.append(verdict)
+            word = "caught" if verdict.caught else "NOT CAUGHT"
+            print(f"{word:10} {bug.name}: {verdict.first_failure}", flush=True)
+    caught = sum(verdict.caught for verdict in verdicts)
+    print(f"{caught} of {len(verdicts)} caught")
+    if not args.only:
+        write_result("planted_bugs", [asdict(verdict) for verdict in verdicts])
+    return 0 if caught == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

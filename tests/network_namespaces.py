@@ -1,0 +1,112 @@
+"""Hosts on one switch, each in a network namespace of its own: a link can fall silent without
+either end noticing, as when a cable is cut behind the next switch.
+
+    this process ── port ─┐
+          host a ── port ─┤ bridge        cut: the port leaves the bridge; the link stays up
+          host b ── port ─┘               mend: it comes back
+
+Needs the right to make namespaces (root, or CAP_SYS_ADMIN) and Debian's iproute2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+_CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Switch:
+    """`addresses`: of each host, by its name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._name = f"tandem-{os.getpid()}"
+        self._network = f"198.18.{os.getpid() % 256}"
+        self.addresses = {name: f"{self._network}.{i}" for i, name in enumerate(names, 1)}
+
+    def open(self) -> None:
+        """Raises `subprocess.CalledProcessError` where it may not."""
+        device = f"td-{os.getpid()}"
+        _ip("", *(f"netns add {self._namespace(name)}" for name in ("switch", *self.addresses)))
+        self._in("switch", "link add br0 type bridge", "link set br0 up")
+        for name, address in self.addresses.items():
+            self._plug(name, f"eth0 netns {self._namespace(name)}")
+            self._in(name, f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up")
+        self._plug("here", f"{device} netns {os.getpid()}")
+        _ip("", f"addr add {self._network}.254/24 dev {device}", f"link set {device} up")
+
+    def close(self) -> None:
+        """Devices go with their namespaces. Idempotent."""
+        for name in ("switch", *self.addresses):
+            subprocess.run(
+                ["ip", "netns", "del", self._namespace(name)], check=False, capture_output=True
+            )
+
+    def cut(self, name: str) -> None:
+        """From now on nothing reaches the host or comes from it."""
+        self._in("switch", f"link set dev port-{name} nomaster")
+
+    def mend(self, name: str) -> None:
+        self._in("switch", f"link set dev port-{name} master br0")
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """Sockets that this thread makes inside, and processes that it starts, are the host's."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(f"/run/netns/{self._namespace(name)}", os.O_RDONLY)
+        try:
+            _enter(there)
+            try:
+                yield
+            finally:
+                _enter(home)
+        finally:
+            os.close(home)
+            os.close(there)
+
+    def _plug(self, name: str, peer: str) -> None:
+        self._in(
+            "switch",
+            f"link add port-{name} type veth peer name {peer}",
+            f"link set dev port-{name} master br0 up",
+        )
+
+    def _in(self, name: str, *lines: str) -> None:
+        _ip(self._namespace(name), *lines)
+
+    def _namespace(self, name: str) -> str:
+        return f"{self._name}-{name}"
+
+
+@contextmanager
+def switched(*names: str) -> Iterator[Switch]:
+    """Skips the test where namespaces cannot be had."""
+    switch = Switch(names)
+    try:
+        try:
+            switch.open()
+        except FileNotFoundError:
+            pytest.skip("there is no `ip` here (Debian: iproute2)")
+        except subprocess.CalledProcessError as error:
+            if "not permitted" not in error.stderr and "Permission denied" not in error.stderr:
+                raise RuntimeError(error.stderr) from error
+            pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+        yield switch
+    finally:
+        switch.close()
+
+
+def _ip(namespace: str, *lines: str) -> None:
+    command = ["ip", *(["-n", namespace] if namespace else []), "-batch", "-"]
+    subprocess.run(command, input="\n".join(lines), check=True, capture_output=True, text=True)
+
+
+def _enter(descriptor: int) -> None:
+    if _libc.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
