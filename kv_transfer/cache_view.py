@@ -5,14 +5,14 @@ memory. This file only computes addresses; `kv_transfer.memory` copies. Numbers 
 never computed with.
 
     1. `KVCacheView(handle, layout)`   maps the cache
-    2. `copy_out`, `write_runs`        issue copies on `copies.stream`; `copies` says when they are
-                                       done
+    2. `copy_out`, `write_blocks`, `write_runs`   issue copies on `copies.stream`; `copies` says
+                                       when they are done
     3. `close`                         when no transfer is left
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.base import KVCacheHandle
@@ -121,6 +121,10 @@ class CacheMap:
         start = self._mapping.address + layer * self._layer_bytes
         return start + block_id * self.shape.num_bytes
 
+    def addresses_of(self, layer: int, block_ids: Iterable[int]) -> list[int]:
+        start, size = self.address_of(layer, 0), self.shape.num_bytes
+        return [start + block_id * size for block_id in block_ids]
+
     def close(self) -> None:
         """No copy may be on its way."""
         self._mapping.close()
@@ -151,6 +155,21 @@ class KVCacheView(CacheMap):
         for i, block_id in enumerate(block_ids):
             copies.add(target + i * size, self.address_of(layer, block_id), size)
         copies.flush()
+
+    def write_blocks(self, layer: int, block_ids: Sequence[int], sources: Iterable[int]) -> None:
+        """Whole blocks of our own shape, from these addresses, into blocks of ours. Most KV comes
+        so: between GPUs it takes longer to issue a copy than to do it."""
+        copy, size = self.copies.stream.copy, self.shape.num_bytes
+        target = source = num_bytes = 0
+        for place, address in zip(self.addresses_of(layer, block_ids), sources, strict=True):
+            if place == target + num_bytes and address == source + num_bytes:
+                num_bytes += size
+                continue
+            if num_bytes:
+                copy(target, source, num_bytes)
+            target, source, num_bytes = place, address, size
+        if num_bytes:
+            copy(target, source, num_bytes)
 
     def write_runs(
         self,

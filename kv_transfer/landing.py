@@ -90,10 +90,9 @@ class Landing:
             # What is not checked yet must not tell us the grid.
             self._grid, self._missing = grid, missing
         self._check_size(header, payload_bytes)
-        size = self._ours.block_size
-        start, stop = header.first_block, header.first_block + header.num_blocks
-        if start * size < self._meta.first_token or stop * size > self._meta.num_tokens:
+        if not self._is_whole(header):
             return None
+        start, stop = header.first_block, header.first_block + header.num_blocks
         return self._views.of(header.layer, self._meta.block_ids[start:stop])
 
     def accept_in_place(self, header: ChunkHeader) -> None:
@@ -167,7 +166,7 @@ class Landing:
             peer.check_block_ids(block_ids)
         except ValueError as error:
             raise CorruptChunk(f"the peer's {error}") from error
-        sources = [peer.address_of(header.layer, block_id) for block_id in block_ids]
+        sources = peer.addresses_of(header.layer, block_ids)
         self._copy(header, sources, peer.shape, self.heads.start - peer.heads.start)
         self._missing.discard(index)
         return header.num_blocks * self._shape.num_bytes
@@ -184,11 +183,25 @@ class Landing:
     ) -> None:
         """`sources`: addresses of the chunk's blocks, which look like `shape`."""
         block_ids = self._meta.block_ids
+        if (
+            shape == self._cache.shape
+            and self.heads == self._cache.heads
+            and self._is_whole(header)
+        ):
+            stop = header.first_block + header.num_blocks
+            self._cache.write_blocks(header.layer, block_ids[header.first_block : stop], sources)
+            return
         runs = (
             (sources[run.source_block - header.first_block], run, block_ids[run.target_block])
             for run in self._wanted_runs(header)
         )
         self._cache.write_runs(header.layer, self.heads, shape, first_head, runs)
+
+    def _is_whole(self, header: ChunkHeader) -> bool:
+        """Whether all tokens of its blocks were asked for."""
+        size = self._theirs.block_size
+        start, stop = header.first_block * size, (header.first_block + header.num_blocks) * size
+        return self._meta.first_token <= start and stop <= self._meta.num_tokens
 
     def _wanted_runs(self, header: ChunkHeader) -> Iterator[TokenRun]:
         """Tokens of the chunk that were asked for."""
