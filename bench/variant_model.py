@@ -18,6 +18,7 @@ from engine.models.registry import create_model
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 _SHARE_OF_MEMORY = 0.75
+_MAX_MODEL_LEN = 16_384
 _TINY = {
     "num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4,
     "num_kv_heads": 2, "head_dim": 64, "vocab_size": 512,
@@ -31,7 +32,7 @@ class VariantModel:
         self, shape: str, *, tiny: bool = False, num_layers: int = 0, most_bytes: int = 1 << 40
     ) -> None:
         self.device = torch.device("cpu" if tiny else "cuda")
-        config = shape_config(shape, device=self.device.type)
+        config = shape_config(shape, device=self.device.type, max_model_len=_MAX_MODEL_LEN)
         model = replace(config.model, **(_TINY if tiny else {}))
         if num_layers:
             model = replace(model, num_layers=num_layers)

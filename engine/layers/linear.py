@@ -152,7 +152,7 @@ class RowParallelLinear(nn.Module):
         return 0 < self.residual_rows <= len(residual)
 
     def add(self, x: Tensor, residual: Tensor) -> None:
-        """[T, in] into `residual` [T, out]: the sum is rounded once. For one rank only."""
+        """[T, in] into `residual` [T, out]. For one rank only."""
         residual.addmm_(x, self.weight.t())
 
     def _sum_in_order(self, local: Tensor) -> Tensor:

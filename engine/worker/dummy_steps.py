@@ -1,23 +1,33 @@
 """Shapes of steps that nobody asked for: to measure memory, and to compile kernels ahead of time.
 
 A step is given by the lengths of its prompts. Kernels are compiled for each power of two of the
-number of prompts, for short and long ones, and for what requests may want of their sampling.
-Prompts of one token run as decodes do.
+number of prompts, for short and long ones, behind short and long contexts, and for what requests
+may want of their sampling. Prompts of one token run as decodes do.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from engine.sampling_params import SamplingParams
 
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
+_MANY_TOKENS = 2048
+"""In a step with so many, attention has tiles that depend on the context."""
 _FEWEST_PROMPTS = 16
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, 20)
 """One for each power of two of what a request may ask for."""
 _SMALL_BATCHES = (1, 2, 4, 8)
 """Parameters of a batch lie behind each other; these sizes show all their alignments."""
 
-DummyStep = tuple[list[int], SamplingParams]
+
+class DummyStep(NamedTuple):
+    """`num_cached`: tokens before each prompt that no step computes."""
+
+    lengths: list[int]
+    sampling: SamplingParams
+    num_cached: int = 0
 
 
 def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> list[int]:
@@ -32,22 +42,24 @@ def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> lis
     return lengths
 
 
-def warm_up_steps(max_num_reqs: int, longest: int) -> list[DummyStep]:
+def warm_up_steps(max_num_reqs: int, longest: int, max_model_len: int) -> list[DummyStep]:
     """`longest`: tokens that one prompt, and one step, may have."""
     plain, unfiltered = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
-    steps: list[DummyStep] = [([min(length, longest)], plain) for length in _SHORT_PROMPTS]
+    steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
+    many = min(_MANY_TOKENS, longest)
+    steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
     num_prompts = _FEWEST_PROMPTS
     while num_prompts < 2 * max_num_reqs:
         count = min(num_prompts, max_num_reqs, longest // 2)
         last = min(_LONG_PROMPT, longest - 2 * (count - 1))
-        steps.append(([2] * (count - 1) + [last], plain))
-        steps.append(([1] * count, unfiltered))
+        steps.append(DummyStep([2] * (count - 1) + [last], plain))
+        steps.append(DummyStep([1] * count, unfiltered))
         num_prompts *= 2
     for count in _SMALL_BATCHES:
         if count <= max_num_reqs and 2 * count <= longest:
-            steps.append(([2] * count, _everything(num_logprobs=0)))
-            steps.append(([1] * count, unfiltered))
-    steps += [([1], _everything(num)) for num in _NUM_LOGPROBS[1:]]
+            steps.append(DummyStep([2] * count, _everything(num_logprobs=0)))
+            steps.append(DummyStep([1] * count, unfiltered))
+    steps += [DummyStep([1], _everything(num)) for num in _NUM_LOGPROBS[1:]]
     return steps
 
 

@@ -42,7 +42,7 @@ from engine.worker.cudagraph_utils import (
     default_capture_sizes,
     prompt_keys,
 )
-from engine.worker.dummy_steps import dummy_lengths, warm_up_steps
+from engine.worker.dummy_steps import DummyStep, dummy_lengths, warm_up_steps
 from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
 
@@ -146,14 +146,15 @@ class ModelRunner:
     def warm_up(self, report: Callable[[float], None]) -> None:
         """Runs steps of many shapes, so that no kernel is compiled while somebody waits."""
         limits = self._config.scheduler
-        longest = min(self._config.model.max_model_len, limits.max_num_batched_tokens)
-        steps = warm_up_steps(limits.max_num_seqs, longest)
+        max_model_len = self._config.model.max_model_len
+        longest = min(max_model_len, limits.max_num_batched_tokens)
+        steps = warm_up_steps(limits.max_num_seqs, longest, max_model_len)
         if self._attention.whole_prompts_from is not None:
             num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
             dense_attention.prepare_plans(num_heads, self.kv_caches[0], longest)
-        for index, (lengths, sampling) in enumerate(steps):
+        for index, step in enumerate(steps):
             report(index / len(steps))
-            self._dummy_step(lengths, sampling)
+            self._dummy_step(step)
         report(1.0)
 
     def dummy_run(self, num_tokens: int) -> None:
@@ -163,24 +164,25 @@ class ModelRunner:
         lengths = dummy_lengths(
             num_tokens, self.states.max_num_reqs, self._config.model.max_model_len
         )
-        self._dummy_step(lengths, SamplingParams(top_p=0.5))
+        self._dummy_step(DummyStep(lengths, SamplingParams(top_p=0.5)))
 
-    def _dummy_step(self, lengths: list[int], sampling: SamplingParams) -> None:
+    def _dummy_step(self, dummy: DummyStep) -> None:
         block_size = self._config.cache.block_size
+        num_cached = dummy.num_cached
         requests = [
             NewRequestData(
                 row=row,
                 epoch=0,
-                prompt_len=length,
-                prefill_token_ids=bytes(4 * length),
-                num_computed_tokens=0,
-                block_ids=[0] * -(-length // block_size),
-                max_len=length,
-                sampling=sampling,
+                prompt_len=num_cached + length,
+                prefill_token_ids=bytes(4 * (num_cached + length)),
+                num_computed_tokens=num_cached,
+                block_ids=[0] * -(-(num_cached + length) // block_size),
+                max_len=num_cached + length,
+                sampling=dummy.sampling,
             )
-            for row, length in enumerate(lengths)
+            for row, length in enumerate(dummy.lengths)
         ]
-        chunks = [(request.row, request.prompt_len) for request in requests]
+        chunks = list(enumerate(dummy.lengths))
         step = SchedulerOutput(step_id=0, new_reqs=requests, prefill_chunks=chunks)
         self.execute_model(step).get_output()
         self.execute_model(SchedulerOutput(step_id=0, finished_rows=[row for row, _ in chunks]))

@@ -24,6 +24,9 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.device import has_copy_engine
 
 LOG2_E = 1.4426950408889634
+LONG_CONTEXT = 4096
+"""From so many tokens on larger tiles are faster: by 4 % of a step of 4 x 2048 tokens behind 8192
+each. Below smaller ones are, by 0.7 % of a step of 4 x 2048."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,17 @@ class PrefillTuning:
 
 
 def prefill_tuning(
-    max_rows: int, total_rows: int, head_dim: int, dtype: torch.dtype
+    max_rows: int,
+    total_rows: int,
+    max_context: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
 ) -> PrefillTuning:
     """Choose by rows, which are query tokens times the query heads of a KV head.
 
     `max_rows` are those of the longest request, `total_rows` those of all requests and KV heads.
+    `max_context`: tokens of the longest context.
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     if row_bytes > 512:
@@ -52,6 +61,10 @@ def prefill_tuning(
         return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
     if max_rows <= 64 or total_rows <= 128 * 128:
         return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
+    if max_context >= LONG_CONTEXT and block_size % 128 == 0:
+        return PrefillTuning(rows=128, tile=128, num_warps=8, num_stages=5)
+    if max_context >= LONG_CONTEXT and block_size % 64 == 0:
+        return PrefillTuning(rows=128, tile=64, num_warps=8, num_stages=5)
     return PrefillTuning(rows=128, tile=64, num_warps=4, num_stages=4)
 
 
@@ -257,8 +270,10 @@ def prefill_attention(
     tuning = tuning or prefill_tuning(
         metadata.max_query_len * group,
         (num_tokens - first_req) * num_q_heads,
+        metadata.max_seq_len,
         head_dim,
         kv_cache.dtype,
+        block_size,
     )
     rows = max(tuning.rows, triton.next_power_of_2(group))
     block_q = rows // group

@@ -202,7 +202,9 @@ def attention_cases(capability: int) -> Iterator[Case]:
         yield Case(decode_attention.merge_kernel, label, types, {**shape_of_tile, "PARTS": 16})
         more = ((16, 64), (8192, 16)) if vary else ()
         for max_rows, block_size in ((8192, 128), *more):
-            prefill = prefill_attention.prefill_tuning(max_rows, 2**20, head_dim, DTYPES[dtype])
+            prefill = prefill_attention.prefill_tuning(
+                max_rows, 2**20, 8192, head_dim, DTYPES[dtype], block_size
+            )
             described = capability >= 90 and block_size % prefill.tile == 0 and prefill.tile >= 64
             box = f"[1, {prefill.tile}, {shape['BLOCK_DIM']}]"
             described_type = {"tiles_of_blocks": f"tensordesc<{dtype}{box}>"}
