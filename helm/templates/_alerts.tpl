@@ -66,6 +66,13 @@
   for: 10m
   severity: warning
   summary: decode nodes put running requests back to make room
+{{- if include "tandem.hasTls" .root }}
+- alert: TandemCertificateEnds
+  expr: min by (component, pod) (tandem_tls_certificate_expiry_timestamp_seconds{ {{- .all -}} }) - time() < {{ include "tandem.lateRenewalSeconds" .root }}
+  for: 10m
+  severity: warning
+  summary: {{ `'the certificate of {{ $labels.pod }} ends in {{ $value | humanizeDuration }}'` }}
+{{- end }}
 {{- if .tiers.prefill }}
 - alert: TandemPrefillBacklog
   expr: {{ .backlog }} > {{ .rule.backlogSeconds }}

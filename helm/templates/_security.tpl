@@ -74,3 +74,10 @@
 - {{ printf "*.%s" $host | quote }}
 {{- end }}
 {{- end -}}
+
+{{/* A certificate that ends so soon should have been renewed: two weeks, or half of the time that
+  cert-manager takes for it. */}}
+{{- define "tandem.lateRenewalSeconds" -}}
+{{- $manager := .Values.tls.certManager -}}
+{{- ternary (mul 1800 (trimSuffix "h" $manager.renewBefore | int)) 1209600 (eq .Values.tls.mode "certManager") -}}
+{{- end -}}

@@ -18,6 +18,7 @@ from kv_transfer.scheduler import GrpcConnectorScheduler
 from prefill_node.metrics import PrefillMetrics
 from router.app import OuterWorld, make_services
 from router.config import RouterSettings
+from tandem_wire.certificate_metrics import CertificateCollector
 
 
 @cache
@@ -46,6 +47,8 @@ def series_of(component: str) -> frozenset[str]:
 
 def _node_series(registry: CollectorRegistry) -> frozenset[str]:
     registry.register(EngineCollector(_engine()))
+    credentials: Any = SimpleNamespace(certificate_expires_at=lambda: None)
+    registry.register(CertificateCollector(credentials))
     return frozenset(_series(generate_latest(registry).decode()))
 
 

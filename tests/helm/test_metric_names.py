@@ -108,6 +108,13 @@ def test_labels_that_queries_use_are_given_by_the_monitors() -> None:
         assert {rule["targetLabel"] for rule in endpoint["relabelings"]} == {"release", "component"}
 
 
+def test_certificates_are_watched_where_there_are_any() -> None:
+    watched = {rule["alert"]: rule["expr"] for rule in rules("production")}
+    # cert-manager begins 720 hours before the end; half of it is late.
+    assert watched["TandemCertificateEnds"].endswith("- time() < 1296000")
+    assert "TandemCertificateEnds" not in {rule["alert"] for rule in rules("decode-only")}
+
+
 def test_every_alert_has_a_runbook() -> None:
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     headings = {line.strip("# ").lower() for line in re.findall(r"^#+ .*$", text, re.MULTILINE)}

@@ -106,9 +106,11 @@ class Load:
         """Until `count` more have ended, well or not."""
         goal = self.num_answers + count
         self._num_waiting += 1
-        async with self._answered, asyncio.timeout(_ANSWER_S):
-            await self._answered.wait_for(lambda: self.num_answers >= goal)
-        self._num_waiting -= 1
+        try:
+            async with self._answered, asyncio.timeout(_ANSWER_S):
+                await self._answered.wait_for(lambda: self.num_answers >= goal)
+        finally:
+            self._num_waiting -= 1
 
     async def _client(self) -> None:
         while not self._is_over:

@@ -5,12 +5,13 @@
 
 A probe's verdict changes after `failureThreshold` failures or `successThreshold` successes in a
 row. A kubelet asks once a period; here it is asked more often, so that tests need not wait for a
-pod that is ready, and failures last as long as they do there.
+pod that is ready. Failures must last as long as so many periods, as there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -40,20 +41,21 @@ class Prober:
         if probe is None:
             return
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
-        needed = {
-            True: probe.get("successThreshold", 1),
-            False: probe.get("failureThreshold", 3) * _ASKS_A_PERIOD,
-        }
+        period_s = probe.get("periodSeconds", 10)
+        needed = {True: probe.get("successThreshold", 1), False: probe.get("failureThreshold", 3)}
+        lasting_s = {True: 0, False: (needed[False] - 1) * period_s}
         verdict: bool | None = None
-        last, count = False, 0
+        last, count, since = False, 0, 0.0
         while True:
-            answer = await self._ask(probe)
-            count = count + 1 if answer == last else 1
-            last = answer
-            if count >= needed[answer] and answer != verdict:
+            answer, now = await self._ask(probe), time.monotonic()
+            if answer != last or not count:
+                last, count, since = answer, 0, now
+            count += 1
+            is_sure = count >= needed[answer] and now - since >= lasting_s[answer]
+            if is_sure and answer != verdict:
                 verdict = answer
                 on_verdict(answer)
-            await asyncio.sleep(probe.get("periodSeconds", 10) / _ASKS_A_PERIOD)
+            await asyncio.sleep(period_s / _ASKS_A_PERIOD)
 
     async def wait_started(self) -> bool:
         """Whether the startup probe succeeded before it gave up."""
