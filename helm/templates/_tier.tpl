@@ -23,9 +23,6 @@ spec:
       args: {{- include "tandem.tierArgs" . | trim | nindent 8 }}
       {{- end }}
       env: {{- include "tandem.tierEnv" . | trim | nindent 8 }}
-      {{- with .of.envFrom }}
-      envFrom: {{- toYaml . | nindent 8 }}
-      {{- end }}
       {{- if eq .part "worker" }}
       {{- include "tandem.rayWorkerLife" . | nindent 6 }}
       {{- else }}

@@ -171,6 +171,7 @@ def test_made_certificates_are_good_for_their_role(engine: str) -> None:
         assert key.public_key() == certificate.public_key()
         lifetime = certificate.not_valid_after_utc - certificate.not_valid_before_utc
         assert lifetime.days == 365
+        assert authority.not_valid_after_utc - certificate.not_valid_after_utc > 50 * lifetime
 
 
 def mounted_secrets(pod: Manifest) -> set[str]:
