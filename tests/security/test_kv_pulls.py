@@ -24,7 +24,7 @@ from kv_transfer.tls_socket import TlsSocket
 from tandem_pb import kv_transfer_pb2 as pb
 from tandem_wire.address import join_address
 from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import Role, SecurityConfig
+from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig
 from tests.security.authority import Authority, move_service, tls_config
 
 SIZES = [64, 65, 20_000, 3 << 20, 16_384, 2 << 20, 100]
@@ -141,9 +141,13 @@ async def test_renewed_certificates_are_used_without_a_restart(authority, foreig
             await pull(address, outdated)
 
 
-async def test_nothing_is_dialled_or_listened_to_beyond_this_host_in_plaintext():
+@pytest.mark.parametrize("kind", TRANSPORTS)
+async def test_nothing_is_pulled_or_offered_beyond_this_host_in_plaintext(kind):
     with pytest.raises(PeerLost, match="--allow-plaintext"):
-        await pull("192.0.2.1:5000", Credentials())
+        await pull("192.0.2.1:5000", Credentials(), kind)
+    with pytest.raises(PlaintextRefused, match="--allow-plaintext"):
+        async with producer(Credentials(), kind, "0.0.0.0"):
+            pass
 
 
 async def test_a_peer_that_reads_slowly_gets_every_byte(authority: Authority):
