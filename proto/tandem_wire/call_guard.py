@@ -14,12 +14,14 @@ from tandem_wire.security_config import Role
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
+"""For everybody who gets a connection: they tell nothing that a probe must not know."""
 _NAMES = "x509_subject_alternative_name"
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """`callers`: by name of the service, who may call it. Services that are not there are for
-    everybody who got a connection. Methods must take one request."""
+    """`callers`: by name of the service, who may call it. One that is not there is for no
+    certificate at all. Methods must take one request."""
 
     def __init__(self, credentials: Credentials, callers: Mapping[str, Collection[Role]]) -> None:
         self._credentials = credentials
@@ -31,10 +33,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         handler = await continuation(handler_call_details)
-        allowed = self._callers.get(handler_call_details.method.split("/")[1])
-        if handler is None or allowed is None or not self._credentials.config.is_secured:
+        service = handler_call_details.method.split("/")[1]
+        is_open = service in OPEN_SERVICES or not self._credentials.config.is_secured
+        if handler is None or is_open:
             return handler
-        return self._guarded(handler, allowed)
+        return self._guarded(handler, self._callers.get(service, ()))
 
     def _guarded(self, handler: _Handler, allowed: Collection[Role]) -> _Handler:
         if handler.response_streaming:

@@ -146,9 +146,9 @@ class Credentials:
             raise CallerRefused("this needs a certificate of the cluster", is_known=False)
         roles = roles_of(names)
         is_needed = self.config.tls_identity == "role"
-        if roles & set(allowed) or (not roles and not is_needed):
+        if roles & set(allowed) or (allowed and not roles and not is_needed):
             return
-        wanted = " or ".join(role.certificate_name for role in allowed)
+        wanted = " or ".join(role.certificate_name for role in allowed) or "nobody,"
         found = ", ".join(sorted(role.certificate_name for role in roles)) or "no role"
         raise CallerRefused(
             f"this is for {wanted} only; the certificate shown names {found}", is_known=True

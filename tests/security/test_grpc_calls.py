@@ -8,13 +8,15 @@ import grpc
 import pytest
 
 from tandem_wire.address import join_address
-from tandem_wire.call_guard import CallGuard
+from tandem_wire.call_guard import OPEN_SERVICES, CallGuard
 from tandem_wire.credentials import Credentials
 from tandem_wire.renewed_channel import RenewedChannel
 from tandem_wire.security_config import Role, SecurityConfig
 from tests.security.authority import Authority, move_service, tls_config
 
 SECRET = "a" * 32
+[OPEN] = OPEN_SERVICES
+SERVICES = ("guarded", OPEN, "forgotten")
 OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 
 
@@ -34,7 +36,7 @@ async def _yield_twice(request, context):
 
 @asynccontextmanager
 async def server_of(credentials: Credentials, host: str = "127.0.0.1"):
-    """Its address. It lets decode nodes call `/guarded/...` and everybody `/open/...`."""
+    """Its address. It lets decode nodes call `guarded`, everybody `OPEN`, nobody `forgotten`."""
     server = grpc.aio.server(interceptors=[CallGuard(credentials, {"guarded": {Role.DECODE}})])
     methods = {
         "Echo": grpc.unary_unary_rpc_method_handler(_echo),
@@ -42,7 +44,7 @@ async def server_of(credentials: Credentials, host: str = "127.0.0.1"):
         "Yields": grpc.unary_stream_rpc_method_handler(_yield_twice),
     }
     server.add_generic_rpc_handlers(
-        tuple(grpc.method_handlers_generic_handler(name, methods) for name in ("guarded", "open"))
+        tuple(grpc.method_handlers_generic_handler(name, methods) for name in SERVICES)
     )
     port = credentials.add_port(server, host, 0)
     await server.start()
@@ -78,6 +80,8 @@ async def test_mutual_tls_lets_the_right_peer_in(authority: Authority, host):
     async with server_of(authority.credentials(Role.PREFILL), host) as address:
         assert await outcome(address, authority.credentials(Role.DECODE)) is OK
         assert await outcome(address, authority.credentials()) is OK
+        assert await outcome(address, authority.credentials(), "forgotten") is DENIED
+        assert await outcome(address, authority.credentials(Role.DECODE), "forgotten") is DENIED
 
 
 async def test_a_stream_is_guarded_too(authority: Authority):
@@ -98,13 +102,13 @@ async def test_strangers_are_refused(authority: Authority, foreign: Authority):
         assert await outcome(address, Credentials()) is UNAVAILABLE
         assert await outcome(address, foreign.credentials(Role.DECODE)) is UNAVAILABLE
         assert await outcome(address, authority.credentials(Role.ROUTER)) is DENIED
-        assert await outcome(address, authority.credentials(Role.ROUTER), "open") is OK
+        assert await outcome(address, authority.credentials(Role.ROUTER), OPEN) is OK
         without = grpc.ssl_channel_credentials(
             (authority.service("ca-only") / "ca.crt").read_bytes()
         )
         async with grpc.aio.secure_channel(address, without) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(channel, Credentials(), "open")
+                await call(channel, Credentials(), OPEN)
             assert refused.value.code() is UNAVAILABLE
 
 
@@ -130,7 +134,7 @@ async def test_the_token_is_demanded(token_file):
     async with server_of(with_token) as address:
         assert await outcome(address, with_token) is OK
         assert await outcome(address, Credentials()) is UNAUTHENTICATED
-        assert await outcome(address, Credentials(), "open") is OK
+        assert await outcome(address, Credentials(), OPEN) is OK
 
 
 async def test_renewed_certificates_are_used_without_a_restart(authority, foreign):
