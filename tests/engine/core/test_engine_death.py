@@ -62,15 +62,15 @@ async def _reason(llm: AsyncLLM, kill: Callable[[], Awaitable[None]]) -> str:
     return reasons.pop()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_killed_worker(rank: int) -> None:
+async def test_killed_worker() -> None:
+    """One that answers no steps."""
     async with doomed_engine(tp_size=2) as llm:
 
         async def kill() -> None:
-            os.kill(llm.ready.worker_pids[rank], signal.SIGKILL)
+            os.kill(llm.ready.worker_pids[1], signal.SIGKILL)
 
         reason = await _reason(llm, kill)
-        assert reason.startswith(f"worker {rank} was killed by SIGKILL")
+        assert reason.startswith("worker 1 was killed by SIGKILL")
 
 
 async def test_killed_worker_of_an_idle_engine() -> None:
