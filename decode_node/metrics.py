@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from decode_node.generation import Choice
 from decode_node.proxy import DisaggProxy
+from decode_node.request_spans import spans_of
 from decode_node.timeline import RequestRecord
 from engine.config import EngineConfig
 from engine.frontend.engine_metrics import (
@@ -18,6 +19,7 @@ from engine.frontend.engine_metrics import (
     TTFT_BUCKETS,
     metric_labels,
 )
+from engine.frontend.trace_file import TraceFile
 
 _TIMES = (
     # (name, meaning, buckets)
@@ -34,14 +36,19 @@ _TIMES = (
     ("vllm:request_params_n", "Answers asked for.", TOKEN_BUCKETS),
     ("tandem_kv_transfer_seconds", "First until last byte of KV.", TTFT_BUCKETS),
     ("tandem_kv_ready_after_first_token_seconds", "KV complete after token one.", TTFT_BUCKETS),
+    ("tandem_kv_inject_seconds", "Last byte of KV received until in its block.", TTFT_BUCKETS),
+    ("tandem_join_seconds", "KV and token one here until token two.", TTFT_BUCKETS),
+    ("tandem_second_token_seconds", "Token one until token two.", TTFT_BUCKETS),
 )
 
 
 class DecodeMetrics:
-    """Owns the node's registry. `observe` once for each HTTP request, at its end."""
+    """Owns the node's registry. `observe` once for each HTTP request, at its end; its trace goes to
+    `traces`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, traces: TraceFile | None = None) -> None:
         self.registry = CollectorRegistry()
+        self._traces = traces
         labels = metric_labels(config)
         self._histograms = {
             name: Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(
@@ -85,6 +92,8 @@ class DecodeMetrics:
         for choice in choices:
             if choice.replay is None:
                 self._observe_record(choice.record)
+                if self._traces is not None and choice.request.trace is not None:
+                    self._traces.write(choice.request.trace.trace_id, spans_of(choice.record))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -128,6 +137,10 @@ class DecodeMetrics:
             histograms["vllm:request_time_per_output_token_seconds"].observe(
                 decode_s / (record.num_output_tokens - 1)
             )
+        if record.second_token_at:
+            histograms["tandem_second_token_seconds"].observe(
+                record.second_token_at - record.first_token_at
+            )
         for gap_s in record.token_gaps_s:
             histograms["vllm:inter_token_latency_seconds"].observe(gap_s)
 
@@ -141,6 +154,11 @@ class DecodeMetrics:
         if record.first_token_at:
             histograms["tandem_kv_ready_after_first_token_seconds"].observe(
                 max(0.0, kv.last_byte_at - record.first_token_at)
+            )
+        histograms["tandem_kv_inject_seconds"].observe(max(0.0, kv.last_byte_at - kv.received_at))
+        if record.second_token_at:
+            histograms["tandem_join_seconds"].observe(
+                max(0.0, record.second_token_at - record.joined_at)
             )
 
     def _counter(self, name: str, text: str, label: str | None) -> Counter:

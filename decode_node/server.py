@@ -37,6 +37,7 @@ from engine.frontend.node_http import HttpServer, ProbeServer, listen
 from engine.frontend.node_process import StopSignal, emit, start_engine
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.trace_file import TraceFile
 from tandem_pb import node_pb2
 from tandem_wire.address import join_address
 from tandem_wire.certificate_metrics import CertificateCollector
@@ -72,7 +73,7 @@ class DecodeNode:
         self._status = NodeStatus(engine, node_pb2.NODE_ROLE_DECODE, settings.stuck_after_s)
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
-        self._metrics = create_metrics(engine, self._proxy)
+        self._metrics = create_metrics(settings, engine, self._proxy)
         self._metrics.registry.register(CertificateCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
         app = create_node_app(
@@ -241,8 +242,11 @@ def create_proxy(
     )
 
 
-def create_metrics(engine: AsyncLLM, proxy: DisaggProxy) -> DecodeMetrics:
-    metrics = DecodeMetrics(engine.config)
+def create_metrics(
+    settings: DecodeNodeSettings, engine: AsyncLLM, proxy: DisaggProxy
+) -> DecodeMetrics:
+    traces = TraceFile.open(settings.trace_file, "tandem-decode", engine.config.engine_id)
+    metrics = DecodeMetrics(engine.config, traces)
     metrics.registry.register(EngineCollector(engine))
     metrics.watch_proxy(proxy)
     return metrics

@@ -111,6 +111,13 @@ class RequestRecord:
             return self.remote_prefill_s
         return max(0.0, self._since(self.first_token_at) - self.local_queue_s)
 
+    @property
+    def joined_at(self) -> float:
+        """When KV from elsewhere and token one were both here; 0.0 if no KV came."""
+        if self.kv is None or not self.kv.num_bytes:
+            return 0.0
+        return max(self.first_token_at, self.kv.last_byte_at)
+
     def timeline(self) -> Timeline:
         kv = self.kv if self.kv is not None and self.kv.num_bytes else None
         return Timeline(

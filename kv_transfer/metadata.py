@@ -19,6 +19,7 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
+from kv_transfer.layer_times import LayerTime
 from kv_transfer.layout import KVLayout
 
 
@@ -156,12 +157,20 @@ class Reclaim(StrEnum):
 
 
 class TransferStats(msgspec.Struct, frozen=True, array_like=True):
-    """Measured by one transfer process for one transfer. Times: CLOCK_MONOTONIC seconds."""
+    """Measured by one transfer process for one transfer. Times: CLOCK_MONOTONIC seconds.
+
+    Attributes:
+        first_byte_at, last_byte_at: Consumer: in the blocks.
+        received_at: Consumer: the last byte had come, but may not have been in its block.
+        layers: Producer: of each layer, when it was computed and when it had left the blocks.
+    """
 
     num_bytes: int = 0
     num_streams: int = 0
     first_byte_at: float = 0.0
     last_byte_at: float = 0.0
+    received_at: float = 0.0
+    layers: tuple[LayerTime, ...] = ()
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from kv_transfer.layer_times import later
 from kv_transfer.metadata import (
     KVTransferParams,
     TransferEvent,
@@ -94,4 +95,6 @@ def _merge(a: TransferStats, b: TransferStats) -> TransferStats:
         num_streams=a.num_streams + b.num_streams,
         first_byte_at=min(firsts, default=0.0),
         last_byte_at=max(a.last_byte_at, b.last_byte_at),
+        received_at=max(a.received_at, b.received_at),
+        layers=later(a.layers, b.layers),
     )

@@ -66,6 +66,7 @@ class RecvTransfer:
         self.num_bytes = 0
         self.first_byte_at = 0.0
         self.last_byte_at = 0.0
+        self.received_at = 0.0
         self.task: asyncio.Task[None] | None = None
         self.has_begun = False
         self.abort_requested = False
@@ -73,7 +74,11 @@ class RecvTransfer:
     @property
     def stats(self) -> TransferStats:
         return TransferStats(
-            self.num_bytes, len(self.streams), self.first_byte_at, self.last_byte_at
+            self.num_bytes,
+            len(self.streams),
+            self.first_byte_at,
+            self.last_byte_at,
+            self.received_at,
         )
 
     def count(self, num_bytes: int) -> bool:
@@ -255,6 +260,7 @@ class KVReceiver:
             stream.last_heard_at = time.monotonic()
         pulls = [stream.run(self._transport) for stream in transfer.streams]
         await _first_of(_all_or_none(pulls), self._watch(transfer))
+        transfer.received_at = time.monotonic()
         await self._cache.copies.settled()
         transfer.last_byte_at = time.monotonic()
         direct = {stream.address for stream in transfer.streams if stream.peer_cache is not None}

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kv_transfer.chunk_grid import ChunkGrid
+from kv_transfer.layer_times import LayerTimes
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
 from kv_transfer.out_message import OutMessage
@@ -93,6 +94,7 @@ class SendTransfer:
         """Until then nothing is staged for a puller that is not here."""
         self.num_bytes_sent = 0
         self.num_pulls_seen = 0
+        self.layer_times = LayerTimes(layout.num_layers)
         self._has_told = False
         self.needs_blocks = False
         """Pullers were told where blocks lie."""
@@ -189,6 +191,7 @@ class SendTransfer:
         """It has left the blocks."""
         self.gone.add(straight.index)
         self._num_unstaged -= 1
+        self.layer_times.saved(straight.layer)
 
     def is_pulled_straight(self, slow_s: float) -> bool:
         """Whether pulls that keep up take what is ready: then nothing needs to be staged. A peer
@@ -204,6 +207,7 @@ class SendTransfer:
         entry = SentChunk(index, chunk)
         self.staged.append(entry)
         self._num_unstaged -= 1
+        self.layer_times.saved(self.grid.position(index)[0])
         for pull in self.pulls:
             if pull.wants(index):
                 pull.wake.set()
@@ -236,6 +240,7 @@ class SendTransfer:
                 break
             if self.grid.index(layer, group) % num_shares == share:
                 self._ready.append((layer, group))
+                self.layer_times.ready(layer)
                 self._wake_straight(self.grid.index(layer, group))
             group += 1
         self._next_group[layer] = group

@@ -354,7 +354,9 @@ class KVSender:
         retryable: bool = True,
     ) -> None:
         stats = TransferStats(
-            num_bytes=transfer.num_bytes_sent, num_streams=transfer.num_pulls_seen
+            num_bytes=transfer.num_bytes_sent,
+            num_streams=transfer.num_pulls_seen,
+            layers=transfer.layer_times.all if kind is TransferEventKind.RELEASED else (),
         )
         self._emit_event(
             TransferEvent(

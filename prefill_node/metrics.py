@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from engine.config import EngineConfig
 from engine.frontend.engine_metrics import (
+    ITL_BUCKETS,
     LABELS,
     LATENCY_BUCKETS,
     TOKEN_BUCKETS,
     TTFT_BUCKETS,
     metric_labels,
 )
+from kv_transfer.layer_times import LayerTime
 
 
 class PrefillMetrics:
@@ -45,6 +49,10 @@ class PrefillMetrics:
             "tandem_kv_held_seconds", "Token until all KV was taken.", TTFT_BUCKETS
         )
 
+        self._layer_save = self._histogram(
+            "tandem_kv_layer_save_seconds", "A layer computed until out of its blocks.", ITL_BUCKETS
+        )
+
     def ended(self, outcome: str) -> None:
         """`done`, `cancelled`, or the code of a failure."""
         self._ended.labels(*self._labels, outcome).inc()
@@ -55,8 +63,11 @@ class PrefillMetrics:
         self._prefill.observe(prefill_s)
         self._ttft.observe(queue_s + prefill_s)
 
-    def kv_taken(self, held_s: float) -> None:
+    def kv_taken(self, held_s: float, layers: Sequence[LayerTime]) -> None:
         self._kv_held.observe(held_s)
+        for ready, saved in layers:
+            if ready and saved:
+                self._layer_save.observe(max(0.0, saved - ready))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -19,6 +19,7 @@ from engine.frontend.node_grpc import NodeGrpcServer
 from engine.frontend.node_http import ProbeServer
 from engine.frontend.node_process import StopSignal, emit, start_engine
 from engine.frontend.node_status import NodeStatus
+from engine.frontend.trace_file import TraceFile
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
@@ -73,6 +74,7 @@ async def _serve_engine(
         metrics,
         max_waiting_requests=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,
+        traces=TraceFile.open(settings.trace_file, "tandem-prefill", engine.config.engine_id),
     )
     prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
         servicer, server.server

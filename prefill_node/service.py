@@ -34,6 +34,7 @@ from engine.frontend.input_processor import (
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.open_requests import OpenRequests
 from engine.frontend.output_processor import OutputStream, RequestOutput
+from engine.frontend.trace_file import TraceFile
 from engine.frontend.wire import (
     logprobs_to_message,
     prompt_logprobs_to_message,
@@ -44,8 +45,9 @@ from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.handshake import peer_from_proto, peer_to_proto
-from kv_transfer.metadata import KVPeer, KVTransferParams
+from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 from prefill_node.metrics import PrefillMetrics
+from prefill_node.prompt_spans import spans_of
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
 from tandem_wire.security_config import Role
 from tandem_wire.trace_context import TraceContext
@@ -95,10 +97,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         *,
         max_waiting_requests: int,
         max_waiting_tokens: int,
+        traces: TraceFile | None = None,
     ) -> None:
         self._engine = engine
         self._status = status
         self._metrics = metrics
+        self._traces = traces
         self._input_processor = InputProcessor(engine.config)
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
@@ -134,8 +138,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             await context.abort(error.code, str(error))
         self._enter()
         self._in_engine.add(work.request_id)
-        if logger.isEnabledFor(logging.DEBUG):
-            _log_trace(request.request_id, context)
+        work.trace = _trace_of(context)
+        logger.debug("request %s: trace %s", request.request_id, work.trace.trace_id)
         context.add_done_callback(
             lambda _: self._engine.abort(work.request_id)  # type: ignore[arg-type]
         )
@@ -163,7 +167,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """Events after acceptance."""
         self._status.work.num_computing += 1
         is_computing = True
-        token_at = 0.0
+        token_at = queue_s = 0.0
         try:
             stream = self._engine.generate(work)
             async for output in stream:
@@ -172,7 +176,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 if output.token_ids:
                     self._status.work.num_computing -= 1
                     is_computing = False
-                    token_at = time.monotonic()
+                    token_at, queue_s = time.monotonic(), output.queue_s
                     self._status.note_prefix(work.prefix_hash)
                     for part in output.prompt_logprobs or ():
                         message = prompt_logprobs_to_message(part)
@@ -183,7 +187,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     return
             result = await self._engine.wait_kv_result(work.request_id)
             if result.ok:
-                self._metrics.kv_taken(time.monotonic() - token_at)
+                self._kv_taken(work, queue_s, token_at, result.stats)
                 yield self._done(result)
             else:
                 yield self._failed("kv_transfer", result.reason, retryable=result.retryable)
@@ -279,6 +283,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             token.logprobs.CopyFrom(logprobs_to_message(output.logprobs[0]))
         return prefill_pb2.PrefillEvent(first_token=token, load=self._status.load())
 
+    def _kv_taken(
+        self, work: GenerationRequest, queue_s: float, token_at: float, kv: TransferStats
+    ) -> None:
+        now = time.monotonic()
+        self._metrics.kv_taken(now - token_at, kv.layers)
+        if self._traces is not None and work.trace is not None:
+            spans = spans_of(work.arrival_time, queue_s, token_at, now, kv)
+            self._traces.write(work.trace.trace_id, spans)
+
     def _done(self, result: KVTransferResult) -> prefill_pb2.PrefillEvent:
         done = prefill_pb2.Done(kv_bytes=result.stats.num_bytes)
         return prefill_pb2.PrefillEvent(done=done, load=self._status.load())
@@ -288,9 +301,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.PrefillEvent(failed=failed, load=self._status.load())
 
 
-def _log_trace(request_id: str, context: PrefillContext) -> None:
+def _trace_of(context: PrefillContext) -> TraceContext:
     given = {key: str(value) for key, value in context.invocation_metadata() or ()}
-    logger.debug("request %s: trace %s", request_id, TraceContext.from_headers(given).trace_id)
+    return TraceContext.from_headers(given)
 
 
 def _for_one_token(sampling: SamplingParams, max_tokens: int) -> SamplingParams:

@@ -97,7 +97,7 @@ async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[Http
     callers = CallerCheck(
         read_api_keys(node_settings), Credentials(node_settings.security_config())
     )
-    metrics = create_metrics(engine, proxy)  # type: ignore[arg-type]
+    metrics = create_metrics(node_settings, engine, proxy)  # type: ignore[arg-type]
     app = create_node_app(node_settings, engine, tokenizer, proxy, metrics, state, callers)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:

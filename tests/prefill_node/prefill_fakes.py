@@ -16,6 +16,7 @@ from engine.frontend.node_grpc import NodeGrpcServer
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.request_stream import RequestState, RequestStream
+from engine.frontend.trace_file import TraceFile
 from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import SchedulerStats, TokenLogprobs
 from kv_transfer.metadata import KVPeer, TransferStats
@@ -96,7 +97,7 @@ class FakePrefillEngine:
 
     def kv_is_taken(self, prompt: FakePrompt, *, ok: bool = True) -> None:
         prompt.kv_done = True
-        stats = TransferStats(1234, 2, 1.0, 2.0)
+        stats = TransferStats(1234, 2, 1.0, 2.0, layers=((1.0, 1.5), (2.0, 2.25)))
         name = prompt.request.request_id
         prompt.kv_results.put_nowait(
             KVTransferResult(name, 0, ok, stats, "" if ok else "the lease has ended")
@@ -130,7 +131,9 @@ class ServedPrefill:
 
 
 @asynccontextmanager
-async def served_prefill(**limits: int) -> AsyncIterator[ServedPrefill]:
+async def served_prefill(
+    traces: TraceFile | None = None, **limits: int
+) -> AsyncIterator[ServedPrefill]:
     """At the end no call is open."""
     engine = FakePrefillEngine()
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, stuck_after_s=60)
@@ -140,6 +143,7 @@ async def served_prefill(**limits: int) -> AsyncIterator[ServedPrefill]:
         status,
         metrics,
         **{"max_waiting_requests": 100, "max_waiting_tokens": 10_000, **limits},
+        traces=traces,
     )
     server = NodeGrpcServer("127.0.0.1", 0, Credentials(), CALLERS)
     prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.server)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import grpc
 import msgspec
 import pytest
 
+from engine.frontend.trace_file import TraceFile
 from engine.frontend.wire import sampling_to_message
 from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
@@ -274,3 +277,27 @@ async def test_the_trace_of_a_call_is_named_in_the_log(caplog: pytest.LogCapture
         await read(call)
         assert f"request r: trace {trace}" in caplog.text
         call.cancel()
+
+
+async def test_the_trace_of_a_prompt_has_every_layer(tmp_path: Path) -> None:
+    traces = TraceFile(tmp_path / "traces", "tandem-prefill", "p")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    async with served_prefill(traces) as node:
+        parent = f"00-{trace}-b7ad6b7169203331-01"
+        call = node.stub.Prefill(request(node), metadata=(("traceparent", parent),))
+        await read(call)
+        prompt = await node.engine.added()
+        node.engine.samples(prompt)
+        await read(call)
+        node.engine.kv_is_taken(prompt)
+        await read(call)
+        (line,) = (tmp_path / "traces").read_text().splitlines()
+        spans = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
+        names = ["request", "queue", "prefill", "save layer 0", "save layer 1", "kv held"]
+        assert [span["name"] for span in spans] == names
+        assert {span["traceId"] for span in spans} == {trace}
+        saved = [int(s["endTimeUnixNano"]) - int(s["startTimeUnixNano"]) for s in spans[3:5]]
+        assert saved == pytest.approx([5e8, 2.5e8], abs=2)
+        text = node.metrics.text().decode()
+        assert 'tandem_kv_layer_save_seconds_count{engine="0",model_name="tiny"} 2.0' in text
+    traces.close()

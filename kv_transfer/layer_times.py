@@ -1,0 +1,40 @@
+"""When each layer of one transfer was computed, and when all of its KV had left the blocks."""
+
+from __future__ import annotations
+
+import time
+
+LayerTime = tuple[float, float]
+"""(ready, saved); CLOCK_MONOTONIC seconds, 0.0 for what has not happened."""
+
+
+class LayerTimes:
+    """What one process sees: of several steps and chunks of a layer, the last one counts."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._ready = [0.0] * num_layers
+        self._saved = [0.0] * num_layers
+
+    def ready(self, layer: int) -> None:
+        self._ready[layer] = time.monotonic()
+
+    def saved(self, layer: int) -> None:
+        self._saved[layer] = time.monotonic()
+
+    @property
+    def all(self) -> tuple[LayerTime, ...]:
+        return tuple(zip(self._ready, self._saved, strict=True))
+
+
+def later(a: tuple[LayerTime, ...], b: tuple[LayerTime, ...]) -> tuple[LayerTime, ...]:
+    """Two processes' views of the same layers, as one."""
+    if not a or not b:
+        return a or b
+    return tuple(
+        (max(one[0], other[0]), max(one[1], other[1])) for one, other in zip(a, b, strict=True)
+    )
+
+
+def shifted(times: tuple[LayerTime, ...], seconds: float) -> tuple[LayerTime, ...]:
+    """To another clock."""
+    return tuple((ready and ready + seconds, saved and saved + seconds) for ready, saved in times)

@@ -1,0 +1,80 @@
+"""A line for each request: what happened when, and nothing of what was said."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_node.request_spans import spans_of
+from decode_node.timeline import RequestRecord
+from engine.frontend.trace_file import Span, TraceFile
+from kv_transfer.metadata import TransferStats
+from tests.decode_node.http_node import http_node
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def spans_in(path: Path) -> list[list[dict[str, Any]]]:
+    return [
+        json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
+        for line in path.read_text().splitlines()
+    ]
+
+
+def test_a_line_is_otlp(tmp_path: Path) -> None:
+    traces = TraceFile(tmp_path / "traces", "tandem-decode", "d")
+    now = time.monotonic()
+    traces.write(TRACE, [Span("request", now, now + 2.0, {"n": 3, "path": "x"}), Span("a", now, 0)])
+    traces.close()
+    line = json.loads((tmp_path / "traces").read_text())
+    (resource,) = line["resourceSpans"]
+    assert {"key": "service.name", "value": {"stringValue": "tandem-decode"}} in (
+        resource["resource"]["attributes"]
+    )
+    root, part = resource["scopeSpans"][0]["spans"]
+    assert (root["traceId"], root["kind"], "parentSpanId" in root) == (TRACE, 2, False)
+    assert (part["parentSpanId"], part["kind"]) == (root["spanId"], 1)
+    assert root["attributes"][0] == {"key": "n", "value": {"intValue": "3"}}
+    start, end = int(root["startTimeUnixNano"]), int(root["endTimeUnixNano"])
+    assert end - start == pytest.approx(2e9, abs=2)
+    assert abs(start / 1e9 - time.time()) < 60
+    assert part["startTimeUnixNano"] == part["endTimeUnixNano"], "never before its start"
+
+
+def test_all_parts_of_a_request_whose_kv_came_from_elsewhere() -> None:
+    record = RequestRecord(2000, received_at=10.0, admitted_at=10.25)
+    record.remote_queue_s, record.remote_prefill_s = 0.25, 1.0
+    record.first_token_at, record.second_token_at, record.last_token_at = 11.5, 12.5, 14.0
+    record.kv = TransferStats(4096, 8, 10.75, 12.0, received_at=11.75)
+    record.prefill_node, record.path, record.failures = "p:1", "remote", ["timeout"]
+    request, *parts = spans_of(record)
+    assert (request.start, request.end) == (10.0, 14.0)
+    assert request.attributes["prefill_node"] == "p:1"
+    assert request.attributes["failures"] == "timeout"
+    assert [(span.name, span.start, span.end) for span in parts] == [
+        ("queue", 10.0, 10.5),
+        ("prefill", 10.5, 11.5),
+        ("token 1", 10.0, 11.5),
+        ("stream", 10.75, 11.75),
+        ("inject", 11.75, 12.0),
+        ("join", 12.0, 12.5),
+        ("token 2", 11.5, 12.5),
+    ]
+
+
+async def test_requests_are_written_when_they_end(tmp_path: Path) -> None:
+    path = tmp_path / "traces"
+    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+    body = {"prompt": "the secret dog", "max_tokens": 3}
+    async with http_node(trace_file=path) as node:
+        for _ in range(2):
+            await node.client.post("/v1/completions", json=body, headers=headers)
+        found = spans_in(path)
+        assert [{span["traceId"] for span in spans} for spans in found] == [{TRACE}] * 2
+        names = ["request", "queue", "prefill", "token 1", "token 2"]
+        assert [span["name"] for span in found[0]] == names
+        assert "secret" not in path.read_text()
