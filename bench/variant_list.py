@@ -40,7 +40,7 @@ class Variant:
     deterministic: bool = False
     residual_rows: int | None = None
     mlp_rows: int | None = None
-    blas: str = "default"
+    blas: str | None = None
     long_chains: bool = False
 
 
@@ -117,7 +117,6 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     }
     chosen = (variant.plain or variant.gated, variant.decode, variant.prefill)
     device.chain_launches(variant.chained)
-    torch.backends.cuda.preferred_blas_library(variant.blas)
     _set_deterministic(model, variant.deterministic)
     if variant.library or variant.deterministic:
         for layer in layers:
@@ -129,6 +128,8 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
             for (module, name), tuning in zip(tunings, chosen, strict=True):
                 if tuning is not None:
                     patches.enter_context(patch.object(module, name, tunings[module, name]))
+            if variant.blas is not None:
+                torch.backends.cuda.preferred_blas_library(variant.blas)
             if variant.long_chains:
                 patches.enter_context(patch.object(device, "MAX_ROWS", _ANY_ROWS))
             if variant.mlp_rows is not None:
@@ -137,7 +138,8 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
             yield
     finally:
         device.chain_launches(True)
-        torch.backends.cuda.preferred_blas_library("default")
+        if variant.blas is not None:
+            torch.backends.cuda.preferred_blas_library("default")
         _set_deterministic(model, False)
         _set_residual_rows(row_layers, residual_rows)
         for layer, rows in zip(layers, before, strict=True):
