@@ -13,6 +13,7 @@ from tandem_wire.credentials import Credentials
 from tandem_wire.renewed_channel import RenewedChannel
 from tandem_wire.security_config import Role, SecurityConfig
 from tests.security.authority import Authority, move_service, tls_config
+from tests.security.loopback import LOOPBACK_HOSTS
 
 SECRET = "a" * 32
 [OPEN] = OPEN_SERVICES
@@ -75,7 +76,7 @@ DENIED = grpc.StatusCode.PERMISSION_DENIED
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
 async def test_mutual_tls_lets_the_right_peer_in(authority: Authority, host):
     async with server_of(authority.credentials(Role.PREFILL), host) as address:
         assert await outcome(address, authority.credentials(Role.DECODE)) is OK

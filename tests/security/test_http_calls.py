@@ -24,6 +24,7 @@ from tandem_wire.security_config import Role, SecurityConfig
 from tandem_wire.tls_http import TlsConfig
 from tests.router.router_cluster import run_router
 from tests.security.authority import Authority, move_service, tls_config
+from tests.security.loopback import LOOPBACK_HOSTS
 
 SECRET = "a" * 32
 KEY = {"authorization": "Bearer the-key"}
@@ -68,7 +69,7 @@ async def ask(address: str, credentials: Credentials, headers=None) -> tuple[int
         await transport.close()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
 async def test_a_router_is_known_by_its_certificate(authority: Authority, host):
     async with decode_api(authority.credentials(Role.DECODE), host=host) as address:
         status, body = await ask(address, authority.credentials(Role.ROUTER))

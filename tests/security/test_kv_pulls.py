@@ -26,6 +26,7 @@ from tandem_wire.address import join_address
 from tandem_wire.credentials import Credentials
 from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig
 from tests.security.authority import Authority, move_service, tls_config
+from tests.security.loopback import NEEDS_IPV6
 
 SIZES = [64, 65, 20_000, 3 << 20, 16_384, 2 << 20, 100]
 TRANSPORTS = {"h2": H2PullTransport, "grpcio": GrpcPullTransport}
@@ -95,6 +96,7 @@ async def test_kv_arrives_whole_over_tls(authority: Authority, server, puller):
         await pull(address, authority.credentials(Role.DECODE), puller)
 
 
+@NEEDS_IPV6
 async def test_kv_over_ipv6(authority: Authority):
     async with producer(authority.credentials(Role.PREFILL), host="::1") as address:
         await pull(address, authority.credentials(Role.DECODE))

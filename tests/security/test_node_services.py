@@ -23,6 +23,7 @@ from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig
 from tests.prefill_node.prefill_fakes import FakePrefillEngine
 from tests.router.router_cluster import eventually, run_router
 from tests.security.authority import Authority
+from tests.security.loopback import LOOPBACK_HOSTS
 
 OK, DENIED = grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -78,7 +79,7 @@ MISFIT = grpc.StatusCode.FAILED_PRECONDITION
 """The greeting was heard."""
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
 async def test_routers_watch_and_decode_nodes_greet(authority: Authority, host):
     async with prefill_node(authority.credentials(Role.PREFILL), host) as address:
         router, decode = authority.credentials(Role.ROUTER), authority.credentials(Role.DECODE)
@@ -98,7 +99,7 @@ async def test_a_node_does_not_listen_for_everybody_in_plaintext():
         NodeGrpcServer("0.0.0.0", 0, Credentials())
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
 async def test_probes_and_scrapers_need_nothing(host):
     engine = FakePrefillEngine()
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, 60)
