@@ -3,6 +3,7 @@ browser asks again every two seconds. Everything that came from elsewhere is esc
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from router.node_address import NodeRole
 from router.node_registry import NodeRegistry
 
 _REFRESH_S = 2
+_NUMBER = re.compile(r"(≈?[\d.]+( s| s ago|%)?)?")
 _NUM_DECISIONS = 30
 
 _PAGE = """<!doctype html>
@@ -26,7 +28,8 @@ h1 {{ font-size: 1.2rem }} h2 {{ font-size: 1rem; margin-top: 1.5rem }}
 table {{ border-collapse: collapse }} td, th {{ padding: .15rem .7rem; text-align: left }}
 th {{ border-bottom: 1px solid #999; font-weight: 600 }}
 tr:nth-child(odd) td {{ background: #f4f4f4 }}
-td.n {{ text-align: right; font-variant-numeric: tabular-nums }}
+td {{ white-space: nowrap }} div.wide {{ overflow-x: auto }}
+td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums }}
 .ready {{ color: #176b1f }} .down, .ejected {{ color: #a40000 }}
 .suspect, .leaving, .draining, .joining, .half_open {{ color: #8a5a00 }}
 @media (prefers-color-scheme: dark) {{
@@ -138,20 +141,24 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], state_column: int = -1) -> str:
+    """Columns of numbers are set to the right, with their heads."""
     if not rows:
         return "<p>None.</p>"
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "\n".join(
-        "<tr>" + "".join(_cell(text, column == state_column) for column, text in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )  # fmt: skip
-    return f"<table><thead><tr>{names}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    numbers = [all(map(_NUMBER.fullmatch, column)) for column in zip(*rows, strict=True)]
+    kinds = ["n" if is_number else "" for is_number in numbers]
+    names = "".join(_cell("th", *cell) for cell in zip(head, kinds, strict=True))
+    lines = []
+    for row in rows:
+        cells = [
+            _cell("td", text, text if column == state_column else kind)
+            for column, (text, kind) in enumerate(zip(row, kinds, strict=True))
+        ]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    body = "\n".join(lines)
+    table = f"<table><thead><tr>{names}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    return f'<div class="wide">{table}</div>'
 
 
-def _cell(text: str, is_state: bool) -> str:
-    safe = escape(text)
-    if is_state:
-        return f'<td class="{safe}">{safe}</td>'
-    is_number = text[:1].isdigit() or text[:1] == "≈"
-    return f'<td class="n">{safe}</td>' if is_number else f"<td>{safe}</td>"
+def _cell(tag: str, text: str, kind: str) -> str:
+    named = f' class="{escape(kind)}"' if kind else ""
+    return f"<{tag}{named}>{escape(text)}</{tag}>"

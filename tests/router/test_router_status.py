@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import shutil
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -10,14 +15,23 @@ import pytest
 from router.config import RouterSettings
 from router.decision_log import DecisionLog
 from router.node_registry import NodeRegistry
+from router.policy import Placement
 from router.status_page import RouterView, render_status
 from router.traffic_meter import TrafficMeter
-from tests.router.router_cluster import Cluster
-from tests.router.router_factories import address, report
+from tests.router.router_cluster import TIMEOUT_S, Cluster
+from tests.router.router_factories import Fleet, address, report, request
 from tests.router.router_processes import ready_line, router_process
 from tests.router.token_server import TokenHandler
 
 BODY = {"model": "demo", "prompt": "hello", "seed": 7, "max_tokens": 3, "stream": True}
+
+
+def view(**parts: Any) -> RouterView:
+    bare: dict[str, Any] = {
+        "state": "ready", "registry": NodeRegistry(), "decisions": DecisionLog(), "rates": {},
+        "totals": {"requests": 1.0}, "tenants": [],
+    }  # fmt: skip
+    return RouterView(**(bare | parts))
 
 
 class Page(HTMLParser):
@@ -78,17 +92,50 @@ def test_what_nodes_say_of_themselves_is_only_text() -> None:
     node = address("a")
     registry.set_members([node])
     registry.apply_report(node, report(model_name=evil, fingerprint=evil))
-    view = RouterView(
-        state="ready",
-        registry=registry,
-        decisions=DecisionLog(),
-        rates={},
-        totals={"requests": 1.0},
-        tenants=[(evil, {evil: 1})],
-    )
-    page = Page(render_status(view))
+    page = Page(render_status(view(registry=registry, tenants=[(evil, {evil: 1})])))
     assert not page.strange
     assert sum(cell.count("<script>") for row in page.rows for cell in row) >= 3
+
+
+def test_numbers_are_set_to_the_right_and_ids_are_not() -> None:
+    """Half of all request ids begin with a digit."""
+    log, fleet = DecisionLog(), Fleet()
+    fleet.add("d")
+    info = request(request_id="899102f458d14f2f")
+    log.note(info, Placement(fleet.node("d"), num_new_tokens=5), 0, "4a31717be86117a4")
+    page = render_status(view(decisions=log))
+    assert "<td>899102f458d14f2f</td><td>4a31717be86117a4</td>" in page
+    assert '<td class="n">≈5</td>' in page
+    assert '<th class="n">new</th>' in page
+
+
+async def test_a_real_browser_shows_the_page_and_has_nothing_to_complain_of(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no browser here (Debian: chromium); the parser's tests remain")
+    router = await cluster.router(await cluster.decode(handler=TokenHandler()))
+    await router.text(BODY, x_request_id="request-7")
+    browser = await asyncio.create_subprocess_exec(
+        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={tmp_path}", "--enable-logging=stderr", "--dump-dom",
+        router.url + "/status",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            shown, said = await browser.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            browser.kill()
+        await browser.wait()
+    page = Page(shown.decode())
+    assert not page.strange
+    assert ["default", "1", "200: 1"] in page.rows
+    assert any("request-7" in row for row in page.rows)
+    assert b"CONSOLE" not in said, said
 
 
 def test_rates_are_those_of_the_last_minute() -> None:
