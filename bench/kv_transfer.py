@@ -289,7 +289,8 @@ def main() -> None:
         staging_bytes=args.staging_mib << 20,
         data=args.data,
     )
-    name = f"kv_transfer_{args.sweep}" if args.name is None else args.name
+    default = f"kv_transfer_{args.sweep.replace('-', '_')}"
+    name = default if args.name is None else args.name
     rows: list[Row] = []
     for point in args.points or sweep.points:
         rows += measure_point(sweep.at(case, point), point, args)
