@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 LayerTime = tuple[float, float]
-"""(ready, saved); CLOCK_MONOTONIC seconds, 0.0 for what has not happened."""
+"""(ready, saved); CLOCK_MONOTONIC seconds, 0.0 for what has not happened. To a puller that copies
+blocks itself they are saved when it is told of them."""
 
 
 class LayerTimes:
