@@ -16,9 +16,9 @@ import pytest
 from cli.cluster import free_ports
 from tests.router.fault_proxy import FaultProxy
 from tests.router.router_cluster import TIMEOUT_S, Cluster, eventually
-from tests.router.router_fakes import stream_forever
+from tests.router.router_fakes import FakeDecodeNode, stream_forever
 from tests.router.router_processes import TokenProcess, ready_line, router_process
-from tests.router.token_server import expected, texts
+from tests.router.token_server import TokenHandler, expected, texts
 
 PATIENCE = ("--stream-stall-s", "1.5", "--stale-after-s", "1", "--down-after-s", "2")
 
@@ -103,13 +103,18 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 async def nodes() -> AsyncIterator[list[TokenProcess]]:
-    nodes = [TokenProcess(gap_s=0.01) for _ in range(3)]
+    nodes = [TokenProcess(gap_s=0.01) for _ in range(2)]
     try:
         await asyncio.gather(*(node.start() for node in nodes))
         yield nodes
     finally:
         for node in nodes:
             await node.stop()
+
+
+async def two_nodes(cluster: Cluster) -> list[FakeDecodeNode]:
+    """In this process, for tests that do not hurt them."""
+    return [await cluster.decode(name, TokenHandler(gap_s=0.01)) for name in ("a", "b")]
 
 
 def entries(nodes: list[TokenProcess]) -> str:
@@ -134,14 +139,14 @@ async def test_nodes_that_die_or_freeze_cost_no_token(
 ) -> None:
     async with router_process("--decode", entries(nodes), *PATIENCE) as router:
         url = await url_of(router)
-        await usable(client, url, 3)
+        await usable(client, url, 2)
         load = Load(client, [url])
         load.start(24)
         await load.reached(10)
         nodes[0].signal(signal.SIGKILL)
         await load.reached(40)
         await nodes[0].restart()
-        await usable(client, url, 3)
+        await usable(client, url, 2)
         nodes[1].signal(signal.SIGSTOP)
         await load.reached(load.num_right + 60)
         nodes[1].signal(signal.SIGCONT)
@@ -151,15 +156,15 @@ async def test_nodes_that_die_or_freeze_cost_no_token(
 
 
 async def test_a_node_that_is_cut_off_costs_no_token(
-    client: aiohttp.ClientSession, nodes: list[TokenProcess]
+    client: aiohttp.ClientSession, cluster: Cluster
 ) -> None:
     """Its connections stay open, and nothing comes through them."""
-    async with FaultProxy(nodes[0].ports[0]) as http, FaultProxy(nodes[0].ports[1]) as reports:
-        entry = f"127.0.0.1:{http.port}/{reports.port}"
-        decode = f"{entry},{entries(nodes[1:])}"
+    first, second = await two_nodes(cluster)
+    async with FaultProxy(first.port) as http, FaultProxy(first.status_port) as reports:
+        decode = f"127.0.0.1:{http.port}/{reports.port},{second.entry}"
         async with router_process("--decode", decode, *PATIENCE) as router:
             url = await url_of(router)
-            await usable(client, url, 3)
+            await usable(client, url, 2)
             load = Load(client, [url])
             load.start(24)
             await load.reached(10)
@@ -178,7 +183,7 @@ async def test_rolling_the_decode_tier_fails_no_request(
 ) -> None:
     async with router_process("--decode", entries(nodes), *PATIENCE) as router:
         url = await url_of(router)
-        await usable(client, url, 3)
+        await usable(client, url, 2)
         load = Load(client, [url])
         load.start(16)
         for node in nodes:
@@ -188,15 +193,16 @@ async def test_rolling_the_decode_tier_fails_no_request(
             async with asyncio.timeout(TIMEOUT_S):
                 assert await node.process.wait() == 0
             await node.restart()
-            await usable(client, url, 3)
+            await usable(client, url, 2)
         await load.stop()
         assert load.wrong == []
 
 
 async def test_rolling_the_routers_fails_no_request(
-    client: aiohttp.ClientSession, nodes: list[TokenProcess]
+    client: aiohttp.ClientSession, cluster: Cluster
 ) -> None:
-    args = ("--decode", entries(nodes), *PATIENCE, "--drain-delay-s", "0.3")
+    decode = ",".join(node.entry for node in await two_nodes(cluster))
+    args = ("--decode", decode, *PATIENCE, "--drain-delay-s", "0.3")
     async with contextlib.AsyncExitStack() as stack:
         ports = free_ports(2)
         routers = [
@@ -204,7 +210,7 @@ async def test_rolling_the_routers_fails_no_request(
         ]
         urls = [await url_of(router) for router in routers]
         for url in urls:
-            await usable(client, url, 3)
+            await usable(client, url, 2)
         load = Load(client, urls)
         load.start(16)
         for port, router in zip(ports, routers, strict=True):
@@ -213,7 +219,7 @@ async def test_rolling_the_routers_fails_no_request(
             async with asyncio.timeout(TIMEOUT_S):
                 assert await router.wait() == 0
             again = await stack.enter_async_context(router_process(*args, port=port))
-            await usable(client, await url_of(again), 3)
+            await usable(client, await url_of(again), 2)
         await load.reached(load.num_right + 16)
         await load.stop()
         assert load.wrong == []

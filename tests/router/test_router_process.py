@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from router.__main__ import main
 from router.config import RouterSettings
 from tests.router.router_cluster import TIMEOUT_S, Cluster
 from tests.router.router_fakes import event, open_stream
@@ -95,15 +96,18 @@ async def test_a_second_signal_cuts_open_answers_short(cluster: Cluster) -> None
         (("--host", "203.0.113.1"), 1, "cannot listen on 203.0.113.1"),
     ],
 )
-async def test_a_wrong_setting_is_named_and_nothing_starts(
-    args: tuple[str, ...], code: int, words: str
+def test_a_wrong_setting_is_named_and_nothing_starts(
+    args: tuple[str, ...],
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async with router_process(*args) as process:
-        out, err = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
-        assert process.returncode == code
-        assert out == b""
-        assert words in err.decode()
-        assert "Traceback" not in err.decode()
+    monkeypatch.setattr("router.__main__.configure_logging", lambda level: None)
+    assert main(["--port", "0", *args]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
 
 
 def test_a_setting_is_a_flag_and_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
