@@ -12,8 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from router.api_keys import ApiKeys
 from router.config import RouterSettings
 from router.decision_log import DecisionLog
+from router.key_file import digest_of
+from router.metrics import RouterMetrics
 from router.node_registry import NodeRegistry
 from router.policy import Placement
 from router.status_page import RouterView, render_status
@@ -161,6 +164,24 @@ async def test_metrics_of_a_node_go_with_it(cluster: Cluster) -> None:
     text = router.services.metrics.render().decode()
     assert stays.target in text
     assert goes.target not in text
+
+
+def test_metrics_of_a_tenant_go_with_its_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    entry = '[[tenants]]\nname = "{}"\nkeys = ["{}"]\n'
+    digests = {name: f"sha256:{digest_of(name).hex()}" for name in ("acme", "gone")}
+    entries = [entry.format(name, digest) for name, digest in digests.items()]
+    file.write_text("".join(entries))
+    keys = ApiKeys(file=file)
+    metrics = RouterMetrics(NodeRegistry(), lambda: [tenant.name for tenant in keys.tenants])
+    for name in ("acme", "gone"):
+        metrics.by_tenant.add((name,), "200")
+    assert 'tenant="gone"' in metrics.render().decode()
+    file.write_text(entries[0])
+    assert keys.reload()
+    text = metrics.render().decode()
+    assert 'tenant="acme"' in text
+    assert 'tenant="gone"' not in text
 
 
 async def test_the_page_needs_a_key_where_clients_are(cluster: Cluster) -> None:
