@@ -103,13 +103,13 @@ class Cluster:
         return self.store.get(resource_of(kind), NAMESPACE, name)
 
     def objects(self, kind: str) -> list[Object]:
-        return self.store.list_kind(kind, NAMESPACE)
+        return self.store.objects(resource_of(kind), NAMESPACE)
 
     def pods(self, component: str) -> list[Object]:
         """Without those that are terminating."""
         return [
             pod
-            for pod in self.objects("Pod")
+            for pod in self.store.list_kind("Pod", NAMESPACE)
             if pod["metadata"]["labels"].get("app.kubernetes.io/component") == component
             and not is_terminating(pod)
         ]
@@ -136,9 +136,9 @@ class Cluster:
         """Every Deployment has its newest pods, all available, and no pod is terminating."""
 
         def is_so() -> bool:
-            return all(map(_is_rolled_out, self.objects("Deployment"))) and not any(
-                map(is_terminating, self.objects("Pod"))
-            )
+            deployments = self.store.list_kind("Deployment", NAMESPACE)
+            pods = self.store.list_kind("Pod", NAMESPACE)
+            return all(map(_is_rolled_out, deployments)) and not any(map(is_terminating, pods))
 
         try:
             await self.wait(is_so, timeout_s)
@@ -147,7 +147,8 @@ class Cluster:
 
     def _is_settled(self, component: str, count: int) -> bool:
         label = "app.kubernetes.io/component"
-        pods = [p for p in self.objects("Pod") if p["metadata"]["labels"].get(label) == component]
+        every = self.store.list_kind("Pod", NAMESPACE)
+        pods = [pod for pod in every if pod["metadata"]["labels"].get(label) == component]
         return len(pods) == count and all(is_ready(p) and not is_terminating(p) for p in pods)
 
     def _states(self) -> dict[str, Any]:

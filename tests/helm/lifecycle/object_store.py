@@ -56,7 +56,8 @@ class Event:
 
 
 class ObjectStore:
-    """Objects that come out of here are the caller's own copies. `network`: of the cluster."""
+    """Objects that come out of here are the caller's own copies, except those of `list_kind`.
+    `network`: of the cluster."""
 
     def __init__(self, network: Network | None = None) -> None:
         self.network = network or Network()
@@ -81,15 +82,20 @@ class ObjectStore:
 
     def objects(self, resource: Resource, namespace: str = "") -> list[Object]:
         """In the order of their names; an empty `namespace` means all."""
+        return [copy_of(obj) for obj in self._chosen(resource, namespace)]
+
+    def list_kind(self, kind: str, namespace: str = "") -> list[Object]:
+        """To look at only: what a controller asks for at every turn is not copied. Nothing here
+        changes an object that was given out; a write puts another in its place."""
+        return self._chosen(resource_of(kind), namespace)
+
+    def _chosen(self, resource: Resource, namespace: str) -> list[Object]:
         found = [
             (key[1:], obj)
             for key, obj in self._objects.items()
             if key[0] is resource and namespace in ("", key[1])
         ]
-        return [copy_of(obj) for _, obj in sorted(found, key=lambda item: item[0])]
-
-    def list_kind(self, kind: str, namespace: str = "") -> list[Object]:
-        return self.objects(resource_of(kind), namespace)
+        return [obj for _, obj in sorted(found, key=lambda item: item[0])]
 
     def all(self) -> list[Object]:
         return [copy_of(obj) for obj in self._objects.values()]
