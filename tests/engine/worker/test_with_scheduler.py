@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
+from tests.engine.worker.conftest import tiny_config
 
 EOS = 3
 KINDS = [
@@ -95,15 +99,28 @@ def workload(seed: int) -> list[EngineCoreRequest]:
     return requests
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("depth", [1, 2])
-def test_tokens_are_those_of_requests_alone(make_config, seed: int, depth: int) -> None:
-    requests = workload(seed)
-    alone = OneEngine(make_config(enable_prefix_caching=False), depth=1)
-    for request in requests:
-        alone.add(request)
-        alone.finish()
+@pytest.fixture(scope="module")
+def ended_alone(checkpoint: Path) -> Callable[[int], OneEngine]:
+    """An engine that had one request of `workload(seed)` after another."""
 
+    @cache
+    def run(seed: int) -> OneEngine:
+        alone = OneEngine(tiny_config(checkpoint, enable_prefix_caching=False), depth=1)
+        for request in workload(seed):
+            alone.add(request)
+            alone.finish()
+        assert set(alone.ended.values()) == {"stop", "length"}
+        _check_empty(alone)
+        return alone
+
+    return run
+
+
+@pytest.mark.parametrize(("seed", "depth"), [(0, 1), (0, 2), (1, 2), (2, 2)])
+def test_tokens_are_those_of_requests_alone(
+    make_config, ended_alone: Callable[[int], OneEngine], seed: int, depth: int
+) -> None:
+    requests, alone = workload(seed), ended_alone(seed)
     config = replace(
         make_config(num_blocks=15),
         scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40),
@@ -134,9 +151,7 @@ def test_tokens_are_those_of_requests_alone(make_config, seed: int, depth: int) 
         else:
             assert engine.tokens[name] == expected
             assert engine.ended[name] == alone.ended[name]
-    assert set(alone.ended.values()) == {"stop", "length"}
-    for done in (alone, engine):
-        _check_empty(done)
+    _check_empty(engine)
 
 
 def _check_empty(engine: OneEngine) -> None:

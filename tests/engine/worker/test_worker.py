@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -22,8 +19,9 @@ from engine.worker.worker import MissedStepError, Worker
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.host.memory_file import MemoryFile
 
-SEEDED = SamplingParams(seed=5, temperature=0.8, top_k=20, frequency_penalty=0.2, logprobs=2)
-CHILD = Path(__file__).parent / "worker_child.py"
+SEEDED = SamplingParams(
+    seed=5, temperature=0.8, top_k=20, frequency_penalty=0.2, logprobs=2, prompt_logprobs=1
+)
 
 
 @contextmanager
@@ -123,39 +121,6 @@ def test_too_small_a_cache_ends_the_start(make_config) -> None:
         worker.determine_num_blocks()
 
 
-class ChildRank:
-    """A worker in its own process."""
-
-    def __init__(self, config: EngineConfig, rank: int, rendezvous: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(CHILD), str(rank), rendezvous],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.send(config)
-
-    def send(self, message: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(message).decode() + "\n")
-        self._process.stdin.flush()
-
-    def receive(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the rank ended with {self._process.wait()}"
-        return line
-
-    def end(self) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return self._process.wait(timeout=60)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def free_address() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -163,28 +128,30 @@ def free_address() -> str:
 
 
 def test_two_ranks_give_the_tokens_of_one(make_config, make_driver, make_prompt) -> None:
-    """Every rank samples the same token by itself."""
+    """Every rank samples the same token by itself. Ranks are threads here; the engine's tests have
+    them as processes."""
     with running_worker(make_config()) as worker:
         worker.initialize_kv_cache(64)
         alone = conversation(make_driver(worker.execute_model), make_prompt)
 
-    rendezvous = free_address()
-    ranks = [ChildRank(make_config(tp_size=2), rank, rendezvous) for rank in range(2)]
+    rendezvous, config = free_address(), make_config(tp_size=2)
+    workers = [Worker(config, rank, rendezvous) for rank in range(2)]
 
-    def execute(step: SchedulerOutput) -> ModelRunnerOutput:
-        for rank in ranks:
-            rank.send(step)
-        first, second = (
-            msgspec.json.decode(rank.receive(), type=ModelRunnerOutput) for rank in ranks
-        )
-        assert first == second
-        return first
+    def start(worker: Worker) -> KVCacheHandle:
+        worker.init_device()
+        worker.load_model(lambda fraction: None)
+        return worker.initialize_kv_cache(worker.determine_num_blocks())
 
-    try:
-        handles = [msgspec.json.decode(rank.receive(), type=KVCacheHandle) for rank in ranks]
-        assert [handle.rank for handle in handles] == [0, 1]
-        assert conversation(make_driver(execute), make_prompt) == alone
-        assert [rank.end() for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with ThreadPoolExecutor(2) as threads:
+
+        def execute(step: SchedulerOutput) -> ModelRunnerOutput:
+            first, second = threads.map(lambda worker: worker.execute_model(step), workers)
+            assert first == second
+            return first
+
+        try:
+            assert [handle.rank for handle in threads.map(start, workers)] == [0, 1]
+            assert conversation(make_driver(execute), make_prompt) == alone
+        finally:
+            for worker in workers:
+                worker.shutdown()
