@@ -46,6 +46,7 @@ _LONG_S = 1.0
 """Silences above this are explained."""
 _MOVED = re.compile(r"request (chaos-\S+) goes on at .*?((?: \w+=[\d.]+){4})")
 _LOG_LATE_S = 2.0
+_RETRY_S = 1.0
 
 Answer = tuple[str, int | None]
 """Text and number of output tokens."""
@@ -114,6 +115,12 @@ class Observer:
         elif service.state is ServiceState.READY and spans:
             spans[-1][1] = time.perf_counter()
 
+    def start_s(self) -> float:
+        """Mean, of the decode nodes that were started again."""
+        spans = [stop - start for spans in self.restarts.values() for start, stop in spans]
+        done = [span for span in spans if span < float("inf")]
+        return round(statistics.fmean(done), 1) if done else 0.0
+
     def explain(self, silence: Silence) -> None:
         end = silence.began + silence.seconds
         for at, phases in self.moves[silence.request_id]:
@@ -138,6 +145,8 @@ class Load:
     urls: list[str]
     expected: dict[int, Answer] = field(default_factory=dict)
     num_right: int = 0
+    num_refused: int = 0
+    """By a clear 503, before anything was answered: no decode node lived."""
     wrong: list[str] = field(default_factory=list)
     silences: list[Silence] = field(default_factory=list)
 
@@ -169,6 +178,9 @@ class Load:
                 self.num_right += 1
                 seconds, began = max(zip(outcome.gaps_s, outcome.chunks, strict=False))
                 self.silences.append(Silence(seconds, began, name))
+            elif outcome.error is not None and outcome.error.startswith("HTTP 503"):
+                self.num_refused += 1
+                await asyncio.sleep(_RETRY_S)
             else:
                 self.wrong.append(outcome.error or f"request {i} has another text")
 
@@ -253,6 +265,8 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
         "disturbances": dict(Counter(done)),
         "answers_right": load.num_right,
         "answers_wrong": len(load.wrong),
+        "refused_with_503": load.num_refused,
+        "node_start_s": cluster.observer.start_s(),
         "reasons": load.wrong[:10],
         "longest_silence_s": percentiles([s.seconds for s in load.silences]),
         "of_answers_that_moved_s": percentiles([s.seconds for s in load.silences if s.phases]),

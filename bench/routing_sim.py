@@ -282,14 +282,29 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _other_groups(groups: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs of the last result that are not of `groups`. Equal code gives equal runs."""
+def _last_figures() -> dict[str, Any]:
     path = RESULTS / "routing_sim.json"
-    known = json.loads(path.read_text())["figures"]["runs"] if path.exists() else []
-    return [run for run in known if run["group"] not in groups]
+    if not path.exists():
+        return {"decision_us": {}, "runs": []}
+    figures: dict[str, Any] = json.loads(path.read_text())["figures"]
+    return figures
 
 
-def plot(results: list[Result], decisions: Mapping[int, float]) -> None:
+def keep(group: str, results: Sequence[Result]) -> None:
+    """In the result file, in place of the group's last runs. Equal code gives equal runs."""
+    figures = _last_figures()
+    others = [run for run in figures["runs"] if run["group"] != group]
+    figures["runs"] = [*others, *(asdict(result) for result in results)]
+    write_result("routing_sim", figures)
+
+
+def keep_decisions(decisions: Mapping[int, float]) -> None:
+    figures = _last_figures()
+    figures["decision_us"] = {str(count): us for count, us in decisions.items()}
+    write_result("routing_sim", figures)
+
+
+def plot(runs: Sequence[Mapping[str, Any]], decisions: Mapping[str, float]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -297,13 +312,13 @@ def plot(results: list[Result], decisions: Mapping[int, float]) -> None:
 
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(14, 4))
     for policy in PolicyName:
-        mine = [r for r in results if r.group == "policies" and r.label == policy]
-        loads = [r.load for r in mine]
-        left.plot(loads, [r.slo for r in mine], marker="o", label=policy)
-        middle.plot(loads, [r.hit / r.hit_limit for r in mine], marker="o", label=policy)
+        mine = [r for r in runs if r["group"] == "policies" and r["label"] == policy]
+        loads = [r["load"] for r in mine]
+        left.plot(loads, [r["slo"] for r in mine], marker="o", label=policy)
+        middle.plot(loads, [r["hit"] / r["hit_limit"] for r in mine], marker="o", label=policy)
     left.set(xlabel="load", ylabel=f"requests with TTFT < {SLO_S:g} s", ylim=(0, 1))
     middle.set(xlabel="load", ylabel="prefix hits, of an endless cache's", ylim=(0, 1.05))
-    right.plot(list(decisions), list(decisions.values()), marker="o")
+    right.plot(list(map(int, decisions)), list(decisions.values()), marker="o")
     right.set(xlabel="prefill nodes", ylabel="µs of processor time for a decision", xscale="log")
     right.set_ylim(bottom=0)
     left.legend()
@@ -322,19 +337,20 @@ def main() -> None:
     )
     parser.add_argument("--part", type=float, default=1.0, help="of the requests; for a first look")
     args = parser.parse_args()
-    results = []
     for name in args.only.split(","):
+        results = []
         for case in GROUPS[name]():
             result = run(replace(case, count=int(case.count * args.part)))
             results.append(result)
             print(table([result]).splitlines()[-1], f"{result.decision_p50_us:.0f} µs", flush=True)
+        if args.part == 1.0:
+            keep(name, results)
     decisions = {count: decision_us(count) for count in (16, 64, 256, 1000)}
-    if args.part == 1.0:
-        runs = [*_other_groups(args.only.split(",")), *(asdict(result) for result in results)]
-        write_result("routing_sim", {"decision_us": decisions, "runs": runs})
-        plot([Result(**run) for run in runs], decisions)
-    print(table(results))
     print("µs of processor time for a decision, by prefill nodes:", decisions)
+    if args.part == 1.0:
+        keep_decisions(decisions)
+        figures = _last_figures()
+        plot(figures["runs"], figures["decision_us"])
 
 
 if __name__ == "__main__":

@@ -120,8 +120,9 @@ class Node:
     @property
     def predicted_tokens(self) -> int:
         """Prompt tokens the node has yet to compute, counted likewise."""
-        reported = self.report.num_waiting_tokens if self.report else 0
-        return max(reported + self.work.recent_tokens, self.work.num_tokens)
+        report, work = self.report, self.work
+        expected = work.recent_tokens + (report.num_waiting_tokens if report is not None else 0)
+        return expected if expected > work.num_tokens else work.num_tokens
 
     def kv_usage_with(self, num_tokens: int) -> float:
         """Part of the KV cache that will be in use with `num_tokens` more, counted likewise;
