@@ -83,17 +83,21 @@ def test_the_model_restarts_both_tiers_and_not_the_router() -> None:
     assert changed({"model": {"maxModelLen": 4096}}) == {"prefill", "decode"}
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_new_chart_version_with_the_same_images_restarts_nothing(
-    name: str, tmp_path: Path
-) -> None:
-    values = overlay(values_of(name), {"image": {"router": {"tag": "1"}, "engine": {"tag": "1"}}})
-    newer = tmp_path / "tandem"
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart with another version."""
+    newer = tmp_path_factory.mktemp("newer") / "tandem"
     shutil.copytree(CHART, newer)
     text = (newer / "Chart.yaml").read_text(encoding="utf-8")
     bumped = text.replace("ersion: 0.1.0", "ersion: 9.9.9")
     assert bumped.count("9.9.9") == 2
     (newer / "Chart.yaml").write_text(bumped, encoding="utf-8")
+    return newer
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_new_chart_version_with_the_same_images_restarts_nothing(name: str, newer: Path) -> None:
+    values = overlay(values_of(name), {"image": {"router": {"tag": "1"}, "engine": {"tag": "1"}}})
     before = HelmSdk.shared().render(values)
     after = HelmSdk.shared().render(values, chart=newer, upgrade=True)
     assert templates(before) == templates(after)
