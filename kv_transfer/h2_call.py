@@ -184,9 +184,8 @@ class H2Call(ServerCall):
             message.sent()
 
     def grow_window(self, num_bytes: int) -> None:
-        """May be negative: the peer has changed its mind about all streams."""
+        """From the writer's next `pump` on. May be negative: the peer has changed its mind about
+        all streams."""
         self._window += num_bytes
         if self._window > h2.MAX_WINDOW:
             raise h2.H2Error("a window is too large", h2.ErrorCode.FLOW_CONTROL_ERROR)
-        if self._queue:
-            self._writer.add(self)

@@ -235,8 +235,11 @@ class H2ServerConnection:
             call.cancel()
 
     def _on_settings(self, flags: int, payload: bytes) -> None:
+        """What was cut before comes before the acknowledgement, and keeps to the old settings; what
+        the new ones allow comes behind it."""
         if flags & h2.ACK:
             return
+        self._writer.queue_control(h2.frame(h2.FrameKind.SETTINGS, h2.ACK, 0))
         for key, value in h2.parse_settings(payload):
             if key == h2.Setting.MAX_FRAME_SIZE:
                 if not h2.DEFAULT_FRAME_BYTES <= value <= h2.MAX_FRAME_BYTES:
@@ -245,7 +248,7 @@ class H2ServerConnection:
             elif key == h2.Setting.INITIAL_WINDOW_SIZE:
                 self._change_windows(value)
         self._has_settings = True
-        self._writer.control(h2.frame(h2.FrameKind.SETTINGS, h2.ACK, 0))
+        self._writer.pump()
 
     def _change_windows(self, window: int) -> None:
         if window > h2.MAX_WINDOW:
@@ -262,6 +265,7 @@ class H2ServerConnection:
             raise h2.H2Error("a window of a call that never was")
         elif call is not None:
             call.grow_window(num_bytes)
+        self._writer.pump()
 
     # Calls ------------------------------------------------------------------------------------
 

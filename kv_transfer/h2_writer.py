@@ -94,11 +94,15 @@ class H2Writer:
 
     def control(self, data: bytes) -> None:
         """Raises `H2Error` when the peer makes us talk and does not listen."""
+        self.queue_control(data)
+        self.pump()
+
+    def queue_control(self, data: bytes) -> None:
+        """Nothing is sent before the next `pump`: what is cut from then on comes behind `data`."""
         self._control_bytes += len(data)
         if self._control_bytes > _MAX_CONTROL_BYTES:
             raise h2.H2Error("too much to answer", h2.ErrorCode.ENHANCE_YOUR_CALM)
         self._push(Segment(data), None)
-        self.pump()
 
     def add(self, source: Source) -> None:
         """It has something to send. No harm if that is known."""
@@ -115,7 +119,6 @@ class H2Writer:
         self._window += num_bytes
         if self._window > h2.MAX_WINDOW:
             raise h2.H2Error("the window is too large", h2.ErrorCode.FLOW_CONTROL_ERROR)
-        self.pump()
 
     def pump(self) -> None:
         """Sends what can be sent."""
