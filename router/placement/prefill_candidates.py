@@ -2,10 +2,9 @@
 
 home       the session's node by rendezvous hash: every router finds the same
 matches    up to two with the longest cached prefix, as far as this router knows
-others     eight: they find the idle nodes. Of few nodes eight at random; of many the eight with
-           the least to do of a quarter of them, drawn at random, `_MAX_DRAWN` at most. All nodes
-           would find them better, and with loads that are a moment old all routers would find the
-           same one
+others     they find the idle nodes. Of few nodes eight at random; of many the four with the least
+           to do of sixteen, drawn at random. All nodes would find them better, and with loads that
+           are a moment old all routers would find the same one
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ from router.placement.prefix_index import PrefixMatch
 
 NUM_MATCHES = 2
 NUM_OTHERS = 8
-_MAX_DRAWN = 24
+NUM_OTHERS_OF_MANY = 4
+_DRAWN_OF_MANY = 16
+_MANY = 32
 _LOOK_AT_ALL = NUM_OTHERS
 _work = attrgetter("predicted_tokens")
 
@@ -41,11 +42,10 @@ def prefill_candidates(
 
 
 def others(nodes: Sequence[Node], rng: random.Random) -> list[Node]:
-    """`NUM_OTHERS` that have little to do."""
-    num_drawn = min(_MAX_DRAWN, len(nodes) // 4)
-    if num_drawn <= NUM_OTHERS:
+    """Some that have little to do."""
+    if len(nodes) <= _MANY:
         return rng.sample(nodes, NUM_OTHERS)
-    return nsmallest(NUM_OTHERS, rng.sample(nodes, num_drawn), key=_work)
+    return nsmallest(NUM_OTHERS_OF_MANY, rng.choices(nodes, k=_DRAWN_OF_MANY), key=_work)
 
 
 def accepting(nodes: Sequence[Node] | dict[Node, None]) -> list[Node]:
