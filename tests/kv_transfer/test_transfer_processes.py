@@ -241,6 +241,8 @@ def test_full_local_hit_releases_the_peer_at_once(share_node: MakeNode) -> None:
     prefill = share_node("prefill", layout())
     decode = share_node("decode", layout())
     request = prefill.offer(48, held=48)
+    # Who lets go of what is not offered yet has given up.
+    poll_until(lambda: prefill.connector.counters["process_transfers"] > 0, prefill)
     decode.pull(prefill.peer, request.transfer_id, 48, [1, 2, 3], first_token=48)
     poll_until(lambda: request.transfer_id in prefill.done.released, prefill, decode)
     assert request.transfer_id in prefill.done.sent
