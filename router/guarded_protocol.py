@@ -6,7 +6,8 @@
                  beyond `max_header_bytes` are refused before anything is routed by them
 3. body          read by whoever serves the request, with a clock of its own
 -  refused       the answer is sent, then what still comes is thrown away for a moment: closing at
-                 once would reset the connection, and the client would lose the answer
+                 once would reset the connection, and the client would lose the answer. In the midst
+                 of another answer it would be taken for a part of that one: then it is only closed
 """
 
 from __future__ import annotations
@@ -126,6 +127,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: RouterError) -> None:
         self._is_refused = True
         self._stop_head_timer()
+        if self._cut_open_answer():
+            self.transport.close()
+            return
         body = error.body()
         head = (
             f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\n"
@@ -135,6 +139,16 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+
+    def _cut_open_answer(self) -> bool:
+        """Whoever answers a request of this connection hears that its client has gone, and writes
+        no more. Whether the client has got a part of that answer."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        cycle.disconnected = True
+        cycle.message_event.set()
+        return cycle.response_started
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:

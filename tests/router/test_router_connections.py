@@ -64,6 +64,27 @@ async def test_a_head_that_cannot_be_trusted_is_refused(
     assert (got, body["error"]["code"]) == (status, code)
 
 
+async def test_garbage_behind_a_request_cuts_its_answer_and_puts_nothing_into_it(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = await cluster.decode(handler=stream_forever())
+    router = await cluster.router(node)
+    reader, writer = await connect(router)
+    body = json.dumps(BODY).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
+    async with asyncio.timeout(TIMEOUT_S):
+        answer = await reader.readuntil(b"data: ")
+        writer.write(b"\x00\x01\x02\x03\r\n\r\n")
+        answer += await reader.read()
+    assert answer.count(b"HTTP/1.1 ") == 1
+    await eventually(lambda: node.num_open == 0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    writer.close()
+
+
 async def test_endless_headers_are_cut_before_they_fill_memory(cluster: Cluster) -> None:
     router = await cluster.router()
     reader, writer = await connect(router)
