@@ -77,7 +77,7 @@ class Api:
         self.state.check_accepting()
         headers = request_headers(request.scope)
         is_router = request.state.caller is Caller.TRUSTED
-        if not (is_router and self.settings.accept_prefill_header):
+        if not (is_router and self.settings.trust_router_headers):
             headers = {k: v for k, v in headers.items() if k not in ROUTER_HEADERS}
         limit = self.settings.max_body_bytes
         if RESUME_HEADER in headers:

@@ -35,7 +35,7 @@ class DecodeNodeSettings(EngineSettings):
         description="Prefill nodes as host:port, comma separated, best first. A router names "
         "better ones with each request, in the header x-prefiller-host-port.",
     )
-    accept_prefill_header: bool = Field(
+    trust_router_headers: bool = Field(
         default=True,
         description="Follow x-prefiller-host-port and what else only a router says. Turn off "
         "where clients reach this node without one: the header makes it connect wherever it "

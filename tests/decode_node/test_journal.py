@@ -139,7 +139,7 @@ async def test_a_client_without_a_router_sees_nothing_of_it() -> None:
 async def test_a_node_that_faces_clients_ignores_what_only_a_router_says() -> None:
     body = json.dumps({"prompt": [1], "max_tokens": 3, "stream": True}).encode()
     headers = {**ASK, "x-tandem-resume": str(len(body)), "x-tandem-cache-salt": "other"}
-    async with http_node(accept_prefill_header=False) as node:
+    async with http_node(trust_router_headers=False) as node:
         response = await node.client.post(COMPLETIONS, content=body, headers=headers)
         assert "x-tandem-journal" not in response.headers
         assert not response.text.startswith(":")
