@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from engine.executor.remote_queue import LostMessageError, RemoteQueueReader, RemoteQueueWriter
-from kv_transfer.host.secure_socket import LinkKey, connect_secure
+from kv_transfer.host.secure_socket import LinkKey, new_socket
 
 HOST = "127.0.0.7"
 MAX_UNREAD = 4
@@ -123,17 +123,20 @@ def test_strangers_hear_nothing_and_are_not_heard(rig: Rig, mechanism: str) -> N
     """A stranger takes the name of a reader before it has come."""
     writer = RemoteQueueWriter(rig.context, HOST, rig.key, 1, lambda: None)
     address = writer.handle.address
+    stranger = new_socket(rig.context, zmq.DEALER)
+    stranger.setsockopt(zmq.ROUTING_ID, b"reader 0")
     if mechanism == "another key":
-        stranger = connect_secure(rig.context, zmq.DEALER, address, LinkKey.create(), b"reader 0")
-    else:
-        stranger = rig.context.socket(zmq.DEALER)
-        stranger.setsockopt(zmq.ROUTING_ID, b"reader 0")
-        stranger.connect(address)
+        key = LinkKey.create()
+        stranger.setsockopt_string(zmq.CURVE_SERVERKEY, key.public)
+        stranger.setsockopt_string(zmq.CURVE_PUBLICKEY, key.public)
+        stranger.setsockopt_string(zmq.CURVE_SECRETKEY, key.secret)
+    # Before it connects: what has happened by then would not be told.
     refused = stranger.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         | zmq.EVENT_DISCONNECTED
     )
+    stranger.connect(address)
     stranger.send(bytes(8))
     assert refused.poll(TIMEOUT_S * 1000), "the stranger was let in"
     reader = RemoteQueueReader(rig.context, writer.handle, 0, lambda: None)
