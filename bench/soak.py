@@ -20,7 +20,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from typing import Any
 
 import aiohttp
 
+from bench.node_metrics import held, read_metrics
 from bench.process_tree import Usage, transfer_processes, usage
 from bench.record import write_result
 from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
@@ -45,21 +45,6 @@ _ASK_AGAIN_S = 0.5
 _PROGRESS_EVERY_S = 15.0
 _LOOKS = 10
 """So often, evenly over the requests, memory and open files are looked at, and at the end."""
-_ZERO_AT_THE_END = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "tandem_requests_waiting_for_remote_kvs",
-    "tandem_delayed_frees",
-    "tandem_kv_transfer_live_transfers",
-    "tandem_kv_transfer_process_transfers",
-    "tandem_kv_transfer_staged_bytes",
-    "tandem_kv_transfer_leases",
-    "tandem_kv_transfer_open_pulls",
-    "tandem_open_requests",
-    "tandem_open_prefills",
-    "tandem_remote_prefills",
-    "tandem_credit_waiters",
-)
 _TOLD_AT_THE_END = (
     "vllm:num_preemptions_total",
     "tandem_prefill_attempt_failures_total",
@@ -173,24 +158,12 @@ def metrics_url(node: Service) -> str:
     return f"http://127.0.0.1:{argv[argv.index(name) + 1]}/metrics"
 
 
-async def metrics(session: aiohttp.ClientSession, node: Service) -> Counter[str]:
-    """Name to value, summed over labels."""
-    values: Counter[str] = Counter()
-    async with session.get(metrics_url(node)) as response:
-        for line in (await response.text()).splitlines():
-            if match := re.match(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$", line):
-                values[match[1]] += float(match[2])  # type: ignore[assignment]
-    return values
-
-
-async def held(session: aiohttp.ClientSession, nodes: list[Service]) -> dict[str, float]:
+async def all_held(session: aiohttp.ClientSession, nodes: list[Service]) -> dict[str, float]:
     """What is not zero, or not free, by node and name."""
     found: dict[str, float] = {}
     for node in nodes:
-        values, name = await metrics(session, node), node.spec.name
-        blocks = values["tandem_kv_blocks_total"] - values["tandem_kv_blocks_free"]
-        found |= {f"{name} {key}": values[key] for key in _ZERO_AT_THE_END if values[key]}
-        found |= {f"{name} blocks": blocks} if blocks else {}
+        left = held(await read_metrics(session, metrics_url(node)))
+        found |= {f"{node.spec.name} {key}": value for key, value in left.items()}
     return found
 
 
@@ -200,7 +173,7 @@ async def until_nothing_is_held(
     """(Seconds that it took, what is left after the last of them)."""
     started = time.monotonic()
     while True:
-        left = await held(session, nodes)
+        left = await all_held(session, nodes)
         elapsed = time.monotonic() - started
         if not left or elapsed > _SETTLE_S:
             return round(elapsed, 2), left
@@ -247,7 +220,7 @@ async def hurt(
             task.cancel()
     seconds = time.monotonic() - started
     settled_s, left = await until_nothing_is_held(session, nodes)
-    at_the_end = {node.spec.name: await metrics(session, node) for node in nodes}
+    at_the_end = {node.spec.name: await read_metrics(session, metrics_url(node)) for node in nodes}
     return {
         "outcomes": dict(soak.outcomes),
         "asked_to_wait": soak.asked_to_wait,

@@ -10,7 +10,6 @@ All tests here run in one event loop, because a shared cluster's pipes belong to
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from bench.node_metrics import held, read_metrics
 from cli.cluster import free_ports
 from cli.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
 from tests.processes import descendants, find_processes, is_alive
@@ -29,22 +29,6 @@ _HERE = Path(__file__).parent
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 40.0
-
-EMPTY_WHEN_ZERO = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "tandem_requests_waiting_for_remote_kvs",
-    "tandem_delayed_frees",
-    "tandem_kv_transfer_live_transfers",
-    "tandem_kv_transfer_process_transfers",
-    "tandem_kv_transfer_staged_bytes",
-    "tandem_kv_transfer_leases",
-    "tandem_kv_transfer_open_pulls",
-    "tandem_open_requests",
-    "tandem_open_prefills",
-    "tandem_remote_prefills",
-    "tandem_credit_waiters",
-)
 
 
 @dataclass(slots=True)
@@ -117,27 +101,10 @@ class Cluster:
 async def _left_over(session: aiohttp.ClientSession, node: Node) -> list[str]:
     name = node.service.spec.name
     try:
-        values = await metrics(session, node.metrics_url)
+        left = held(await read_metrics(session, node.metrics_url))
     except aiohttp.ClientError as error:
         return [f"{name}: {error}"]
-    left = [f"{name} {key}={values[key]}" for key in EMPTY_WHEN_ZERO if values.get(key)]
-    if values["tandem_kv_blocks_free"] != values["tandem_kv_blocks_total"]:
-        left.append(
-            f"{name} free {values['tandem_kv_blocks_free']} of {values['tandem_kv_blocks_total']}"
-        )
-    return left
-
-
-async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Name to value, summed over labels."""
-    async with session.get(url) as response:
-        assert response.status == 200
-        text = await response.text()
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if match := re.match(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$", line):
-            values[match[1]] = values.get(match[1], 0.0) + float(match[2])
-    return values
+    return [f"{name} {key}={value}" for key, value in left.items()]
 
 
 def find_process(root: int, pattern: str) -> int:
@@ -352,7 +319,7 @@ def router_metrics() -> Callable[..., Awaitable[dict[str, float]]]:
     """`await router_metrics(http, cluster.url)`: name to value, summed over labels."""
 
     async def read(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-        return await metrics(session, f"{url}/metrics")
+        return await read_metrics(session, f"{url}/metrics")
 
     return read
 
