@@ -98,6 +98,16 @@ class _GenerationBody(_Body):
         """The same for the prompt's tokens."""
         return self.prompt_logprobs
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether log probabilities of the answer begin with those of the prompt."""
+        return False
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the answer is what can be said of the prompt."""
+        return False
+
     def check_supported(self) -> None:
         """Raises `BadRequest` for what types cannot tell."""
         if self.stream and self.prompt_logprobs is not None:
@@ -149,8 +159,12 @@ class CompletionRequest(_GenerationBody):
         return self.prompt_logprobs
 
     @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
     def is_prompt_only(self) -> bool:
-        """`max_tokens` 0: the answer is what can be said of the prompt."""
+        """With `max_tokens` 0."""
         return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -37,6 +38,15 @@ from engine.frontend.output_processor import RequestOutput
 from engine.outputs import TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatOptions:
+    """What a request wants to be told besides its text."""
+
+    include_usage: bool
+    return_token_ids: bool
+    return_prompt_logprobs: bool
+
+
 class ResponseFormat(ABC):
     """Bodies for one HTTP request; keeps what later chunks depend on.
 
@@ -47,23 +57,15 @@ class ResponseFormat(ABC):
     id_prefix: str
 
     def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: TokenTexts,
-        *,
-        include_usage: bool,
-        return_token_ids: bool,
-        return_prompt_logprobs: bool = False,
+        self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions
     ) -> None:
         self.id = f"{self.id_prefix}-{request_id}"
         self.model = model
         self.created = int(time.time())
         """Unix seconds. An answer that is resumed keeps its own."""
         self._tokenizer = tokenizer
-        self._return_token_ids = return_token_ids
-        self._return_prompt_logprobs = return_prompt_logprobs
-        self._no_usage: UnsetType | None = None if include_usage else UNSET
+        self._options = options
+        self._no_usage: UnsetType | None = None if options.include_usage else UNSET
         self._encoder = msgspec.json.Encoder()
 
     @abstractmethod
@@ -84,10 +86,10 @@ class ResponseFormat(ABC):
     ) -> bytes: ...
 
     def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        return token_ids if self._return_token_ids else UNSET
+        return token_ids if self._options.return_token_ids else UNSET
 
     def _prompt_logprobs(self, result: ChoiceResult) -> PromptLogprobList | UnsetType:
-        if not self._return_prompt_logprobs:
+        if not self._options.return_prompt_logprobs:
             return UNSET
         return prompt_logprobs(self._tokenizer, result.prompt_logprobs)
 
@@ -96,7 +98,7 @@ class ResponseFormat(ABC):
             output.text
             or output.logprobs
             or output.finished
-            or (self._return_token_ids and output.token_ids)
+            or (self._options.return_token_ids and output.token_ids)
         )
 
 
@@ -106,23 +108,9 @@ class CompletionFormat(ResponseFormat):
     id_prefix = "cmpl"
 
     def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: TokenTexts,
-        *,
-        include_usage: bool,
-        return_token_ids: bool,
-        return_prompt_logprobs: bool = False,
+        self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions
     ) -> None:
-        super().__init__(
-            request_id,
-            model,
-            tokenizer,
-            include_usage=include_usage,
-            return_token_ids=return_token_ids,
-            return_prompt_logprobs=return_prompt_logprobs,
-        )
+        super().__init__(request_id, model, tokenizer, options)
         self._offsets: dict[int, int] = {}
         """Where the text of the next token begins, by choice; only of those that have begun."""
 
@@ -220,23 +208,9 @@ class ChatFormat(ResponseFormat):
     id_prefix = "chatcmpl"
 
     def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: TokenTexts,
-        *,
-        include_usage: bool,
-        return_token_ids: bool,
-        return_prompt_logprobs: bool = False,
+        self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions
     ) -> None:
-        super().__init__(
-            request_id,
-            model,
-            tokenizer,
-            include_usage=include_usage,
-            return_token_ids=return_token_ids,
-            return_prompt_logprobs=return_prompt_logprobs,
-        )
+        super().__init__(request_id, model, tokenizer, options)
         self._begun: set[int] = set()
         """Choices whose role was sent."""
 

@@ -25,7 +25,7 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.prefill_headers import prefill_headers
 from decode_node.protocol import ChatCompletionRequest, CompletionRequest
 from decode_node.proxy import DisaggProxy
-from decode_node.response_format import ChatFormat, CompletionFormat, ResponseFormat
+from decode_node.response_format import ChatFormat, CompletionFormat, FormatOptions, ResponseFormat
 from decode_node.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.timeline import RequestRecord
 from engine.config import EngineConfig
@@ -90,14 +90,7 @@ class OpenAIServing:
         self._check_count(body, len(prompts))
         tokens = [await self._encode(p) if isinstance(p, str) else p for p in prompts]
         echoes = [await self._echo(p) if body.echo else "" for p in prompts]
-        form = CompletionFormat(
-            context.request_id,
-            self._model.served_model_name,
-            self._tokenizer,
-            include_usage=body.include_usage,
-            return_token_ids=bool(body.return_token_ids),
-            return_prompt_logprobs=body.prompt_logprobs is not None,
-        )
+        form = self._format(CompletionFormat, body, context)
         return self._answer(body, self._choices(body, tokens, echoes, context), form, context)
 
     async def chat(self, body: ChatCompletionRequest, context: RequestContext) -> Response:
@@ -107,15 +100,21 @@ class OpenAIServing:
         self._check_count(body, 1)
         text = await self._render(body)
         tokens = [await self._encode(text, is_rendered=True)]
-        form = ChatFormat(
-            context.request_id,
-            self._model.served_model_name,
-            self._tokenizer,
+        form = self._format(ChatFormat, body, context)
+        return self._answer(body, self._choices(body, tokens, [""], context), form, context)
+
+    def _format(
+        self,
+        kind: type[ResponseFormat],
+        body: CompletionRequest | ChatCompletionRequest,
+        context: RequestContext,
+    ) -> ResponseFormat:
+        options = FormatOptions(
             include_usage=body.include_usage,
             return_token_ids=bool(body.return_token_ids),
             return_prompt_logprobs=body.prompt_logprobs is not None,
         )
-        return self._answer(body, self._choices(body, tokens, [""], context), form, context)
+        return kind(context.request_id, self._model.served_model_name, self._tokenizer, options)
 
     def _answer(
         self,
@@ -177,10 +176,15 @@ class OpenAIServing:
                     max_tokens=request.sampling.max_tokens,
                     received_at=context.received_at,
                 )
-                choice = Choice(len(choices), request, record, i == 0, echo)
-                if isinstance(body, CompletionRequest):
-                    choice.echoes_logprobs = bool(body.echo) and body.logprobs is not None
-                    choice.is_prompt_only = body.is_prompt_only
+                choice = Choice(
+                    len(choices),
+                    request,
+                    record,
+                    is_first_of_prompt=i == 0,
+                    prompt_text=echo,
+                    echoes_logprobs=body.echoes_logprobs,
+                    is_prompt_only=body.is_prompt_only,
+                )
                 if begun is not None:
                     self._take_over(choice, begun)
                 choices.append(choice)
