@@ -153,6 +153,9 @@ class DeviceConfig:
     deterministic: bool = False
     disabled_fast_paths: tuple[FastPath, ...] = ()
 
+    def allows(self, path: FastPath) -> bool:
+        return path not in self.disabled_fast_paths
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

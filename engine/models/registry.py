@@ -40,22 +40,16 @@ def create_model(
             f"use one of {', '.join(MODELS)}",
         )
     check_tensor_parallel(model, tp.size)
-    deterministic = config.device.deterministic
-    narrow = (
-        overlaps_launches(torch.device(device))
-        and "narrow-products" not in config.device.disabled_fast_paths
-        and not deterministic
-    )
+    device = torch.device(device)
+    deterministic, allows = config.device.deterministic, config.device.allows
+    narrow = allows("narrow-products") and overlaps_launches(device) and not deterministic
     adds = (
-        torch.device(device).type == "cuda"
-        and tp.size == 1
-        and "residual-products" not in config.device.disabled_fast_paths
-        and not deterministic
+        allows("residual-products") and device.type == "cuda" and tp.size == 1 and not deterministic
     )
     shard = Shard(
         tp,
         getattr(torch, model.dtype),
-        torch.device(device),
+        device,
         deterministic,
         _NARROW_ROWS if narrow else 0,
         _RESIDUAL_ROWS if adds else 0,

@@ -125,7 +125,7 @@ class ModelRunner:
         max_num_reqs = self.states.max_num_reqs
         sizes = tuple(size for size in sizes if size <= max_num_reqs)
         prompts = []
-        if "prompt-graphs" not in self._config.device.disabled_fast_paths:
+        if self._config.device.allows("prompt-graphs"):
             prompts = prompt_keys(max_num_reqs, self._input_buffers.max_num_tokens)
         graphs = CudaGraphManager(
             sizes or default_capture_sizes(max_num_reqs), self._device, prompts

@@ -91,7 +91,7 @@ class Worker:
         """
         torch.set_num_threads(self.config.device.num_threads)
         self._device = _rank_device(self.config, self.rank, self._gpu)
-        chain_launches("chained-launches" not in self.config.device.disabled_fast_paths)
+        chain_launches(self.config.device.allows("chained-launches"))
         self._tp = TensorParallelGroup(
             self.rank,
             self.config.parallel.tensor_parallel_size,
