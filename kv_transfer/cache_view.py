@@ -150,18 +150,20 @@ class KVCacheView(CacheMap):
 
     def copy_out(self, layer: int, block_ids: list[int], target: int) -> None:
         """The blocks one behind the other, `[n, 2, heads, B, D]`; neighbours move together."""
-        copies = JoinedCopies(self.copies.stream)
         size = self.shape.num_bytes
-        for i, block_id in enumerate(block_ids):
-            copies.add(target + i * size, self.address_of(layer, block_id), size)
-        copies.flush()
+        targets = range(target, target + len(block_ids) * size, size)
+        self._copy_blocks(targets, self.addresses_of(layer, block_ids))
 
     def write_blocks(self, layer: int, block_ids: Sequence[int], sources: Iterable[int]) -> None:
-        """Whole blocks of our own shape, from these addresses, into blocks of ours. Most KV comes
-        so: between GPUs it takes longer to issue a copy than to do it."""
+        """Whole blocks of our own shape, from these addresses, into blocks of ours."""
+        self._copy_blocks(self.addresses_of(layer, block_ids), sources)
+
+    def _copy_blocks(self, targets: Iterable[int], sources: Iterable[int]) -> None:
+        """As `JoinedCopies` does, for copies of one block each. Most KV moves so, and between GPUs
+        it takes longer to issue a copy than to do it: a call for each block would double that."""
         copy, size = self.copies.stream.copy, self.shape.num_bytes
         target = source = num_bytes = 0
-        for place, address in zip(self.addresses_of(layer, block_ids), sources, strict=True):
+        for place, address in zip(targets, sources, strict=True):
             if place == target + num_bytes and address == source + num_bytes:
                 num_bytes += size
                 continue

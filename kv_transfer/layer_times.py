@@ -34,8 +34,3 @@ def later(a: tuple[LayerTime, ...], b: tuple[LayerTime, ...]) -> tuple[LayerTime
     return tuple(
         (max(one[0], other[0]), max(one[1], other[1])) for one, other in zip(a, b, strict=True)
     )
-
-
-def shifted(times: tuple[LayerTime, ...], seconds: float) -> tuple[LayerTime, ...]:
-    """To another clock."""
-    return tuple((ready and ready + seconds, saved and saved + seconds) for ready, saved in times)

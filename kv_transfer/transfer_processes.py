@@ -32,7 +32,6 @@ from kv_transfer.host.child_process import HostedProcess, stop_all
 from kv_transfer.host.local_socket import Context, bind_socket
 from kv_transfer.host.process_host import LocalHost, ProcessHost
 from kv_transfer.host.secure_socket import listen
-from kv_transfer.layer_times import shifted
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ProcessMessage, ProcessReport, TransferCommand, TransferEvent
 from kv_transfer.process_config import TransferProcessConfig, local_events_address
@@ -137,12 +136,19 @@ def _on_our_clock(event: TransferEvent) -> TransferEvent:
     ahead = time.monotonic() - event.sent_at
     stats = msgspec.structs.replace(
         event.stats,
-        first_byte_at=event.stats.first_byte_at and event.stats.first_byte_at + ahead,
-        last_byte_at=event.stats.last_byte_at and event.stats.last_byte_at + ahead,
-        received_at=event.stats.received_at and event.stats.received_at + ahead,
-        layers=shifted(event.stats.layers, ahead),
+        first_byte_at=_shifted(event.stats.first_byte_at, ahead),
+        last_byte_at=_shifted(event.stats.last_byte_at, ahead),
+        received_at=_shifted(event.stats.received_at, ahead),
+        layers=tuple(
+            (_shifted(ready, ahead), _shifted(saved, ahead)) for ready, saved in event.stats.layers
+        ),
     )
     return msgspec.structs.replace(event, stats=stats)
+
+
+def _shifted(moment: float, seconds: float) -> float:
+    """To another clock; 0.0 stays what has not happened."""
+    return moment and moment + seconds
 
 
 def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
