@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 import grpc
 
 from router.metrics import RouterMetrics
-from router.node_address import NodeAddress, NodeRole
+from router.node_address import NodeAddress
 from router.node_registry import NodeRegistry
 from router.node_report import NodeReport
 from tandem_pb.node_pb2 import NodeLoad, WatchRequest
@@ -39,7 +39,6 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 10),
 )
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
-_ROLES = {NodeRole.PREFILL: Role.PREFILL, NodeRole.DECODE: Role.DECODE}
 
 
 class LoadMonitor:
@@ -103,7 +102,7 @@ class LoadMonitor:
 
     async def _call(self, address: NodeAddress) -> int:
         """One connection; returns how many reports came."""
-        role = _ROLES[address.role]
+        role = Role(address.role)
         async with self._credentials.channel(address.status_target, role, _OPTIONS) as channel:
             stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
             return await self._follow(stub, address)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_wire.security_config import SecurityError
@@ -15,6 +16,14 @@ from tandem_wire.watched_files import WatchedFiles
 
 TOKEN_HEADER = "x-tandem-cluster-token"
 MIN_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """`digests` of all that are accepted."""
+
+    shown: str
+    digests: list[bytes]
 
 
 class ClusterToken:
@@ -25,15 +34,15 @@ class ClusterToken:
         self._files = WatchedFiles([path], self._load)
 
     def shown(self) -> str:
-        return self._files.get()[0]
+        return self._files.get().shown
 
     def accepts(self, given: str) -> bool:
         """Takes the same time for every wrong one."""
         digest = _digest(given)
-        matches = [hmac.compare_digest(digest, _digest(token)) for token in self._files.get()]
+        matches = [hmac.compare_digest(digest, one) for one in self._files.get().digests]
         return any(matches)
 
-    def _load(self) -> list[str]:
+    def _load(self) -> _Tokens:
         lines = Path(self._path).read_text(encoding="ascii", errors="replace").splitlines()
         tokens = [line.strip() for line in lines if line.strip()]
         for token in tokens:
@@ -44,7 +53,7 @@ class ClusterToken:
                 )
         if not tokens:
             raise SecurityError(f"{self._path} has no cluster token")
-        return tokens
+        return _Tokens(tokens[0], [_digest(token) for token in tokens])
 
 
 def _digest(token: str) -> bytes:
