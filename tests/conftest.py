@@ -40,6 +40,9 @@ def _num_cuda_devices() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Ours for `make test` (`--dist loadscope`); what else is asked for is xdist's own."""
+    if config.getoption("dist") != "loadscope":
+        return None
     from tests.file_scheduling import FileScheduling
 
     return FileScheduling(config, log)
