@@ -187,13 +187,16 @@ async def at_stage(
     return transfer_id, target
 
 
+ONLY_THE_ABORT_FREES = {"lease_s": 3600.0, "stall_timeout_s": 3600.0}
+"""No timer can have done it."""
 STAGES = ["pulled before the offer", "offered", "some layers sent", "staged", "received"]
 
 
 @both_transports
 @pytest.mark.parametrize("stage", STAGES)
 async def test_the_puller_aborts(stage: str, transport: PullTransportName) -> None:
-    async with Loopback(SHAPE, SHAPE, num_streams=3, transport=transport) as (producer, consumer):
+    loopback = Loopback(SHAPE, SHAPE, num_streams=3, transport=transport, **ONLY_THE_ABORT_FREES)
+    async with loopback as (producer, consumer):
         transfer_id, target = await at_stage(stage, producer, consumer)
         consumer.abort(transfer_id)
         if stage == "received":
@@ -221,7 +224,8 @@ async def test_the_puller_aborts(stage: str, transport: PullTransportName) -> No
 @both_transports
 @pytest.mark.parametrize("stage", STAGES)
 async def test_the_holder_aborts(stage: str, transport: PullTransportName) -> None:
-    async with Loopback(SHAPE, SHAPE, num_streams=3, transport=transport) as (producer, consumer):
+    loopback = Loopback(SHAPE, SHAPE, num_streams=3, transport=transport, **ONLY_THE_ABORT_FREES)
+    async with loopback as (producer, consumer):
         transfer_id, _ = await at_stage(stage, producer, consumer)
         producer.abort(transfer_id)
         await producer.until_all(ABORTED, transfer_id)

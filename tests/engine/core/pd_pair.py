@@ -49,11 +49,12 @@ async def tokens_of(stream: RequestStream) -> list[int]:
     return [token for output in [o async for o in stream] for token in output.token_ids]
 
 
-async def start_engine(role: str, num_blocks: int = NUM_BLOCKS) -> AsyncLLM:
-    """`role`: prefill or decode."""
-    transfer = KVTransferConfig(
-        kv_role="kv_producer" if role == "prefill" else "kv_consumer", num_streams=2
+async def start_engine(role: str, num_blocks: int = NUM_BLOCKS, **transfer: Any) -> AsyncLLM:
+    """`role`: prefill or decode. `transfer`: settings of its data plane."""
+    kv_transfer = KVTransferConfig(
+        kv_role="kv_producer" if role == "prefill" else "kv_consumer",
+        **{"num_streams": 2, **transfer},
     )
     config = tiny_config(async_scheduling=role == "decode")
     config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
-    return await AsyncLLM.start(replace(config, kv_transfer=transfer))
+    return await AsyncLLM.start(replace(config, kv_transfer=kv_transfer))

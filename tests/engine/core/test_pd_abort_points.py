@@ -1,6 +1,8 @@
 """A client that leaves at any point of the way from prompt to answer leaves nothing behind.
 
-Processes are stopped (SIGSTOP) to hold a request at the point in question.
+Processes are stopped (SIGSTOP) to hold a request at the point in question. Leases and timeouts take
+an hour here, so that nothing but the abort itself can free what is free in the end: how busy the
+machine is does not matter. How long it takes is measured by `bench.abort_points`.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from tests.processes import is_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+ONLY_THE_ABORT_FREES = {"lease_s": 3600.0, "stall_timeout_s": 3600.0}
 SEED = 7
 """Of a prompt that fills blocks and of an answer with enough tokens to leave in between."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair() -> AsyncIterator[Pair]:
-    pair = Pair(*await asyncio.gather(start_engine("prefill"), start_engine("decode")))
+    roles = ("prefill", "decode")
+    starting = (start_engine(role, **ONLY_THE_ABORT_FREES) for role in roles)
+    pair = Pair(*await asyncio.gather(*starting))
     yield pair
     for llm in (pair.prefill, pair.decode):
         await ended(llm)
@@ -143,7 +148,7 @@ async def test_joined(pair: Pair, oracle: Oracle) -> None:
 
 async def test_while_requests_are_put_back_for_others(pair: Pair, oracle: Oracle) -> None:
     """A pool that holds little more than one request: the others are preempted over and over."""
-    decode = await start_engine("decode", num_blocks=14)
+    decode = await start_engine("decode", num_blocks=14, **ONLY_THE_ABORT_FREES)
     small = Pair(pair.prefill, decode, num_started=5000)
     try:
         streams, prefills = [], []
