@@ -11,20 +11,20 @@ _WHOLE_GPU = 0.9
 
 
 def placement_args(
-    num_nodes: int, tp_size: int, num_gpus: int, memory_utilization: float | None
+    num_nodes: int, tp_size: int, num_gpus: int, gpu_memory_utilization: float | None
 ) -> list[list[str]]:
-    """Flags for each node. `memory_utilization` None: as much as the nodes of a GPU can have.
+    """Flags for each node. `gpu_memory_utilization` None: as much as the nodes of a GPU can have.
 
     More ranks than GPUs are left to the node, which says what is wrong.
     """
     num_places = max(1, num_gpus // tp_size)
     num_sharing = -(-num_nodes // num_places)
-    if memory_utilization is None and num_sharing > 1:
-        memory_utilization = _WHOLE_GPU / num_sharing
+    if gpu_memory_utilization is None and num_sharing > 1:
+        gpu_memory_utilization = _WHOLE_GPU / num_sharing
     args = []
     for node in range(num_nodes):
         flags = ["--first-gpu", str(node % num_places * tp_size)]
-        if memory_utilization is not None:
-            flags += ["--memory-utilization", f"{memory_utilization:.3f}"]
+        if gpu_memory_utilization is not None:
+            flags += ["--gpu-memory-utilization", f"{gpu_memory_utilization:.3f}"]
         args.append(flags)
     return args

@@ -73,7 +73,7 @@ class ModelConfig:
 class CacheConfig:
     """KV cache. `num_blocks` None: sized from free memory after a profiling run.
 
-    `kv_cache_memory_bytes` limits one rank's cache; None takes `memory_utilization` of what the
+    `kv_cache_memory_bytes` limits one rank's cache; None takes `gpu_memory_utilization` of what the
     device has (GPU) or a tenth of free memory (CPU), but never more than all rows could use.
     """
 
@@ -81,7 +81,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
-    memory_utilization: float = 0.9
+    gpu_memory_utilization: float = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ class EngineSettings(SecuritySettings):
         default=0,
         ge=0,
         description="GPU of the first worker, counted from 0; the others follow it. Two nodes may "
-        "share one: give each a part of it with --memory-utilization.",
+        "share one: give each a part of it with --gpu-memory-utilization.",
     )
     enforce_eager: bool = Field(
         default=False,
@@ -160,7 +160,7 @@ class EngineSettings(SecuritySettings):
     kv_cache_memory_bytes: int | None = Field(
         default=None, ge=1, description="Memory of each worker's KV cache. Default: measured."
     )
-    memory_utilization: float = Field(
+    gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of the GPU's memory that a worker may use."
     )
     max_num_seqs: int = Field(default=256, ge=1, description="Requests that run at once, at most.")
@@ -308,7 +308,7 @@ class EngineSettings(SecuritySettings):
                 enable_prefix_caching=self.enable_prefix_caching,
                 num_blocks=self.num_blocks,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-                memory_utilization=self.memory_utilization,
+                gpu_memory_utilization=self.gpu_memory_utilization,
             ),
             parallel=self._parallel_config(),
             scheduler=SchedulerConfig(

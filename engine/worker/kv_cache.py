@@ -77,7 +77,7 @@ def _size_setting(config: EngineConfig) -> str:
     if cache.kv_cache_memory_bytes is not None:
         return f"kv_cache_memory_bytes (now {cache.kv_cache_memory_bytes})"
     if config.device.device == "cuda":
-        return f"memory_utilization (now {cache.memory_utilization})"
+        return f"gpu_memory_utilization (now {cache.gpu_memory_utilization})"
     return "kv_cache_memory_bytes (unset: a tenth of free memory)"
 
 

@@ -179,7 +179,7 @@ class Worker:
         # use. It must be free as well.
         reserve = _cuda_reserve(self.config)
         own = memory.in_use() + free - free_at_peak + reserve
-        share = memory.total() * cache.memory_utilization - own
+        share = memory.total() * cache.gpu_memory_utilization - own
         return int(max(0, min(share, free_at_peak - reserve)))
 
     def _profile_run(self) -> None:

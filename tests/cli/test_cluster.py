@@ -97,11 +97,11 @@ def test_nodes_have_gpus_of_their_own_or_share_their_memory(
     found = []
     for flags in placement_args(num_nodes, tp_size, num_gpus, None):
         named = dict(zip(flags[::2], flags[1::2], strict=True))
-        share = named.get("--memory-utilization")
+        share = named.get("--gpu-memory-utilization")
         found.append((int(named["--first-gpu"]), float(share) if share else None))
     assert found == expected
     for flags in placement_args(num_nodes, tp_size, num_gpus, 0.3):
-        assert flags[-2:] == ["--memory-utilization", "0.300"]
+        assert flags[-2:] == ["--gpu-memory-utilization", "0.300"]
 
 
 def test_on_cpu_no_node_hears_of_gpus() -> None:

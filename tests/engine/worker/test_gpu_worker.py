@@ -395,7 +395,7 @@ def test_the_cache_takes_its_share_of_the_memory(weights: Path) -> None:
     config = replace(
         config,
         model=replace(config.model, max_model_len=65536),
-        cache=replace(config.cache, memory_utilization=share),
+        cache=replace(config.cache, gpu_memory_utilization=share),
         scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2048),
     )
     total = torch.cuda.get_device_properties(0).total_memory
