@@ -15,6 +15,7 @@ that are nobody's.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -33,6 +34,10 @@ _STEPS = ((64, 8), (256, 16), (512, 32), (1 << 30, 64))
 """(sizes up to, distance between them)"""
 
 
+class GraphCaptureError(Exception):
+    """A step cannot be recorded. Names it, the cause, and how to do without."""
+
+
 class GraphKey(NamedTuple):
     """What one graph computes: a step of `num_reqs` requests with `num_tokens` tokens in all, each
     of which gets one more. As many tokens as requests: decodes. `samples`: also their next tokens
@@ -45,6 +50,16 @@ class GraphKey(NamedTuple):
     @property
     def decodes(self) -> bool:
         return self.num_reqs == self.num_tokens
+
+    def describe(self) -> str:
+        what = "decodes of" if self.decodes else f"{self.num_tokens} tokens of prompts of"
+        return f"a step with {what} {self.num_reqs} requests"
+
+    @property
+    def how_to_leave_out(self) -> str:
+        if self.decodes:
+            return "other cudagraph_capture_sizes"
+        return "prompt-graphs among disabled_fast_paths"
 
 
 def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
@@ -86,7 +101,12 @@ class CudaGraphManager:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
     def capture(self, run: Callable[[GraphKey], None], report: Callable[[float], None]) -> None:
-        """Records `run(key)` for all keys. `report` hears fractions in 0..1."""
+        """Records `run(key)` for all keys. `report` hears fractions in 0..1.
+
+        Raises:
+            GraphCaptureError: Something in `run` cannot be recorded.
+            torch.OutOfMemoryError: The graphs do not fit.
+        """
         keys = self._prompts[::-1] + [
             GraphKey(size, size, samples)
             for size in reversed(self.capture_sizes)
@@ -98,7 +118,15 @@ class CudaGraphManager:
         torch.cuda.synchronize(self._device)
         for index, key in enumerate(keys):
             report(index / len(keys))
-            self._graphs[key] = _record(run, key, stream, pool)
+            try:
+                self._graphs[key] = _record(run, key, stream, pool)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise GraphCaptureError(
+                    f"the CUDA graph of {key.describe()} could not be recorded: {error}; start "
+                    f"with enforce_eager, or with {key.how_to_leave_out}"
+                ) from error
         torch.cuda.synchronize(self._device)
         report(1.0)
         logger.info(
@@ -143,6 +171,10 @@ def _record(
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             run(key)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            # The end of a capture that has failed fails, too, and says less.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph

@@ -17,6 +17,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache.interface import KVCacheSpec
+from engine.worker.memory import format_bytes
+from engine.worker.memory_budget import MemoryBudget
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.host.memory_file import MemoryFile
 
@@ -50,8 +52,11 @@ def blocks_per_sequence(config: EngineConfig) -> int:
     return -(-config.model.max_model_len // config.cache.block_size)
 
 
-def check_one_sequence_fits(config: EngineConfig, num_blocks: int) -> None:
-    """With fewer blocks than one sequence needs, a long request could wait forever.
+def check_one_sequence_fits(
+    config: EngineConfig, num_blocks: int, budget: MemoryBudget | None = None
+) -> None:
+    """With fewer blocks than one sequence needs, a long request could wait forever. `budget`: what
+    the number follows from, where it was measured.
 
     Raises:
         KVCacheMemoryError: It does not fit.
@@ -61,12 +66,23 @@ def check_one_sequence_fits(config: EngineConfig, num_blocks: int) -> None:
         return
     block_size, block_bytes = config.cache.block_size, kv_cache_spec(config).block_bytes
     room = num_blocks * block_size
+    shorter = f"lower max_model_len to at most {room} or " if room else ""
     raise KVCacheMemoryError(
         f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}, "
-        f"{_mebibytes(num_blocks * block_bytes)}), but max_model_len is "
+        f"{format_bytes(num_blocks * block_bytes)}), but max_model_len is "
         f"{config.model.max_model_len}, which takes {needed} blocks "
-        f"({_mebibytes(needed * block_bytes)}); lower max_model_len to at most {room} or raise "
-        f"{_size_setting(config)}"
+        f"({format_bytes(needed * block_bytes)}); {shorter}raise {_size_setting(config)}"
+        + (f"; {budget}" if budget is not None else "")
+    )
+
+
+def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
+    """What the cache of one rank holds, for the log."""
+    block_size, num_bytes = config.cache.block_size, num_blocks * kv_cache_spec(config).block_bytes
+    return (
+        f"{num_blocks} blocks of {block_size} tokens, {format_bytes(num_bytes)}: "
+        f"{num_blocks * block_size} tokens, or {num_blocks / blocks_per_sequence(config):.1f} "
+        f"requests of {config.model.max_model_len}"
     )
 
 
@@ -79,10 +95,6 @@ def _size_setting(config: EngineConfig) -> str:
     if config.device.device == "cuda":
         return f"gpu_memory_utilization (now {cache.gpu_memory_utilization})"
     return "kv_cache_memory_bytes (unset: a tenth of free memory)"
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 class KVCache:

@@ -28,6 +28,11 @@ class MemoryProfiler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def give_back(self) -> None:
+        """What torch holds of a GPU and nobody uses, like what loading took besides weights."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def available(self) -> int:
         """What may still be taken."""
         if self._device.type == "cuda":
@@ -43,8 +48,10 @@ class MemoryProfiler:
         return _field(Path("/proc/meminfo"), "MemTotal")
 
     def in_use(self) -> int:
-        """What this process holds of a GPU, as far as torch knows."""
-        return torch.cuda.memory_reserved(self._device)
+        """What this process holds; of a GPU, as far as torch knows."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_reserved(self._device)
+        return _resident()
 
     def peak_growth(self, run: Callable[[], object]) -> int:
         """How far `run` goes beyond what is in use now."""
@@ -65,6 +72,13 @@ class MemoryProfiler:
         growth = torch.cuda.max_memory_reserved(self._device) - before
         torch.cuda.empty_cache()
         return growth
+
+
+def format_bytes(num_bytes: int) -> str:
+    """For people."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.1f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def _host_available() -> int:

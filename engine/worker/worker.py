@@ -16,6 +16,7 @@ All ranks run the same code on the same messages and sample the same tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 
@@ -32,14 +33,26 @@ from engine.worker.kv_cache import (
     KVCache,
     blocks_that_fit,
     check_one_sequence_fits,
+    describe_capacity,
     kv_cache_spec,
 )
 from engine.worker.kv_connector import create_kv_connector
 from engine.worker.memory import MemoryProfiler
+from engine.worker.memory_budget import MemoryBudget
 from engine.worker.model_runner import ModelRunner
+from engine.worker.out_of_memory import (
+    cure_of_full_cache,
+    cure_of_graphs,
+    cure_of_largest_step,
+    cure_of_loading,
+    device_memory_error,
+    naming_out_of_memory,
+)
 from kv_transfer.base import KVCacheHandle
 from tandem_kernels.compile_guard import CompileGuard
 from tandem_kernels.device import chain_launches
+
+logger = logging.getLogger(__name__)
 
 _CPU_SHARE_OF_FREE_MEMORY = 0.1
 _CUDA_RESERVE_BYTES = 2 << 30
@@ -102,41 +115,67 @@ class Worker:
         self._closers.callback(self._tp.close)
 
     def load_model(self, report: Callable[[float], None]) -> None:
-        """`report` hears fractions in 0..1. Raises `CheckpointError`."""
-        model = create_model(self.config, self._tp, self._device)
-        load_weights(model, self.config, report)
-        self.runner = ModelRunner(self.config, model, self._connector, self._device)
+        """`report` hears fractions in 0..1. Raises `CheckpointError`, `DeviceMemoryError`."""
+        config = self.config
+        with naming_out_of_memory("loading the model", cure_of_loading(config), self._device):
+            model = create_model(config, self._tp, self._device)
+            load_weights(model, config, report)
+            self.runner = ModelRunner(config, model, self._connector, self._device)
 
     def determine_num_blocks(self) -> int:
         """Blocks that this rank has room for.
 
         Raises:
             KVCacheMemoryError: Fewer than one sequence of `max_model_len` needs.
+            DeviceMemoryError: The largest step does not fit beside the model.
         """
-        num_blocks = self.config.cache.num_blocks
-        if num_blocks is None:
-            num_blocks = blocks_that_fit(self.config, self._kv_cache_budget())
-        check_one_sequence_fits(self.config, num_blocks)
+        cache = self.config.cache
+        budget: MemoryBudget | None = None
+        if cache.num_blocks is not None:
+            num_blocks = cache.num_blocks
+        elif cache.kv_cache_memory_bytes is not None:
+            num_blocks = blocks_that_fit(self.config, cache.kv_cache_memory_bytes)
+        elif self._device.type == "cpu":
+            num_blocks = blocks_that_fit(self.config, self._part_of_host_memory())
+        else:
+            budget = self._memory_budget()
+            logger.info("memory: %s", budget)
+            num_blocks = blocks_that_fit(self.config, budget.kv_cache)
+        check_one_sequence_fits(self.config, num_blocks, budget)
         return num_blocks
 
     def initialize_kv_cache(self, num_blocks: int) -> KVCacheHandle:
-        """Allocates the cache; transfer processes map it through the handle."""
-        name = f"tandem-{self.config.engine_id}-kv-{self.rank}"
-        kv_cache = KVCache(kv_cache_spec(self.config), num_blocks, self._device, name)
+        """Allocates the cache; transfer processes map it through the handle. Raises
+        `DeviceMemoryError`."""
+        config = self.config
+        name = f"tandem-{config.engine_id}-kv-{self.rank}"
+        cure = cure_of_full_cache(config)
+        with naming_out_of_memory("allocating the KV cache", cure, self._device):
+            kv_cache = KVCache(kv_cache_spec(config), num_blocks, self._device, name)
+        logger.info("KV cache: %s", describe_capacity(config, num_blocks))
         self._closers.callback(kv_cache.close)
         self.runner.kv_caches = kv_cache.layers
         handle = self._connector.register_kv_caches(kv_cache.layers)
         return handle if handle is not None else kv_cache.handle(self.rank)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
-        """`report` hears what is done and fractions in 0..1. Nothing to do on the CPU."""
+        """`report` hears what is done and fractions in 0..1. Nothing to do on the CPU.
+
+        Raises:
+            DeviceMemoryError: Graphs do not fit beside the KV cache.
+            GraphCaptureError: A step cannot be recorded.
+        """
         if self._device.type == "cpu":
             return
-        self.runner.warm_up(lambda fraction: report("compiling kernels", fraction))
+        full = cure_of_full_cache(self.config)
+        with naming_out_of_memory("running steps beside the KV cache", full, self._device):
+            self.runner.warm_up(lambda fraction: report("compiling kernels", fraction))
         if not self.config.device.enforce_eager:
             # Graphs hold collectives: they must end before the group does.
             self._closers.callback(self.runner.drop_graphs)
-            self.runner.capture_model(lambda fraction: report("recording CUDA graphs", fraction))
+            doing = "recording CUDA graphs"
+            with naming_out_of_memory(doing, cure_of_graphs(self.config), self._device):
+                self.runner.capture_model(lambda fraction: report(doing, fraction))
         self.compile_guard.start()
         self._closers.callback(self.compile_guard.stop)
 
@@ -150,6 +189,7 @@ class Worker:
         Raises:
             MissedStepError: The step before this one never arrived.
             RowError: The message does not fit this worker's rows.
+            DeviceMemoryError: Somebody else has taken what the step needs.
         """
         if self._last_step_id is not None and step.step_id != self._last_step_id + 1:
             raise MissedStepError(
@@ -157,30 +197,38 @@ class Worker:
                 f"{step.step_id}; the engine must be restarted"
             )
         self._last_step_id = step.step_id
-        return self.runner.execute_model(step)
+        try:
+            return self.runner.execute_model(step)
+        except torch.OutOfMemoryError as error:
+            cure = cure_of_full_cache(self.config)
+            raise device_memory_error("computing a step", cure, self._device) from error
 
     def shutdown(self) -> None:
         """Gives everything back. Idempotent."""
         self._closers.close()
 
-    def _kv_cache_budget(self) -> int:
-        """Bytes for this rank's cache."""
-        cache = self.config.cache
-        if cache.kv_cache_memory_bytes is not None:
-            return cache.kv_cache_memory_bytes
+    def _part_of_host_memory(self) -> int:
+        """Bytes for this rank's cache on the CPU: all ranks of a node share one host."""
         memory = MemoryProfiler(self._device)
-        free = memory.available()
-        free_at_peak = free - memory.peak_growth(self._profile_run)
-        if self._device.type == "cpu":
-            # All ranks of a node share one host.
-            ranks = self.config.parallel.tensor_parallel_size
-            return int(max(0, free_at_peak) * _CPU_SHARE_OF_FREE_MEMORY / ranks)
-        # Others may share the GPU: what they hold is theirs, so our share is counted from our own
-        # use. It must be free as well.
-        reserve = _cuda_reserve(self.config)
-        own = memory.in_use() + free - free_at_peak + reserve
-        share = memory.total() * cache.gpu_memory_utilization - own
-        return int(max(0, min(share, free_at_peak - reserve)))
+        free = memory.available() - memory.peak_growth(self._profile_run)
+        ranks = self.config.parallel.tensor_parallel_size
+        return int(max(0, free) * _CPU_SHARE_OF_FREE_MEMORY / ranks)
+
+    def _memory_budget(self) -> MemoryBudget:
+        memory = MemoryProfiler(self._device)
+        memory.give_back()
+        free, held = memory.available(), memory.in_use()
+        cure = cure_of_largest_step(self.config)
+        with naming_out_of_memory("running the largest step", cure, self._device):
+            step = memory.peak_growth(self._profile_run)
+        return MemoryBudget(
+            total=memory.total(),
+            share=self.config.cache.gpu_memory_utilization,
+            free=free,
+            held=held,
+            step=step,
+            reserve=_cuda_reserve(self.config),
+        )
 
     def _profile_run(self) -> None:
         """The largest step there can be, over a cache of one block."""
