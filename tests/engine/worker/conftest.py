@@ -26,6 +26,7 @@ from engine.worker.kv_cache import KVCache, kv_cache_spec
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
+from tests.engine.worker.gpu_workers import write_small_weights
 
 BLOCK_SIZE = 8
 MAX_LEN = 96
@@ -234,6 +235,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the weights of the tiny model."""
     folder = tmp_path_factory.mktemp("tiny")
     write_weights(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the weights of the model of `gpu_workers`."""
+    folder = tmp_path_factory.mktemp("small")
+    write_small_weights(folder)
     return folder
 
 
