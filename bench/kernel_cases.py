@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.kernel_timing import rotations
+from engine.layers.flash_attention import FlashPrompts
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.batch_tables import RowTables, StepInputs
@@ -100,19 +101,34 @@ def attention_flops(seq_lens: list[int], query_lens: list[int]) -> float:
     return 4.0 * NUM_Q_HEADS * HEAD_DIM * pairs
 
 
-def dense_attention(seq_len: int) -> dict[str, list[Callable[[], object]]]:
-    """What torch ships, on dense K and V of a prompt without a prefix."""
-    q = randn(1, NUM_Q_HEADS, seq_len, HEAD_DIM)
-    k, v = (randn(1, NUM_KV_HEADS, seq_len, HEAD_DIM) for _ in range(2))
+def dense_attention(
+    num_prompts: int, length: int, bounds: Tensor
+) -> dict[str, list[Callable[[], object]]]:
+    """What libraries make of prompts without a prefix, on dense queries, keys and values."""
+    sizes = [NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+    heads = randn(num_prompts * length, sum(sizes), HEAD_DIM)
+    q, k, v = (
+        part.unflatten(0, (num_prompts, length)).transpose(1, 2)
+        for part in torch.split(heads, sizes, dim=1)
+    )
 
     def run(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    return {
+    others: dict[str, list[Callable[[], object]]] = {
         "sdpa flash": [lambda: run(SDPBackend.FLASH_ATTENTION)],
         "sdpa cudnn": [lambda: run(SDPBackend.CUDNN_ATTENTION)],
     }
+    package = FlashPrompts.package(BF16, HEAD_DIM, heads.device)
+    if package is not None:
+        lengths = torch.empty(num_prompts, device=heads.device)
+        whole = AttentionMetadata(
+            lengths, bounds, lengths, 0, length, length, whole_prompt_lens=(length,) * num_prompts
+        )
+        flash = FlashPrompts(package)
+        others["FlashAttention 3"] = [lambda: flash.attend(heads, NUM_Q_HEADS, whole, SCALE)]
+    return others
 
 
 def prefill_attention_cases() -> Iterator[Case]:
@@ -125,14 +141,17 @@ def prefill_attention_cases() -> Iterator[Case]:
         ("8192, blocks of 16", [8192], [8192], 16),
         ("32768", [32768], [32768], 128),
         ("8 x 1024", [1024] * 8, [1024] * 8, 128),
+        ("4 x 2048", [2048] * 4, [2048] * 4, 128),
         ("2048 behind 8192", [10240], [2048], 128),
         ("256 behind 8192", [8448], [256], 128),
         ("64 decodes + 2048", [1024] * 64 + [2048], [1] * 64 + [2048], 128),
     ]:
         given = paged_inputs(seq_lens, query_lens, block_size)
         flops = attention_flops(seq_lens, query_lens)
-        plain = block_size == 128 and seq_lens == query_lens and len(seq_lens) == 1
-        others = dense_attention(seq_lens[0]) if plain else {}
+        others = {}
+        if block_size == 128 and seq_lens == query_lens:
+            bounds = given.metadata.query_start_loc
+            others = dense_attention(len(seq_lens), seq_lens[0], bounds)
         moved = given.kv_bytes + 2 * given.q.nbytes
         yield Case("prefill attention", label, given.calls(), moved, flops, others)
 

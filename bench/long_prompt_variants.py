@@ -24,10 +24,8 @@ from bench.record import write_result
 from bench.step_variants import step_ms
 from bench.variant_list import Variant, applied, long_prompt_variants, prefill_variants
 from bench.variant_model import VariantModel
-from engine.layers import dense_attention
 
 _LARGEST_LOGITS_ERROR = 0.1
-_NEVER = 1 << 30
 _STEPS = 2
 """Of one turn."""
 _CASES = {
@@ -55,16 +53,19 @@ def candidates(model: VariantModel, case: str, parts: set[str]) -> list[Candidat
     """The last is the first again."""
     lengths, num_cached = _CASES[case]
     lengths = tuple(min(length, model.longest) for length in lengths)
-    own = model.prefill_step(lengths, _NEVER, num_cached)
-    present = model.prefill_step(lengths, dense_attention.MIN_TOKENS, num_cached)
+    ways = model.attention_ways()
+    present = model.prefill_step(lengths, ways.pop("present"), num_cached)
+    own = model.prefill_step(lengths, ways.pop("triton"), num_cached)
     first, *others = long_prompt_variants()
     found = [Candidate(first, present)]
     if "steps" in parts:
         found += [Candidate(variant, present) for variant in others]
     if "attention" in parts:
         if num_cached == 0:
-            apart = model.prefill_step(lengths, 1024)
-            found.append(Candidate(Variant("cuDNN"), apart))
+            found += [
+                Candidate(Variant(name), model.prefill_step(lengths, backend))
+                for name, backend in ways.items()
+            ]
         found += [Candidate(variant, own) for variant in prefill_variants()]
     return [*found, Candidate(Variant("present, again"), present)]
 

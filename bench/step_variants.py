@@ -35,7 +35,7 @@ from bench.variant_list import (
     whole_steps,
 )
 from bench.variant_model import VariantModel
-from engine.layers import dense_attention
+from engine.layers.attention_backend import OWN_ATTENTION
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 _LARGEST_LOGITS_ERROR, _LARGEST_KERNEL_ERROR = 0.1, 1e-2
@@ -45,9 +45,6 @@ _FLOORS_MS = {1: 3.52, 16: 4.0, 64: 5.6, 256: 14.1}
 _MUST_MS = {1: 4.8, 16: 5.4, 64: 7.5, 256: 17.5}
 _BUSY_MS = {1: 0.04, 16: 0.04, 64: 0.06, 256: 0.1}
 """What sampling and bookkeeping add to a step of the engine, about."""
-_NEVER = 1 << 30
-_PREFILL_WAYS = {"present": dense_attention.MIN_TOKENS, "triton": _NEVER, "cuDNN from 1024": 1024}
-"""Length from which prompts are attended apart."""
 _TUNED_PROMPTS = ((2048,) * 4, (1024,) * 8)
 _PROMPTS = ((8192,), (2048,) * 4, (1024,) * 8, (1536, 512, 4096, 2048), (2048,) * 8)
 
@@ -156,11 +153,11 @@ def try_prefill(model: VariantModel) -> list[dict[str, object]]:
     for lengths in _PROMPTS:
         lengths = tuple(min(length, model.longest) for length in lengths)
         trial = Trial(model, f"prefill {lengths}", eager_ms)
-        for name, apart_from in _PREFILL_WAYS.items():
-            trial.measure(Variant(name), model.prefill_step(lengths, apart_from))
+        for name, backend in model.attention_ways().items():
+            trial.measure(Variant(name), model.prefill_step(lengths, backend))
         if lengths in _TUNED_PROMPTS:
             for variant in (*prefill_variants(), Variant("deterministic", deterministic=True)):
-                trial.measure(variant, model.prefill_step(lengths, _NEVER))
+                trial.measure(variant, model.prefill_step(lengths, OWN_ATTENTION))
         rows += trial.rows
     return rows
 
@@ -182,7 +179,7 @@ def compile_part(arguments: argparse.Namespace) -> None:
     work += [(16, variant) for variant in (*narrow_variants(), *whole_steps())]
     work += [(0, variant) for variant in prefill_variants()]
     for batch, variant in work[index::count]:
-        step = model.prefill_step((2048, 1024), _NEVER)
+        step = model.prefill_step((2048, 1024), OWN_ATTENTION)
         if batch:
             step = model.decode_step(model.decode_metadata(batch, 1088))
         try:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from bench.offline_engine import shape_config
 from engine.distributed import TensorParallelGroup
+from engine.layers.attention_backend import OWN_ATTENTION, AttentionBackend, choose_attention
+from engine.layers.cudnn_prompts import CudnnPrompts
+from engine.layers.flash_attention import FlashPrompts
 from engine.models.llama import LlamaDecoderLayer
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
@@ -19,6 +22,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 _SHARE_OF_MEMORY = 0.75
 _MAX_MODEL_LEN = 16_384
+_SHORTEST_APART = 512
 _TINY = {
     "num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4,
     "num_kv_heads": 2, "head_dim": 64, "vocab_size": 512,
@@ -69,22 +73,41 @@ class VariantModel:
         return lambda: self.model.compute_logits(step())
 
     def prefill_step(
-        self, lengths: tuple[int, ...], apart_from: int, num_cached: int = 0
+        self, lengths: tuple[int, ...], backend: AttentionBackend, num_cached: int = 0
     ) -> Callable[[], Tensor]:
         """Prompts behind `num_cached` tokens that are in the cache; gives the logits of their last
-        tokens. Prompts of `apart_from` tokens and more without a cached beginning are attended
-        apart, as the runner has it."""
+        tokens. Whole prompts are attended apart, as the runner has it."""
         lengths = tuple(sorted(lengths))
         num_cached = min(num_cached, self.longest_context)
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths]) + num_cached
         metadata = self._metadata([n + num_cached for n in lengths], list(lengths))
-        apart = tuple(n for n in lengths if n >= apart_from and num_cached == 0)
+        apart_from = backend.whole_prompts_from
+        is_apart = apart_from is not None and num_cached == 0
+        apart = tuple(n for n in lengths if is_apart and n >= (apart_from or 0))
         metadata = replace(metadata, whole_prompt_lens=apart)
-        step = self._step(positions, metadata)
+        step = self._step(positions, metadata, backend)
         last = metadata.query_start_loc[1:].long() - 1
         return lambda: self.model.compute_logits(step().index_select(0, last))
 
-    def _step(self, positions: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
+    def attention_ways(self) -> dict[str, AttentionBackend]:
+        """By name; `present` is what the engine chooses here, the others attend to all prompts of a
+        batch alike."""
+        shape = torch.bfloat16, self.config.model.head_dim, self.device
+        ways = {"present": choose_attention(self.config, self.device), "triton": OWN_ATTENTION}
+        if CudnnPrompts.is_available(*shape):
+            ways["cuDNN"] = AttentionBackend(whole_prompts=CudnnPrompts(_SHORTEST_APART))
+        package = FlashPrompts.package(*shape)
+        if package is not None:
+            prompts = FlashPrompts(package, _SHORTEST_APART)
+            ways["FlashAttention 3"] = AttentionBackend(whole_prompts=prompts)
+        return ways
+
+    def _step(
+        self,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        backend: AttentionBackend = OWN_ATTENTION,
+    ) -> Callable[[], Tensor]:
         counts = metadata.query_start_loc.diff()
         requests = torch.repeat_interleave(counts)
         blocks = metadata.block_tables[requests, positions // self._block_size].long()
@@ -98,7 +121,7 @@ class VariantModel:
         def run() -> Tensor:
             ordered = replace(metadata, fixed_order=self.model.lm_head.deterministic)
             hidden: Tensor = self.model(
-                ids, positions, self.kv_caches, slots, ordered, lambda layer: None
+                ids, positions, self.kv_caches, slots, ordered, lambda layer: None, backend
             )
             return hidden
 

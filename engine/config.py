@@ -135,7 +135,7 @@ class DeviceConfig:
         enforce_eager: Launch every kernel by itself instead of CUDA graphs.
         cudagraph_capture_sizes: Batches that get a graph; empty: chosen for `max_num_seqs`.
         attention_backend: On a GPU. `triton`: always our own kernels; `auto`: another's where it
-            is faster; `flash-attn`: FlashAttention 3, which must be installed.
+            is faster; `flash-attn`: FlashAttention 3 for everything, which must be installed.
         deterministic: What a request gets does not depend on what else runs. Slower.
         disabled_fast_paths: What to do without, on a GPU, should one of them be suspected:
             `chained-launches`, small kernels that start before the one before has ended;

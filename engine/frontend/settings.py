@@ -126,8 +126,9 @@ class EngineSettings(SecuritySettings):
     )
     attention_backend: AttentionBackend = Field(
         default="auto",
-        description="On a GPU. triton: our own kernels for everything. auto: cuDNN for long "
-        "prompts, where it is faster. flash-attn: FlashAttention 3, which must be installed.",
+        description="On a GPU. triton: our own kernels for everything. auto: FlashAttention 3, "
+        "where it is installed, or cuDNN for whole prompts, where that is faster. flash-attn: "
+        "FlashAttention 3 for everything, which must be installed.",
     )
     deterministic: bool = Field(
         default=False,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention_backend import OWN_ATTENTION, AttentionBackend
-from engine.layers.dense_attention import dense_attention
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -73,23 +72,13 @@ class Attention(nn.Module):
             eps,
             keep_k=len(metadata.whole_prompt_lens) > 0,
         )
-        if metadata.whole_prompt_lens:
-            return self._attend_apart(heads, kv_cache, inputs).flatten(1)
-        return inputs.backend.paged(q, kv_cache, metadata, self.scale).flatten(1)
-
-    def _attend_apart(self, heads: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Whole prompts one by one, all before them together. `heads`: [T, Hq + 2 Hkv, D]."""
-        metadata = inputs.metadata
-        lengths = metadata.whole_prompt_lens
-        num_paged = len(metadata.seq_lens) - len(lengths)
-        start = len(heads) - sum(lengths)
-        parts = []
-        if num_paged > 0:
-            paged = metadata.without_whole_prompts()
-            q = heads[:start, : self.num_heads]
-            parts.append(inputs.backend.paged(q, kv_cache, paged, self.scale))
-        for length in lengths:
-            prompt = heads[start : start + length]
-            parts.append(dense_attention(prompt, self.num_heads, self.scale))
-            start += length
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        backend = inputs.backend
+        if not metadata.whole_prompt_lens:
+            return backend.paged(q, kv_cache, metadata, self.scale).flatten(1)
+        assert backend.whole_prompts is not None
+        attended = backend.whole_prompts.attend(heads, self.num_heads, metadata, self.scale)
+        if len(metadata.seq_lens) > len(metadata.whole_prompt_lens):
+            start = len(heads) - sum(metadata.whole_prompt_lens)
+            others = metadata.without_whole_prompts()
+            attended[:start] = backend.paged(q[:start], kv_cache, others, self.scale)
+        return attended.flatten(1)

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.layers import dense_attention, flash_attention
+from engine.layers import flash_attention
+from engine.layers.cudnn_prompts import CudnnPrompts
+from engine.layers.flash_attention import FlashPrompts
+from engine.layers.whole_prompts import WholePrompts
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -24,12 +27,16 @@ class AttentionBackend:
     """
     Attributes:
         paged: Of everything but whole prompts; see `reference.attention.paged_attention`.
-        whole_prompts_from: Prompts of so many tokens without a cached beginning are attended by
-            cuDNN, one by one; None: no prompts are.
+        whole_prompts: Of prompts without a cached beginning; None: they are like all others.
     """
 
     paged: PagedAttention = ops.paged_attention
-    whole_prompts_from: int | None = None
+    whole_prompts: WholePrompts | None = None
+
+    @property
+    def whole_prompts_from(self) -> int | None:
+        """Prompts of so many tokens are attended apart; None: no prompts are."""
+        return None if self.whole_prompts is None else self.whole_prompts.min_tokens
 
 
 OWN_ATTENTION = AttentionBackend()
@@ -45,11 +52,24 @@ def choose_attention(config: EngineConfig, device: torch.device) -> AttentionBac
         _check_flash_attention(*shape)
         logger.info("attention: FlashAttention 3")
         return AttentionBackend(flash_attention.flash_attention)
-    if wanted == "auto" and dense_attention.is_available(*shape):
-        logger.info("attention of whole prompts: cuDNN; of all others: Triton")
-        return AttentionBackend(whole_prompts_from=dense_attention.MIN_TOKENS)
-    logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
-    return OWN_ATTENTION
+    prompts = _whole_prompts(*shape) if wanted == "auto" else None
+    if prompts is None:
+        logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
+        return OWN_ATTENTION
+    logger.info("attention of whole prompts: %s; of all others: Triton", prompts.name)
+    return AttentionBackend(whole_prompts=prompts)
+
+
+def _whole_prompts(dtype: torch.dtype, head_dim: int, device: torch.device) -> WholePrompts | None:
+    """The fastest that is there. A library that is installed and does not load is no reason not
+    to start: it may have been built for another torch."""
+    package = FlashPrompts.package(dtype, head_dim, device)
+    if package is not None:
+        try:
+            return FlashPrompts(package)
+        except (ImportError, OSError) as error:
+            logger.warning("%s is installed but does not load: %s", package, error)
+    return CudnnPrompts() if CudnnPrompts.is_available(dtype, head_dim, device) else None
 
 
 def _check_flash_attention(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:

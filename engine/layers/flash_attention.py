@@ -1,26 +1,31 @@
-"""FlashAttention 3 over the paged cache, where its package (`flash_attn_interface`) is installed.
+"""FlashAttention 3, where a package with its kernels is installed.
 
-It reads lengths on the device and takes any strides, so our cache and metadata serve it as they
-are, in CUDA graphs too. FlashInfer is not here: it plans each step on the host from lengths that
-only the device knows.
+    flash_attn_interface   whole: attends over the paged cache, and whole prompts
+    fa3_fwd_interface      its forward kernels alone, a ready wheel (extra `fa3`): whole prompts
+
+It reads lengths on the device and takes any strides, so our cache, our projection and metadata
+serve it as they are. FlashInfer is not here: it plans each step on the host from lengths that only
+the device knows.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from engine.layers.whole_prompts import WholePrompts
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 PACKAGE = "flash_attn_interface"
+PROMPTS_PACKAGE = "fa3_fwd_interface"
 
 
-def is_installed() -> bool:
-    return importlib.util.find_spec(PACKAGE) is not None
+def is_installed(package: str = PACKAGE) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
@@ -52,3 +57,53 @@ def flash_attention(
         causal=True,
     )
     return cast(Tensor, attended)
+
+
+class FlashPrompts(WholePrompts):
+    """All whole prompts of a step in one launch."""
+
+    name = "FlashAttention 3"
+
+    def __init__(self, package: str, min_tokens: int = 512) -> None:
+        """Raises `ImportError` or `OSError` when the package does not load."""
+        self.min_tokens = min_tokens
+        self._varlen: Any = importlib.import_module(package).flash_attn_varlen_func
+
+    @staticmethod
+    def package(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
+        """The one to use here; None: there is none."""
+        if not is_available(dtype, head_dim, device):
+            return None
+        if is_installed(PACKAGE):
+            return PACKAGE
+        can = dtype == torch.bfloat16 and is_installed(PROMPTS_PACKAGE)
+        return PROMPTS_PACKAGE if can else None
+
+    def attend(
+        self, heads: Tensor, num_heads: int, metadata: AttentionMetadata, scale: float
+    ) -> Tensor:
+        lengths = metadata.whole_prompt_lens
+        num_kv_heads = (heads.shape[1] - num_heads) // 2
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        bounds = metadata.query_start_loc[-len(lengths) - 1 :]
+        return self._attend(q, k, v, bounds, max(lengths), scale)
+
+    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
+        """Loads its kernels onto the device: any length has the same."""
+        _, _, num_kv_heads, _, head_dim = kv_cache.shape
+        q, k, v = (
+            torch.zeros(
+                (self.min_tokens, n, head_dim), dtype=kv_cache.dtype, device=kv_cache.device
+            )
+            for n in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        bounds = torch.tensor([0, self.min_tokens], dtype=torch.int32, device=q.device)
+        self._attend(q, k, v, bounds, self.min_tokens, head_dim**-0.5)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
+    ) -> Tensor:
+        attended = self._varlen(
+            q, k, v, bounds, bounds, longest, longest, softmax_scale=scale, causal=True
+        )
+        return cast(Tensor, attended[0] if isinstance(attended, tuple) else attended)

@@ -28,7 +28,6 @@ from engine.batch.decode_set import DecodeSet
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.states import RequestState, RowError
 from engine.config import EngineConfig
-from engine.layers import dense_attention
 from engine.layers.attention_backend import choose_attention
 from engine.models.llama import LlamaForCausalLM
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
@@ -149,9 +148,9 @@ class ModelRunner:
         max_model_len = self._config.model.max_model_len
         longest = min(max_model_len, limits.max_num_batched_tokens)
         steps = warm_up_steps(limits.max_num_seqs, longest, max_model_len)
-        if self._attention.whole_prompts_from is not None:
+        if self._attention.whole_prompts is not None:
             num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
-            dense_attention.prepare_plans(num_heads, self.kv_caches[0], longest)
+            self._attention.whole_prompts.prepare(num_heads, self.kv_caches[0], longest)
         for index, step in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(step)

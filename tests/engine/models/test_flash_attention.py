@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.config import DeviceConfig, EngineConfig
 from engine.layers import flash_attention
 from engine.layers.attention_backend import OWN_ATTENTION, choose_attention
+from engine.layers.flash_attention import PROMPTS_PACKAGE, FlashPrompts
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tests.engine.worker.conftest import tiny_config
@@ -102,3 +103,34 @@ def test_is_taken_where_it_can_be_had(installed, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
     wanted = config(tmp_path, attention_backend="flash-attn")
     assert choose_attention(wanted, CPU).paged is flash_attention.flash_attention
+
+
+def test_whole_prompts_are_its_where_its_forward_kernels_are_installed(
+    tmp_path, monkeypatch, caplog
+) -> None:
+    package = ModuleType(PROMPTS_PACKAGE)
+    package.__spec__ = sys.__spec__
+    package.flash_attn_varlen_func = print
+    monkeypatch.setitem(sys.modules, PROMPTS_PACKAGE, package)
+    monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
+    wanted = config(tmp_path)
+    bf16 = replace(wanted, model=replace(wanted.model, dtype="bfloat16"))
+    with caplog.at_level(logging.INFO):
+        chosen = choose_attention(bf16, CPU)
+    assert isinstance(chosen.whole_prompts, FlashPrompts)
+    assert chosen.paged is OWN_ATTENTION.paged
+    assert "whole prompts: FlashAttention 3" in caplog.text
+    fp16 = replace(wanted, model=replace(wanted.model, dtype="float16"))
+    assert choose_attention(fp16, CPU) is OWN_ATTENTION
+    ours = replace(bf16, device=DeviceConfig(attention_backend="triton"))
+    assert choose_attention(ours, CPU) is OWN_ATTENTION
+
+
+def test_a_package_that_does_not_load_is_said_and_left_out(tmp_path, monkeypatch, caplog) -> None:
+    (tmp_path / f"{PROMPTS_PACKAGE}.py").write_text("raise ImportError('another torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
+    wanted = config(tmp_path)
+    bf16 = replace(wanted, model=replace(wanted.model, dtype="bfloat16"))
+    assert choose_attention(bf16, CPU) is OWN_ATTENTION
+    assert f"{PROMPTS_PACKAGE} is installed but does not load: another torch" in caplog.text

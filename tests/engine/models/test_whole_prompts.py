@@ -2,41 +2,101 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from engine.layers import dense_attention
 from engine.layers.attention import Attention, AttentionInputs
+from engine.layers.attention_backend import AttentionBackend
+from engine.layers.cudnn_prompts import CudnnPrompts
+from engine.layers.flash_attention import PROMPTS_PACKAGE, FlashPrompts
 from engine.layers.rotary import cos_sin_cache
+from engine.layers.whole_prompts import WholePrompts
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 HEADS, KV_HEADS, MAX_LEN = 8, 2, 4096
+LENGTHS = [1, 1, 300, 1024, 1500, 2047]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block_size", [16, 128])
-def test_whole_prompts_equal_paged_attention(
-    dtype: torch.dtype, head_dim: int, block_size: int
-) -> None:
-    device = torch.device("cuda")
-    assert dense_attention.is_available(dtype, head_dim, device)
-    for difference in _differences([1, 1, 300, 1024, 1500, 2047], dtype, head_dim, block_size):
+def test_cudnn_equals_paged_attention(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    assert CudnnPrompts.is_available(dtype, head_dim, torch.device("cuda"))
+    for difference in _differences(CudnnPrompts(), LENGTHS, dtype, head_dim, block_size):
         assert difference < 5e-3
 
 
-def test_whole_prompts_equal_paged_attention_on_cpu() -> None:
-    for difference in _differences([1, 1, 30, 256, 150, 100], torch.float32, 32, 16, "cpu"):
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_flash_attention_equals_paged_attention(head_dim: int) -> None:
+    package = FlashPrompts.package(torch.bfloat16, head_dim, torch.device("cuda"))
+    if package is None:
+        pytest.skip("no package with FlashAttention 3 is installed")
+    prompts = FlashPrompts(package)
+    for difference in _differences(prompts, LENGTHS, torch.bfloat16, head_dim, 128):
+        assert difference < 5e-3
+
+
+def test_cudnn_way_equals_paged_attention_on_cpu() -> None:
+    lengths = [1, 1, 30, 256, 150, 100]
+    for difference in _differences(CudnnPrompts(), lengths, torch.float32, 32, 16, "cpu"):
         assert difference < 1e-5
 
 
+def test_flash_way_equals_paged_attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in computes by the meaning of the library's arguments."""
+    package = ModuleType(PROMPTS_PACKAGE)
+    package.flash_attn_varlen_func = _flash_attn_varlen
+    monkeypatch.setitem(sys.modules, PROMPTS_PACKAGE, package)
+    lengths = [1, 1, 30, 256, 150, 100]
+    prompts = FlashPrompts(PROMPTS_PACKAGE)
+    for difference in _differences(prompts, lengths, torch.float32, 32, 16, "cpu"):
+        assert difference < 1e-5
+
+
+def _flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+) -> Tensor:
+    """[T, Hq, D]; what lies outside of the sequences is left as it is."""
+    assert causal and cu_seqlens_q.dtype == torch.int32 and q.stride(-1) == k.stride(-1) == 1
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype)
+    for start, end in pairwise(cu_seqlens_q.tolist()):
+        assert end - start <= max_seqlen_q
+        parts = (part[start:end].transpose(0, 1) for part in (q, k, v))
+        attended = F.scaled_dot_product_attention(
+            *parts, is_causal=True, scale=softmax_scale, enable_gqa=True
+        )
+        out[start:end] = attended.transpose(0, 1)
+    return out
+
+
 def _differences(
-    query_lens: list[int], dtype: torch.dtype, head_dim: int, block_size: int, device: str = "cuda"
+    prompts: WholePrompts,
+    query_lens: list[int],
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    device: str = "cuda",
 ) -> Iterator[float]:
-    """Of every way from the paged one. Two decodes, a chunk behind a cached beginning, and whole
+    """Of this way from the paged one. Two decodes, a chunk behind a cached beginning, and whole
     prompts of padded and unpadded lengths; the cache around them is full of others' keys."""
     seq_lens = [77, 1300, 900, *query_lens[3:]]
     generator = torch.Generator(device).manual_seed(head_dim + block_size)
@@ -71,7 +131,8 @@ def _differences(
             whole_prompt_lens=whole_prompt_lens,
         )
         rotary = cos_sin_cache(head_dim, MAX_LEN, 1e4, None).to(device)
-        inputs = AttentionInputs(positions, rotary, slots, metadata)
+        backend = AttentionBackend(whole_prompts=prompts)
+        inputs = AttentionInputs(positions, rotary, slots, metadata, backend)
         attended = layer(qkv.clone(), kv_cache.clone(), inputs).double()
         if expected is None:
             expected = attended
