@@ -99,17 +99,26 @@ def test_attention_by_shape(
     _attention([40, 2500, 1300], [1, 2400, 1200], block_size=128, **shape)
 
 
+@pytest.mark.parametrize("group", range(1, 17))
+def test_attention_by_group(group: int) -> None:
+    """Every number of query heads that share keys."""
+    shape = {"num_kv_heads": 2, "group": group, "head_dim": 128, "dtype": torch.bfloat16}
+    _attention([1, 64, 777, 300, 129, 40], [1, 1, 1, 1, 129, 40], block_size=64, **shape)
+
+
 @halves
 @block_sizes
-def test_attention_by_block_size(dtype: torch.dtype, block_size: int) -> None:
-    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": dtype}
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_attention_by_block_size(dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+    shape = {"num_kv_heads": 8, "group": 4, "head_dim": head_dim, "dtype": dtype}
     _attention([1, 255, 256, 257, 2000], [1] * 5, block_size=block_size, **shape)
     _attention([300, 257, 256, 1500], [1, 257, 200, 333], block_size=block_size, **shape)
 
 
+@halves
 @pytest.mark.parametrize("seq_len", [1, 2, 63, 64, 65, 127, 1023, 4097, 32768])
-def test_attention_by_length(seq_len: int) -> None:
-    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": torch.bfloat16}
+def test_attention_by_length(dtype: torch.dtype, seq_len: int) -> None:
+    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": dtype}
     _attention([seq_len], [1], block_size=64, **shape)
     _attention([seq_len] * 3, [1] * 3, block_size=64, **shape)
     _attention([seq_len], [min(seq_len, 2048)], block_size=64, **shape)
