@@ -102,8 +102,7 @@ class DecodeMetrics:
     def _observe_record(self, record: RequestRecord) -> None:
         reason = record.finish_reason or "abort"
         self._success.labels(*self._labels, reason).inc()
-        decision = "prefill-decode" if record.attempts else "decode-only"
-        self._decisions.labels(*self._labels, decision).inc()
+        self._decisions.labels(*self._labels, _decision(record)).inc()
         self._attempts.labels(*self._labels).inc(record.attempts)
         if record.attempts and record.path == "local":
             self._fallbacks.labels(*self._labels).inc()
@@ -164,3 +163,11 @@ class DecodeMetrics:
     def _counter(self, name: str, text: str, label: str | None) -> Counter:
         labels = (*LABELS, label) if label else LABELS
         return Counter(name, text, labels, registry=self.registry)
+
+
+def _decision(record: RequestRecord) -> str:
+    if record.attempts == 0:
+        return "decode-only"
+    is_complete = record.finish_reason in ("stop", "length") and not record.second_token_at
+    is_whole = record.path == "remote" and record.kv is None and is_complete
+    return "prefill-only" if is_whole else "prefill-decode"

@@ -187,6 +187,7 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         num_tokens_held=params.num_tokens_held,
         num_resumed_tokens=request.num_resumed_tokens,
         prefix_hash=request.prefix_hash,
+        first_token_only=params.first_token_only,
     )
 
 

@@ -2,7 +2,8 @@
 
     1. ADMIT    local or remote? Short prompts, and long ones whose beginning is probably cached
                 here, stay. A remote prompt waits, in order of arrival, until its KV has room
-                here; no prefill node works for it before.
+                here; no prefill node works for it before. One that asks for a single token needs
+                no room: the prefill node gives the whole answer.
     2. START    remote: greet a prefill node. The request enters our engine, and with it, at the
                 same time, the call to the prefill node begins (`remote_prefill` has that part).
     3. STREAM   outputs of our engine, the first token among them
@@ -124,6 +125,8 @@ class DisaggProxy:
             record.admitted_at = time.monotonic()
             remote = self._remote_prefill(request, addresses, record)
             params = request.kv_transfer_params = await remote.choose()
+            if params is None:
+                claim.grow_to(len(tokens) + 1)
             stream = self._engine.generate(request)
             self._in_engine.add(request.request_id)
             if params is not None:
@@ -136,7 +139,8 @@ class DisaggProxy:
                     tokens += output.token_ids
                 claim.grow_to(len(tokens))
                 yield output
-            self._prefix_index.add(tokens[:-1], request.cache_salt)
+            if record.path == "local" or record.second_token_at:
+                self._prefix_index.add(tokens[:-1], request.cache_salt)
         finally:
             self.open.leave()
             if task is not None:
@@ -174,6 +178,8 @@ class DisaggProxy:
     async def _admit(self, request: GenerationRequest, *, is_remote: bool) -> Claim:
         """A request that our engine computes waits in the engine's own queue, but does not
         overtake those that wait here."""
+        if is_remote and request.needs_one_token:
+            return self._credits.claim_now(0, 0)
         prompt, limit = len(request.prompt_token_ids), request.sampling.max_tokens
         if is_remote or self._credits.num_waiting:
             return await self._credits.acquire(prompt, limit)

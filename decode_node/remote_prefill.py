@@ -12,6 +12,9 @@ Each attempt has two sources of news, the `Prefill` call and the KV transfer, in
     the KV fails       the attempt has failed
     too slow           the attempt has failed
 
+A first token that ends the answer ends all of it, whatever the KV does. If it is known before that
+it will (one token is asked for), no KV is asked for, and the engine is left out of it.
+
 After a failure: the next prefill node, with a higher attempt number; when there is none, the
 prompt is computed here. In HAS_KV the engine needs no other node: it has only the prompt's last
 token to compute again, and samples token one itself. The first token reaches the client once,
@@ -61,7 +64,7 @@ class RemoteEngine(Protocol):
         token_id: int,
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
-    ) -> None: ...
+    ) -> bool: ...
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None: ...
     def prefill_locally(self, request_id: str) -> None: ...
     async def wait_kv_result(self, request_id: str) -> KVTransferResult: ...
@@ -111,6 +114,8 @@ class RemotePrefill:
         self._has_token = False
         """Of any attempt."""
         self._has_kv = False
+        self._goes_on = True
+        """The first token, once it is here, was not the last."""
 
     async def choose(self) -> KVTransferParams | None:
         """Greets nodes in order until one answers and fits. None: there is none (left)."""
@@ -131,6 +136,7 @@ class RemotePrefill:
                 transfer_id=self._transfer_id,
                 attempt=self._attempt,
                 peer=peer,
+                first_token_only=self._request.needs_one_token,
             )
         self._record.prefill_node = None
         self._record.path = "local"
@@ -166,14 +172,17 @@ class RemotePrefill:
         """Raises `PrefillError` when this attempt will bring nothing more."""
         news: asyncio.Queue[_News] = asyncio.Queue()
         call = asyncio.create_task(self._listen_to_call(params, news))
-        kv = asyncio.create_task(self._listen_to_kv(params.attempt, news))
+        tasks = [call]
+        if not params.first_token_only:
+            tasks.append(asyncio.create_task(self._listen_to_kv(params.attempt, news)))
         try:
             await self._join(news)
-            await asyncio.wait([call], timeout=self._limits.kv_s)
+            if self._goes_on:
+                await asyncio.wait([call], timeout=self._limits.kv_s)
         finally:
-            call.cancel()
-            kv.cancel()
-            await asyncio.gather(call, kv, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _join(self, news: asyncio.Queue[_News]) -> None:
         """See the drawing above."""
@@ -182,7 +191,7 @@ class RemotePrefill:
         phase = "a first token"
         try:
             async with asyncio.timeout(self._limits.first_token_s) as deadline:
-                while not (self._has_kv and self._has_token):
+                while self._goes_on and not (self._has_kv and self._has_token):
                     match await news.get():
                         case PromptLogprobs() as part:
                             of_prompt.append(part)
@@ -213,7 +222,7 @@ class RemotePrefill:
         record.num_cached_tokens = token.num_cached_tokens
         record.remote_queue_s = token.queue_s
         record.remote_prefill_s = token.prefill_s
-        self._engine.supply_first_token(
+        self._goes_on = self._engine.supply_first_token(
             self._request.request_id, token.token_id, token.logprobs, of_prompt
         )
 

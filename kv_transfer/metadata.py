@@ -42,6 +42,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         attempt: Grows with every new attempt of the same request.
         peer: The prefill node (on decode only).
         num_tokens_held: Leading tokens that the puller has (on prefill only).
+        first_token_only: The peer's first token is the whole answer: nothing is pulled (on decode
+            only).
     """
 
     do_remote_prefill: bool = False
@@ -50,6 +52,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     attempt: int = 0
     peer: KVPeer | None = None
     num_tokens_held: int = 0
+    first_token_only: bool = False
 
 
 _TRANSFER_ID = re.compile(r"[0-9a-f]{32}")

@@ -27,5 +27,5 @@ def spans_of(
             for layer, (ready, saved) in enumerate(kv.layers)
             if ready and saved
         ),
-        Span("kv held", token_at, released_at),
+        *([Span("kv held", token_at, released_at)] if released_at > token_at else []),
     ]

@@ -8,6 +8,7 @@ Life of a call:
     3. `first_token`, as soon as it is sampled, behind the prompt's log probabilities if they were
        asked for; KV moves meanwhile
     4. `done` when all KV was taken, or `failed`
+    -  the token is the whole answer: nobody waits for KV, and none is offered if the caller knew
     -  the caller cancels, at any moment: the request is aborted, its KV dropped
 """
 
@@ -18,6 +19,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -86,6 +88,16 @@ class Refused(Exception):
         self.code = code
 
 
+@dataclass(slots=True)
+class _Call:
+    """`outcome`: how it ends, as far as is known. Times: CLOCK_MONOTONIC seconds."""
+
+    work: GenerationRequest
+    outcome: str = "cancelled"
+    queue_s: float = 0.0
+    token_at: float = 0.0
+
+
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """Serves one engine."""
 
@@ -143,31 +155,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         context.add_done_callback(
             lambda _: self._engine.abort(work.request_id)  # type: ignore[arg-type]
         )
-        outcome = "cancelled"
+        call = _Call(work)
         try:
             yield prefill_pb2.PrefillEvent(
                 accepted=prefill_pb2.Accepted(), load=self._status.load()
             )
-            async with aclosing(self._serve(work)) as events:
+            async with aclosing(self._serve(call)) as events:
                 async for event in events:
-                    match event.WhichOneof("event"):
-                        case "done":
-                            outcome = "done"
-                        case "failed":
-                            outcome = event.failed.code
+                    if event.WhichOneof("event") == "failed":
+                        call.outcome = event.failed.code
                     yield event
         finally:
             self._in_engine.discard(work.request_id)
             self._engine.abort(work.request_id)
-            self._leave(outcome)
+            self._leave(call.outcome)
 
-    async def _serve(
-        self, work: GenerationRequest
-    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+    async def _serve(self, call: _Call) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Events after acceptance."""
+        work = call.work
         self._status.work.num_computing += 1
         is_computing = True
-        token_at = queue_s = 0.0
         try:
             stream = self._engine.generate(work)
             async for output in stream:
@@ -176,25 +183,42 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 if output.token_ids:
                     self._status.work.num_computing -= 1
                     is_computing = False
-                    token_at, queue_s = time.monotonic(), output.queue_s
-                    self._status.note_prefix(work.prefix_hash)
+                    self._note_token(call, output)
                     for part in output.prompt_logprobs or ():
                         message = prompt_logprobs_to_message(part)
                         yield prefill_pb2.PrefillEvent(prompt_logprobs=message)
-                    yield self._first_token(work, output, token_at)
+                    yield self._first_token(call, output)
                 elif output.finished:
                     yield self._failed("ended", "the engine ended the request", retryable=True)
                     return
-            result = await self._engine.wait_kv_result(work.request_id)
-            if result.ok:
-                self._kv_taken(work, queue_s, token_at, result.stats)
-                yield self._done(result)
-            else:
-                yield self._failed("kv_transfer", result.reason, retryable=result.retryable)
+            yield await self._kv_event(call)
         except EngineDeadError as error:
             yield self._failed("engine_dead", str(error), retryable=True)
         finally:
             self._status.work.num_computing -= is_computing
+
+    def _note_token(self, call: _Call, output: RequestOutput) -> None:
+        call.token_at, call.queue_s = time.monotonic(), output.queue_s
+        self._status.note_prefix(call.work.prefix_hash)
+        if call.work.kv_transfer_params is None or output.finish_reason == "stop":
+            # The caller has all it wants with this token, and may leave at any moment.
+            call.outcome = "done"
+            self._write_trace(call, call.token_at, TransferStats())
+
+    async def _kv_event(self, call: _Call) -> prefill_pb2.PrefillEvent:
+        """The last one: what became of the KV. Raises `EngineDeadError`."""
+        if call.work.kv_transfer_params is None:
+            return self._done(0)
+        result = await self._engine.wait_kv_result(call.work.request_id)
+        if call.outcome == "done":
+            return self._done(result.stats.num_bytes)
+        if not result.ok:
+            return self._failed("kv_transfer", result.reason, retryable=result.retryable)
+        call.outcome = "done"
+        now = time.monotonic()
+        self._metrics.kv_taken(now - call.token_at, result.stats.layers)
+        self._write_trace(call, now, result.stats)
+        return self._done(result.stats.num_bytes)
 
     def _accept(self, request: prefill_pb2.PrefillRequest) -> GenerationRequest:
         """Raises `Refused`."""
@@ -244,12 +268,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             resumed_token_ids=tokens[num_own:],
         )
         request.prefix_hash = message.prefix_hash
-        request.kv_transfer_params = KVTransferParams(
-            do_remote_decode=True,
-            transfer_id=message.transfer_id,
-            attempt=message.attempt,
-            num_tokens_held=message.num_tokens_held,
-        )
+        if not message.first_token_only:
+            request.kv_transfer_params = KVTransferParams(
+                do_remote_decode=True,
+                transfer_id=message.transfer_id,
+                attempt=message.attempt,
+                num_tokens_held=message.num_tokens_held,
+            )
         return request
 
     def _peer(self) -> KVPeer:
@@ -268,10 +293,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._metrics.ended(outcome)
         self._status.notify()
 
-    def _first_token(
-        self, work: GenerationRequest, output: RequestOutput, now: float
-    ) -> prefill_pb2.PrefillEvent:
-        prefill_s = max(0.0, now - work.arrival_time - output.queue_s)
+    def _first_token(self, call: _Call, output: RequestOutput) -> prefill_pb2.PrefillEvent:
+        work = call.work
+        prefill_s = max(0.0, call.token_at - work.arrival_time - output.queue_s)
         self._metrics.first_token(len(work.prompt_token_ids), output.queue_s, prefill_s)
         token = prefill_pb2.FirstToken(
             token_id=output.token_ids[0],
@@ -283,17 +307,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             token.logprobs.CopyFrom(logprobs_to_message(output.logprobs[0]))
         return prefill_pb2.PrefillEvent(first_token=token, load=self._status.load())
 
-    def _kv_taken(
-        self, work: GenerationRequest, queue_s: float, token_at: float, kv: TransferStats
-    ) -> None:
-        now = time.monotonic()
-        self._metrics.kv_taken(now - token_at, kv.layers)
+    def _write_trace(self, call: _Call, released_at: float, kv: TransferStats) -> None:
+        work = call.work
         if self._traces is not None and work.trace is not None:
-            spans = spans_of(work.arrival_time, queue_s, token_at, now, kv)
+            spans = spans_of(work.arrival_time, call.queue_s, call.token_at, released_at, kv)
             self._traces.write(work.trace.trace_id, spans)
 
-    def _done(self, result: KVTransferResult) -> prefill_pb2.PrefillEvent:
-        done = prefill_pb2.Done(kv_bytes=result.stats.num_bytes)
+    def _done(self, kv_bytes: int) -> prefill_pb2.PrefillEvent:
+        done = prefill_pb2.Done(kv_bytes=kv_bytes)
         return prefill_pb2.PrefillEvent(done=done, load=self._status.load())
 
     def _failed(self, code: str, message: str, *, retryable: bool) -> prefill_pb2.PrefillEvent:

@@ -7,8 +7,9 @@
     5. `shutdown`
 
 On a decode node `supply_first_token` puts the prefill node's token into the stream, and
-`wait_kv_result`, `retry_remote` and `prefill_locally` steer what becomes of the transfer. All
-methods are for the event loop's thread.
+`wait_kv_result`, `retry_remote` and `prefill_locally` steer what becomes of the transfer. A request
+of which a prefill node samples the only token does not enter the engine core, unless it is computed
+here after all. All methods are for the event loop's thread.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class AsyncLLM:
         self._on_progress = on_progress
         self._tokenizer = tokenizer
         self._states: dict[str, RequestState] = {}
-        """Requests that the engine core works on, by request id."""
+        """Requests whose streams go on, by request id."""
+        self._outside: dict[str, GenerationRequest] = {}
+        """Of these, the ones that wait for their only token and are not in the engine core."""
         self._kv_results: dict[str, KVResults] = {}
         """Requests whose KV is or was in motion, by request id."""
         self._resets: list[asyncio.Future[bool]] = []
@@ -120,9 +123,13 @@ class AsyncLLM:
         if request.num_resumed_tokens:
             state.queue.put_nowait(state.processor.replay(request.resumed_token_ids))
         self._states[request_id] = state
-        if request.kv_transfer_params is not None:
-            self._kv_results[request_id] = KVResults(request.kv_transfer_params)
-        self._client.send(_to_core(request))
+        params = request.kv_transfer_params
+        if params is not None and params.first_token_only:
+            self._outside[request_id] = request
+        else:
+            if params is not None:
+                self._kv_results[request_id] = KVResults(params)
+            self._client.send(_to_core(request))
         return RequestStream(state, self._on_stream_closed)
 
     def abort(self, request_id: str) -> None:
@@ -130,12 +137,11 @@ class AsyncLLM:
         finish_reason `abort`. Nothing happens when it is not known (any more)."""
         state = self._states.get(request_id)
         if state is not None:
-            self._forget(state)
+            self._end_in_core(state, "the request was aborted")
             state.queue.put_nowait(state.processor.process([], finish_reason="abort"))
-        elif request_id not in self._kv_results:
-            return
-        self._end_kv(request_id, "the request was aborted")
-        self._client.send(AbortRequests([request_id]))
+        elif request_id in self._kv_results:
+            self._end_kv(request_id, "the request was aborted")
+            self._client.send(AbortRequests([request_id]))
 
     def supply_first_token(
         self,
@@ -143,30 +149,37 @@ class AsyncLLM:
         token_id: int,
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
-    ) -> None:
+    ) -> bool:
         """The prefill node's token goes to the stream at once, and to the engine core unless it
-        is the last. Ignored when the stream has a token already, or has ended."""
+        is the last. Ignored when the stream has a token already, or has ended. Whether it goes
+        on."""
         state = self._states.get(request_id)
-        if state is None or state.processor.num_new_tokens > 0:
-            return
+        if state is None:
+            return False
+        if state.processor.num_new_tokens > 0:
+            return True
         for part in prompt_logprobs:
             state.processor.add_prompt_logprobs(part)
         output = state.processor.process_first_token(token_id, logprobs)
         state.queue.put_nowait(output)
         if output.finished:
-            self._forget(state)
-            self._client.send(AbortRequests([request_id]))
+            self._end_in_core(state)
         else:
             self._client.send(SupplyFirstToken(request_id, token_id))
+        return not output.finished
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
         """Pull again, from another peer or with a new attempt."""
-        if request_id in self._states:
+        if request_id in self._states and request_id not in self._outside:
             self._client.send(RetryRemotePrefill(request_id, params))
 
     def prefill_locally(self, request_id: str) -> None:
-        """Give up on remote KV and compute the prompt here."""
-        if request_id in self._states:
+        """Give up on the prefill nodes and compute the prompt here."""
+        request = self._outside.pop(request_id, None)
+        if request is not None:
+            request.kv_transfer_params = None
+            self._client.send(_to_core(request))
+        elif request_id in self._states:
             self._client.send(PrefillLocally(request_id))
 
     async def wait_kv_result(self, request_id: str) -> KVTransferResult:
@@ -211,6 +224,15 @@ class AsyncLLM:
     def _on_stream_closed(self, state: RequestState) -> None:
         if self._states.get(state.request_id) is state:
             self.abort(state.request_id)
+
+    def _end_in_core(self, state: RequestState, why: str = "the request has ended") -> None:
+        """Before the engine core has ended it."""
+        request_id = state.request_id
+        is_outside = self._outside.pop(request_id, None) is not None
+        self._forget(state)
+        self._end_kv(request_id, why)
+        if not is_outside:
+            self._client.send(AbortRequests([request_id]))
 
     def _forget(self, state: RequestState) -> None:
         """The engine core is, or soon will be, done with the request."""
@@ -287,6 +309,7 @@ class AsyncLLM:
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(reason))
         self._states.clear()
+        self._outside.clear()
         self._kv_results.clear()
         self._resets.clear()
 

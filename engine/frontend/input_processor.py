@@ -67,6 +67,11 @@ class GenerationRequest:
         return tokens[: len(tokens) - self.num_resumed_tokens]
 
     @property
+    def needs_one_token(self) -> bool:
+        """The next token is the last."""
+        return self.sampling.max_tokens == self.num_resumed_tokens + 1
+
+    @property
     def resumed_token_ids(self) -> list[int]:
         tokens = self.prompt_token_ids
         return tokens[len(tokens) - self.num_resumed_tokens :]

@@ -23,7 +23,7 @@ class HelloReply(_message.Message):
     def __init__(self, prefill: _Optional[_Union[_kv_transfer_pb2.KVPeer, _Mapping]] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "sampling", "priority", "cache_salt", "num_tokens_held", "num_resumed_tokens", "prefix_hash")
+    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "sampling", "priority", "cache_salt", "num_tokens_held", "num_resumed_tokens", "prefix_hash", "first_token_only")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class PrefillRequest(_message.Message):
     NUM_TOKENS_HELD_FIELD_NUMBER: _ClassVar[int]
     NUM_RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_ONLY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     transfer_id: str
     attempt: int
@@ -46,7 +47,8 @@ class PrefillRequest(_message.Message):
     num_tokens_held: int
     num_resumed_tokens: int
     prefix_hash: int
-    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., num_tokens_held: _Optional[int] = ..., num_resumed_tokens: _Optional[int] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
+    first_token_only: bool
+    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., num_tokens_held: _Optional[int] = ..., num_resumed_tokens: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., first_token_only: bool = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs")

@@ -120,11 +120,11 @@ class FakeEngine:
         token_id: int,
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
-    ) -> None:
+    ) -> bool:
         fake = self.requests[request_id]
         fake.calls.append(("first_token", token_id))
         if fake.finished or fake.state.processor.num_new_tokens:
-            return
+            return not fake.finished
         for part in prompt_logprobs:
             fake.state.processor.add_prompt_logprobs(part)
         output = fake.state.processor.process_first_token(token_id, logprobs)
@@ -132,6 +132,7 @@ class FakeEngine:
         fake.finished = output.finished
         fake.state.queue.put_nowait(output)
         self._join(fake)
+        return not output.finished
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
         fake = self.requests[request_id]

@@ -318,18 +318,22 @@ async def test_metrics_count_what_happened() -> None:
         node.nodes.unreachable = set()
         node.nodes.on_call = lambda call: call.fail("resource_exhausted")
         await post(node, "/v1/completions", TEXT, **{"x-prefiller-host-port": "a:1"})
+        node.nodes.on_call = lambda call: call.first_token()
+        one = {**TEXT, "max_tokens": 1}
+        await post(node, "/v1/completions", one, **{"x-prefiller-host-port": "a:1"})
         metrics = await node.metrics()
 
         def value(name: str, **labels: str) -> float:
             return metrics[name + (json.dumps(labels) if labels else "")]
 
-        assert value("vllm:request_success_total", finished_reason="length") == 4
-        assert value("vllm:time_to_first_token_seconds_count") == 4
+        assert value("vllm:request_success_total", finished_reason="length") == 5
+        assert value("vllm:time_to_first_token_seconds_count") == 5
         assert value("vllm:inter_token_latency_seconds_count") == 28
-        assert value("vllm:request_generation_tokens_sum") == 32
-        assert value("vllm:request_params_n_sum") == 4
+        assert value("vllm:request_generation_tokens_sum") == 33
+        assert value("vllm:request_params_n_sum") == 5
         assert value("tandem_disagg_decision_total", decision_type="decode-only") == 3
         assert value("tandem_disagg_decision_total", decision_type="prefill-decode") == 1
+        assert value("tandem_disagg_decision_total", decision_type="prefill-only") == 1
         assert value("tandem_prefill_attempt_failures_total", reason="unreachable") == 1
         assert value("tandem_prefill_attempt_failures_total", reason="resource_exhausted") == 1
         assert value("tandem_local_prefill_fallbacks_total") == 1

@@ -167,6 +167,53 @@ async def test_token_one_may_end_it(
     assert len(tokens_of(outputs)) == 1
 
 
+async def test_a_token_that_ends_it_is_the_end_of_the_call_too(bench: Bench) -> None:
+    """Before the client has read on: that the KV is called off is no failure by then."""
+    async with aclosing(bench.stream()) as stream:
+        first = asyncio.ensure_future(anext(stream))
+        call = await bench.nodes.called()
+        call.first_token(0)
+        assert (await first).finish_reason == "stop"
+        bench.engine.kv_arrives(bench.engine.only, ok=False)
+        await until(lambda: bench.proxy.num_remote == 0, "nobody waits for KV")
+    assert not call.is_open
+    assert not bench.records[0].failures
+    assert len(bench.nodes.calls) == 1
+
+
+# One token is asked for -------------------------------------------------------------------------
+
+
+async def test_one_token_needs_neither_kv_nor_room(bench: Bench) -> None:
+    blocker = bench.credits.claim_now(NUM_BLOCKS * 8, 1)
+    task = bench.start(max_tokens=1)
+    call = await bench.nodes.called()
+    assert call.params.first_token_only
+    call.fail("resource_exhausted")
+    second = await bench.nodes.called(2)
+    assert (second.address, second.params.first_token_only) == (B, True)
+    second.first_token()
+    check_complete(bench, await task, 1)
+    assert bench.records[0].failures == ["resource_exhausted"]
+    blocker.release()
+
+
+async def test_one_token_that_no_node_gives_is_computed_here(bench: Bench) -> None:
+    bench.nodes.unreachable = {B}
+    task = bench.start(max_tokens=1)
+    (await bench.nodes.called()).fail()
+    await until(lambda: bench.engine.only.has_kv, "prefill here")
+    bench.engine.produce_all(bench.engine.only)
+    check_complete(bench, await task, 1)
+    bench.nodes.unreachable = {A, B}
+    task = bench.start(max_tokens=1)
+    fake = await bench.engine.added(2)
+    assert fake.params is None
+    assert bench.credits.num_free == NUM_BLOCKS - 1, "it has the room that it needs"
+    bench.engine.produce_all(fake)
+    await task
+
+
 # Local or remote -------------------------------------------------------------------------------
 
 

@@ -85,13 +85,13 @@ class FakePrefillEngine:
         await until(lambda: len(self.prompts) >= count, f"{count} prompts in the engine")
         return list(self.prompts.values())[-1]
 
-    def samples(self, prompt: FakePrompt, token: int = 42) -> None:
+    def samples(self, prompt: FakePrompt, token: int = 42, finish_reason: str = "length") -> None:
         logprobs = None
         if prompt.request.sampling.logprobs is not None:
             logprobs = [TokenLogprobs([token, 7], [-0.5, -1.5], 1)]
         prompt.state.queue.put_nowait(
             prompt.state.processor.process(
-                [token], logprobs, finish_reason="length", num_cached_tokens=2, queue_s=0.125
+                [token], logprobs, finish_reason=finish_reason, num_cached_tokens=2, queue_s=0.125
             )
         )
 

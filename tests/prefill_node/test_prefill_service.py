@@ -127,6 +127,36 @@ async def test_cancelling_aborts_at_any_moment(moment: str) -> None:
         assert prompt.aborted == (moment != "done")
 
 
+async def test_one_token_alone_offers_no_kv() -> None:
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node, first_token_only=True))
+        await read(call)
+        prompt = await node.engine.added()
+        assert prompt.request.kv_transfer_params is None
+        node.engine.samples(prompt)
+        assert (await read(call)).first_token.token_id == 42
+        assert (await read(call)).done.kv_bytes == 0
+        assert await read(call) is grpc.aio.EOF
+        await until(lambda: node.outcomes() == {"done": 1}, "counted")
+
+
+@pytest.mark.parametrize("puller_leaves_first", [True, False])
+async def test_a_token_that_ends_the_answer_is_a_success(puller_leaves_first: bool) -> None:
+    """The caller sees the end token too, and calls off whatever is on its way."""
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node))
+        await read(call)
+        prompt = await node.engine.added()
+        node.engine.samples(prompt, finish_reason="stop")
+        await read(call)
+        if puller_leaves_first:
+            node.engine.kv_is_taken(prompt, ok=False)
+            assert (await read(call)).WhichOneof("event") == "done"
+        call.cancel()
+        await until(lambda: node.outcomes() == {"done": 1}, "counted")
+        assert prompt.aborted != puller_leaves_first
+
+
 async def test_kv_that_nobody_takes_fails_the_call() -> None:
     async with served_prefill() as node:
         call = node.stub.Prefill(request(node))

@@ -21,15 +21,21 @@ class Pair:
     num_started: int = field(default=0)
 
     def request(self, seed: int, **sampling: Any) -> tuple[GenerationRequest, GenerationRequest]:
-        """(for prefill, for decode)."""
+        """(for prefill, for decode). Of one that asks for one token no KV moves."""
         self.num_started += 1
         request_id, transfer_id = f"r{self.num_started}", f"{self.num_started:032x}"
-        offer = make_request(request_id, seed, **sampling, max_tokens=1)
-        offer.kv_transfer_params = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        offer = make_request(request_id, seed, **{**sampling, "max_tokens": 1})
         pull = make_request(request_id, seed, **sampling)
         pull.kv_transfer_params = KVTransferParams(
-            do_remote_prefill=True, transfer_id=transfer_id, peer=self.prefill.ready.peer
+            do_remote_prefill=True,
+            transfer_id=transfer_id,
+            peer=self.prefill.ready.peer,
+            first_token_only=pull.needs_one_token,
         )
+        if not pull.needs_one_token:
+            offer.kv_transfer_params = KVTransferParams(
+                do_remote_decode=True, transfer_id=transfer_id
+            )
         return offer, pull
 
     async def run_prefill(self, offer: GenerationRequest) -> KVTransferResult:

@@ -13,6 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -143,6 +144,40 @@ async def test_joined(pair: Pair, oracle: Oracle) -> None:
             break
     assert found == oracle.tokens(SEED)[: len(found)]
     await prefill
+    await nothing_is_left(pair, oracle)
+
+
+async def test_one_token_moves_no_kv(pair: Pair, oracle: Oracle) -> None:
+    await nothing_is_left(pair, oracle)
+    before = [counter(llm, "transfers") for llm in (pair.prefill, pair.decode)]
+    offer, pull = pair.request(SEED, max_tokens=1)
+    stream = pair.decode.generate(pull)
+    (token,) = [token async for o in pair.prefill.generate(offer) for token in o.token_ids]
+    pair.decode.supply_first_token(pull.request_id, token)
+    assert await tokens_of(stream) == oracle.tokens(SEED)[:1]
+    for llm in (pair.prefill, pair.decode):
+        await until_empty(llm)
+    assert before == [counter(llm, "transfers") for llm in (pair.prefill, pair.decode)]
+    _, pull = pair.request(SEED, max_tokens=1)
+    stream = pair.decode.generate(pull)
+    pair.decode.prefill_locally(pull.request_id)
+    assert await tokens_of(stream) == oracle.tokens(SEED)[:1], "without any prefill node"
+
+
+@pytest.mark.parametrize("knows", ["both", "decode"])
+async def test_first_token_ends_the_answer(pair: Pair, oracle: Oracle, knows: str) -> None:
+    """By a stop token, or by a stop string, of which prefill knows nothing. Decode lets go of the
+    KV, and no call is cancelled here."""
+    token = oracle.tokens(SEED)[0]
+    offer, pull = pair.request(SEED, stop_token_ids=(token,))
+    if knows == "decode":
+        offer.sampling = msgspec.structs.replace(offer.sampling, stop_token_ids=())
+    stream = pair.decode.generate(pull)
+    outputs = [output async for output in pair.prefill.generate(offer)]
+    assert outputs[-1].finish_reason == ("stop" if knows == "both" else "length")
+    assert not pair.decode.supply_first_token(pull.request_id, token)
+    assert await tokens_of(stream) == [token]
+    await pair.prefill.wait_kv_result(offer.request_id)
     await nothing_is_left(pair, oracle)
 
 

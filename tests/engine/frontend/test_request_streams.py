@@ -7,6 +7,7 @@ import gc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
@@ -78,6 +79,7 @@ async def llm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncLLM]:
     yield llm
     await llm.shutdown()
     assert not llm._states
+    assert not llm._outside
     assert not llm._kv_results
 
 
@@ -198,6 +200,25 @@ async def test_first_token_that_is_the_last(
     assert core.take() == [AbortRequests(["r"])]
     assert [output.finish_reason async for output in stream] == [reason]
     assert not (await waiting).ok
+
+
+async def test_only_token_does_not_concern_the_core(llm: AsyncLLM, core: FakeCore) -> None:
+    params = msgspec.structs.replace(PULL, first_token_only=True)
+    stream = _generate(llm, params, max_tokens=1)
+    llm.retry_remote("r", params)
+    assert not llm.supply_first_token("r", 5), "it was the last"
+    assert [output.token_ids async for output in stream] == [[5]]
+    _generate(llm, params, max_tokens=1).close()
+    assert core.take() == []
+
+
+async def test_only_token_is_computed_here_after_all(llm: AsyncLLM, core: FakeCore) -> None:
+    stream = _generate(llm, msgspec.structs.replace(PULL, first_token_only=True), max_tokens=1)
+    llm.prefill_locally("r")
+    (message,) = core.take()
+    assert isinstance(message, EngineCoreRequest) and message.kv_transfer_params is None
+    stream.close()
+    assert core.take() == [AbortRequests(["r"])]
 
 
 async def test_results_of_attempts_and_what_follows_from_them(
