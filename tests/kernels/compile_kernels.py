@@ -40,8 +40,8 @@ from tandem_kernels import (
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-HEAD_SIZES = {80: (128,), 90: (80, 128, 256)}
-"""By capability. Between 64 and 128 all sizes are padded to 128, as 80 is; 128 takes the most
+HEAD_SIZES = {80: (128,), 90: (64, 80, 128, 256)}
+"""By capability. Above 64 all sizes up to 128 are padded to 128, as 80 is; 128 takes the most
 shared memory."""
 
 
