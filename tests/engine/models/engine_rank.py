@@ -15,7 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.config import (
+    CacheConfig,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
 from engine.request import Request
@@ -55,6 +62,7 @@ class EngineRank:
         self._worker.load_model(lambda fraction: None)
         num_blocks = self._worker.determine_num_blocks()
         self._worker.initialize_kv_cache(num_blocks)
+        self._worker.capture_model(lambda stage, fraction: None)
         self._scheduler = Scheduler(config, num_blocks, None)
         self.num_cached: dict[str, int] = {}
 
@@ -95,7 +103,9 @@ class EngineRank:
         self._worker.shutdown()
 
 
-def greedy(folder: Path, mode: str, rank: int, size: int, rendezvous: str) -> dict[str, Found]:
+def greedy(
+    folder: Path, mode: str, rank: int, size: int, rendezvous: str, device: Device = "cpu"
+) -> dict[str, Found]:
     """Request to NUM_GREEDY tokens and to log probabilities of its prompt."""
     config = EngineConfig(
         engine_id=f"parity-{folder.name}-{mode}-{size}",
@@ -108,6 +118,7 @@ def greedy(folder: Path, mode: str, rank: int, size: int, rendezvous: str) -> di
             max_num_batched_tokens=MODES[mode],
             enable_chunked_prefill=mode == "chunked",
         ),
+        device=DeviceConfig(device=device),
     )
     engine = EngineRank(config, rank, rendezvous)
     engine.run({"warm": prompts()[3]}, max_tokens=1)

@@ -30,14 +30,18 @@ class PagedModel:
     """The cache is full of NaN at first, and blocks are given out in falling order, so what is
     read from a wrong place shows."""
 
-    def __init__(self, config: EngineConfig, model: LlamaForCausalLM) -> None:
+    def __init__(
+        self, config: EngineConfig, model: LlamaForCausalLM, device: torch.device | str = "cpu"
+    ) -> None:
         self._model = model
+        self._device = device
         self._free = list(range(_NUM_BLOCKS))
         layout = config.kv_layout
         shape = (_NUM_BLOCKS, 2, layout.local_kv_heads, BLOCK_SIZE, layout.head_dim)
         dtype = getattr(torch, config.model.dtype)
         self.kv_caches = [
-            torch.full(shape, float("nan"), dtype=dtype) for _ in range(layout.num_layers)
+            torch.full(shape, float("nan"), dtype=dtype, device=device)
+            for _ in range(layout.num_layers)
         ]
         self.layers_seen: list[int] = []
 
@@ -88,13 +92,12 @@ class PagedModel:
                 block = sequence.blocks[position // BLOCK_SIZE]
                 slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
             sequence.num_computed = stop
+        with torch.device(self._device):
+            inputs = torch.tensor(ids), torch.tensor(positions), torch.tensor(slots)
+            metadata = _metadata(sequences, counts)
+        input_ids, at, slot_mapping = inputs
         hidden = self._model(
-            torch.tensor(ids),
-            torch.tensor(positions),
-            self.kv_caches,
-            torch.tensor(slots),
-            _metadata(sequences, counts),
-            self.layers_seen.append,
+            input_ids, at, self.kv_caches, slot_mapping, metadata, self.layers_seen.append
         )
         logits: torch.Tensor = self._model.compute_logits(hidden)
         return logits

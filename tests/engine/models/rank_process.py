@@ -25,7 +25,7 @@ WHOLE, CHUNK = 1000, 13
 
 
 def make_paged_model(
-    folder: Path, group: TensorParallelGroup, dtype: Dtype | None = None
+    folder: Path, group: TensorParallelGroup, dtype: Dtype | None = None, device: str = "cpu"
 ) -> PagedModel:
     config = EngineConfig(
         engine_id="parity",
@@ -34,9 +34,9 @@ def make_paged_model(
         cache=CacheConfig(block_size=BLOCK_SIZE),
         parallel=ParallelConfig(tensor_parallel_size=group.size),
     )
-    model = create_model(config, group, "cpu")
+    model = create_model(config, group, device)
     load_weights(model, config, lambda fraction: None)
-    return PagedModel(config, model)
+    return PagedModel(config, model, device)
 
 
 def compute(model: PagedModel) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.models.engine_rank import MODES_OF_SIZE, NUM_TOP
+from tests.engine.models.engine_rank import MODES, MODES_OF_SIZE, NUM_TOP, greedy
 from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 from tests.engine.models.reference_models import (
     FAMILIES,
@@ -54,6 +54,19 @@ def test_greedy_tokens_equal_transformers(
         for index, tokens in enumerate(expected):
             assert len(tokens) == NUM_GREEDY
             assert ours[f"{family}/{mode}/{index}"]["tokens"] == tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_on_a_gpu_equal_transformers(
+    family: str, mode: str, checkpoints: Path
+) -> None:
+    """With CUDA graphs, and every kernel in float32."""
+    found = greedy(checkpoints / family, mode, 0, 1, "", "cuda")
+    assert [found[str(i)].tokens for i in range(len(prompts()))] == expected_tokens(
+        checkpoints / family
+    )
 
 
 @modes

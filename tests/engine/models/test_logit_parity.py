@@ -52,19 +52,20 @@ def test_all_ranks_have_the_same_bits(family: str, logits_by_rank: LogitsByRank)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_tied"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_half_precision_is_as_exact_as_transformers(
-    family: str, dtype: str, tmp_path: Path
+    family: str, dtype: str, device: str, tmp_path: Path
 ) -> None:
     """Against float32 on the same rounded weights; transformers in half precision is the yardstick
     for how much error is natural."""
     half = getattr(torch, dtype)
     save_checkpoint(FAMILIES[family], tmp_path, half)
     exact, theirs = reference(tmp_path), reference(tmp_path, half)
-    paged = make_paged_model(tmp_path, TensorParallelGroup(0, 1))
+    paged = make_paged_model(tmp_path, TensorParallelGroup(0, 1), device=device)
     assert paged.kv_caches[0].dtype == half
-    for prompt, ours in zip(prompts(), paged.prefill(prompts(), CHUNK), strict=True):
-        assert ours.dtype == torch.float32
-        truth = reference_logits(exact, prompt)
+    for prompt, logits in zip(prompts(), paged.prefill(prompts(), CHUNK), strict=True):
+        assert logits.dtype == torch.float32
+        ours, truth = logits.cpu(), reference_logits(exact, prompt)
         natural = relative_error(reference_logits(theirs, prompt).float(), truth)
         assert relative_error(ours, truth) < 1.5 * natural
         assert natural < 0.1
