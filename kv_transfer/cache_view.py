@@ -12,13 +12,15 @@ never computed with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import DTYPE_BYTES, HeadRange, KVLayout
 from kv_transfer.memory.copy_queue import CopyQueue
-from kv_transfer.memory.copy_stream import CopyStream
+from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.devices import device_of
 from kv_transfer.memory.inbox import Inbox
@@ -48,9 +50,10 @@ def token_runs(start: int, stop: int, source_size: int, target_size: int) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """A block as it lies in memory: `[2, num_heads, block_size, head_dim]` of numbers."""
+    """A block as it lies in memory: `[2, heads.count, block_size, head_dim]` of numbers."""
 
-    num_heads: int
+    heads: HeadRange
+    """Of all that the model has."""
     block_size: int
     row_bytes: int
     """Of one token of one head."""
@@ -61,32 +64,20 @@ class BlockShape:
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.num_heads * self.head_bytes
+        return 2 * self.part_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Of its keys, or of its values."""
+        return self.heads.count * self.head_bytes
+
+    def offset_of(self, head: int) -> int:
+        """Where its keys begin."""
+        return (head - self.heads.start) * self.head_bytes
 
     @classmethod
-    def of(cls, layout: KVLayout, num_heads: int) -> BlockShape:
-        return cls(num_heads, layout.block_size, layout.head_dim * DTYPE_BYTES[layout.dtype])
-
-
-class JoinedCopies:
-    """Issues copies; those that continue each other on both sides become one."""
-
-    def __init__(self, stream: CopyStream) -> None:
-        self._stream = stream
-        self._target = self._source = self._num_bytes = 0
-
-    def add(self, target: int, source: int, num_bytes: int) -> None:
-        end = self._num_bytes
-        if target == self._target + end and source == self._source + end:
-            self._num_bytes += num_bytes
-            return
-        self.flush()
-        self._target, self._source, self._num_bytes = target, source, num_bytes
-
-    def flush(self) -> None:
-        if self._num_bytes:
-            self._stream.copy(self._target, self._source, self._num_bytes)
-        self._num_bytes = 0
+    def of(cls, layout: KVLayout, heads: HeadRange) -> BlockShape:
+        return cls(heads, layout.block_size, layout.head_dim * DTYPE_BYTES[layout.dtype])
 
 
 class CacheMap:
@@ -99,8 +90,7 @@ class CacheMap:
         """
         self.handle = handle
         self.num_blocks = handle.num_blocks
-        self.heads = layout.heads_of_rank(handle.rank)
-        self.shape = BlockShape.of(layout, layout.local_kv_heads)
+        self.shape = BlockShape.of(layout, layout.heads_of_rank(handle.rank))
         self._layer_bytes = handle.num_blocks * layout.block_bytes
         needed = layout.num_layers * self._layer_bytes
         self._mapping = device.open_cache(handle)
@@ -121,9 +111,10 @@ class CacheMap:
         start = self._mapping.address + layer * self._layer_bytes
         return start + block_id * self.shape.num_bytes
 
-    def addresses_of(self, layer: int, block_ids: Iterable[int]) -> list[int]:
-        start, size = self.address_of(layer, 0), self.shape.num_bytes
-        return [start + block_id * size for block_id in block_ids]
+    def addresses_of(self, layers: int | Numbers, block_ids: list[int] | Numbers) -> Numbers:
+        """Of one block in each of these layers, or of blocks in one layer."""
+        inside = layers * self._layer_bytes + np.asarray(block_ids, np.int64) * self.shape.num_bytes
+        return inside + self._mapping.address
 
     def close(self) -> None:
         """No copy may be on its way."""
@@ -151,73 +142,71 @@ class KVCacheView(CacheMap):
     def copy_out(self, layer: int, block_ids: list[int], target: int) -> None:
         """The blocks one behind the other, `[n, 2, heads, B, D]`; neighbours move together."""
         size = self.shape.num_bytes
-        targets = range(target, target + len(block_ids) * size, size)
-        self._copy_blocks(targets, self.addresses_of(layer, block_ids))
+        targets = target + size * np.arange(len(block_ids))
+        self._copy_joined(targets, self.addresses_of(layer, block_ids), size)
 
-    def write_blocks(self, layer: int, block_ids: Sequence[int], sources: Iterable[int]) -> None:
-        """Whole blocks of our own shape, from these addresses, into blocks of ours."""
-        self._copy_blocks(self.addresses_of(layer, block_ids), sources)
+    def write_blocks(
+        self, heads: HeadRange, targets: Numbers, source_shape: BlockShape, sources: Numbers
+    ) -> None:
+        """These heads of whole blocks into blocks of ours, all by address. Both have equally many
+        tokens, so a head lies in one piece, and so do all heads if each side has no others."""
+        ours = self.shape
+        if source_shape == ours and heads == ours.heads:
+            self._copy_joined(targets, sources, ours.num_bytes)
+            return
+        parts = np.arange(2)
+        targets = targets + ours.offset_of(heads.start)
+        sources = sources + source_shape.offset_of(heads.start)
+        self._copy_joined(
+            np.add.outer(targets, parts * ours.part_bytes).ravel(),
+            np.add.outer(sources, parts * source_shape.part_bytes).ravel(),
+            heads.count * ours.head_bytes,
+        )
 
-    def _copy_blocks(self, targets: Iterable[int], sources: Iterable[int]) -> None:
-        """As `JoinedCopies` does, for copies of one block each. Most KV moves so, and between GPUs
-        it takes longer to issue a copy than to do it: a call for each block would double that."""
-        copy, size = self.copies.stream.copy, self.shape.num_bytes
-        target = source = num_bytes = 0
-        for place, address in zip(targets, sources, strict=True):
-            if place == target + num_bytes and address == source + num_bytes:
-                num_bytes += size
-                continue
-            if num_bytes:
-                copy(target, source, num_bytes)
-            target, source, num_bytes = place, address, size
-        if num_bytes:
-            copy(target, source, num_bytes)
+    def _copy_joined(self, targets: Numbers, sources: Numbers, num_bytes: int) -> None:
+        """Copies of equal size; those that continue each other on both sides become one."""
+        is_new = (np.diff(targets) != num_bytes) | (np.diff(sources) != num_bytes)
+        bounds = np.concatenate(([0], np.flatnonzero(is_new) + 1, [len(targets)]))
+        if len(targets):
+            first = bounds[:-1]
+            self.copies.stream.copy(targets[first], sources[first], np.diff(bounds) * num_bytes)
 
     def write_runs(
         self,
-        layer: int,
         heads: HeadRange,
         source_shape: BlockShape,
-        source_first_head: int,
         runs: Iterable[tuple[int, TokenRun, int]],
     ) -> None:
-        """Tokens into blocks of ours.
+        """These heads of tokens into blocks of ours.
 
-        `runs`: (address of the source block, which tokens, our physical block). `heads` are those
-        to write; in a source block they begin at head `source_first_head`.
+        `runs`: (address of the source block, which tokens, address of our block).
         """
-        copies = JoinedCopies(self.copies.stream)
-        first_head = heads.start - self.heads.start
         ours = self.shape
-        is_whole_block = ours == source_shape and heads.count == ours.num_heads
-        for source, run, block_id in runs:
-            target = self.address_of(layer, block_id)
-            if is_whole_block and run.num_tokens == ours.block_size:
-                copies.add(target, source, ours.num_bytes)
-                continue
-            target += first_head * ours.head_bytes + run.target_offset * ours.row_bytes
-            source += source_first_head * source_shape.head_bytes
-            source += run.source_offset * ours.row_bytes
-            self._copy_box(target, source, source_shape, heads.count, run.num_tokens)
-        copies.flush()
+        for source, run, target in runs:
+            self._copy_box(
+                target + ours.offset_of(heads.start) + run.target_offset * ours.row_bytes,
+                source + source_shape.offset_of(heads.start) + run.source_offset * ours.row_bytes,
+                source_shape,
+                heads.count,
+                run.num_tokens,
+            )
 
     def _copy_box(
         self, target: int, source: int, source_shape: BlockShape, num_heads: int, num_tokens: int
     ) -> None:
         """`[2, num_heads, num_tokens]` out of one block into another."""
-        ours, stream = self.shape, self.copies.stream
-        row_bytes = num_tokens * ours.row_bytes
-        if num_heads == ours.num_heads == source_shape.num_heads:
+        ours = self.shape
+        if num_heads == ours.heads.count == source_shape.heads.count:
             parts, num_rows = 1, 2 * num_heads
         else:
             parts, num_rows = 2, num_heads
         for part in range(parts):
-            stream.copy_rows(
-                target + part * ours.num_heads * ours.head_bytes,
+            self.copies.stream.copy_rows(
+                target + part * ours.part_bytes,
                 ours.head_bytes,
-                source + part * source_shape.num_heads * source_shape.head_bytes,
+                source + part * source_shape.part_bytes,
                 source_shape.head_bytes,
-                row_bytes,
+                num_tokens * ours.row_bytes,
                 num_rows,
             )
 

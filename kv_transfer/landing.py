@@ -15,16 +15,37 @@ their block was sent.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kv_transfer.block_views import BlockViews
 from kv_transfer.cache_view import BlockShape, CacheMap, KVCacheView, TokenRun, token_runs
 from kv_transfer.chunk_grid import ChunkGrid
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.memory.inbox import Inbox
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.wire import ByteArray, Chunk, ChunkHeader, ChunkKind
+
+_Place = tuple[int, int, int]
+"""Layer, first block and number of blocks of a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Blocks of the sender, one entry for each."""
+
+    layers: Numbers
+    numbers: Numbers
+    """From the start of the prompt."""
+    addresses: Numbers
+    """Where they can be read."""
+
+    def where(self, choice: npt.NDArray[np.bool_]) -> _Blocks:
+        return _Blocks(self.layers[choice], self.numbers[choice], self.addresses[choice])
 
 
 class Landing:
@@ -50,8 +71,9 @@ class Landing:
         self._ours = ours
         self._theirs = meta.peer.layout
         self._cache = cache
-        self._shape = BlockShape.of(self._theirs, heads.count)
-        self._views = views if self._shape == cache.shape and heads == cache.heads else None
+        self._shape = BlockShape.of(self._theirs, heads)
+        self._views = views if self._shape == cache.shape else None
+        self._block_ids = np.array(meta.block_ids, np.int64)
         self._grid: ChunkGrid | None = None
         self._missing: set[int] = set()
 
@@ -70,7 +92,7 @@ class Landing:
         `CorruptChunk` when it is not one that is missing."""
         header = chunk.header
         if header.kind is ChunkKind.BLOCKS:
-            return sum(self._accept_named(*named) for named in _named_chunks(chunk))
+            return self._accept_named(chunk)
         index = self._missing_index(header)
         self._check_size(header, chunk.payload.nbytes)
         self._copy_from_payload(header, chunk.payload)
@@ -97,7 +119,7 @@ class Landing:
 
     def accept_in_place(self, header: ChunkHeader) -> None:
         """What `place` gave is written, and was checked."""
-        index = self._index_of(header)
+        index = self._index_in(self._grid_of(header), *_place_of(header))
         self._missing.discard(index)
 
     def end(self, chunk: Chunk) -> None:
@@ -106,12 +128,18 @@ class Landing:
         self._grid_of(chunk.header)
 
     def _missing_index(self, header: ChunkHeader) -> int:
+        return self._missing_indices(header, [_place_of(header)]).pop()
+
+    def _missing_indices(self, header: ChunkHeader, places: list[_Place]) -> set[int]:
+        """Of the chunks that one message holds or names."""
         self._check_identity(header)
         self._check_heads(header)
-        index = self._index_of(header)
-        if index not in self._missing:
-            raise CorruptChunk(f"chunk {index} is not expected here, or came twice")
-        return index
+        grid = self._grid_of(header)
+        indices = {self._index_in(grid, *place) for place in places}
+        if len(indices) < len(places) or not indices <= self._missing:
+            foreign = sorted(indices - self._missing) or sorted(indices)
+            raise CorruptChunk(f"chunk {foreign[0]} is not expected here, or came twice")
+        return indices
 
     def _check_identity(self, header: ChunkHeader) -> None:
         if (header.transfer_id, header.attempt) != (self._meta.transfer_id, self._meta.attempt):
@@ -138,64 +166,57 @@ class Landing:
             raise CorruptChunk("the chunk belongs to another grid than its predecessors")
         return self._grid
 
-    def _index_of(self, header: ChunkHeader) -> int:
+    @staticmethod
+    def _index_in(grid: ChunkGrid, layer: int, first_block: int, num_blocks: int) -> int:
         """The grid position. The first group may hold blocks before those that we asked for."""
-        grid = self._grid_of(header)
-        group = header.first_block // grid.blocks_per_chunk
-        if header.layer >= grid.num_layers or group >= grid.num_groups:
+        group = first_block // grid.blocks_per_chunk
+        if layer >= grid.num_layers or group >= grid.num_groups:
             raise CorruptChunk("the chunk lies outside of the prompt")
         wanted = grid.blocks_of(group)
-        if header.first_block > wanted.start or (
-            header.first_block + header.num_blocks != wanted.stop
-        ):
+        if first_block > wanted.start or first_block + num_blocks != wanted.stop:
             raise CorruptChunk("the chunk does not fill its place in the grid")
-        return grid.index(header.layer, group)
+        return grid.index(layer, group)
 
     def _check_size(self, header: ChunkHeader, payload_bytes: int) -> None:
         expected = header.num_blocks * self._shape.num_bytes
         if payload_bytes != expected:
             raise CorruptChunk(f"{payload_bytes} bytes of KV where {expected} belong")
 
-    def _accept_named(self, header: ChunkHeader, block_ids: list[int]) -> int:
-        """A chunk that lies in these blocks of the peer; its bytes."""
+    def _accept_named(self, message: Chunk) -> int:
+        """Chunks that lie in blocks of the peer; their bytes. All of them or none."""
         peer = self.peer_cache
         if peer is None:
             raise CorruptChunk("the peer names blocks of a cache that is not mapped here")
-        index = self._missing_index(header)
+        places, block_ids = _named_chunks(message)
+        indices = self._missing_indices(message.header, places)
         try:
-            peer.check_block_ids(block_ids)
+            peer.check_block_ids(block_ids.tolist())
         except ValueError as error:
             raise CorruptChunk(f"the peer's {error}") from error
-        sources = peer.addresses_of(header.layer, block_ids)
-        self._copy(header, sources, peer.shape, self.heads.start - peer.heads.start)
-        self._missing.discard(index)
-        return header.num_blocks * self._shape.num_bytes
+        layers, numbers = _every_block(places)
+        blocks = _Blocks(layers, numbers, peer.addresses_of(layers, block_ids))
+        self._copy(blocks, peer.shape)
+        self._missing -= indices
+        return len(block_ids) * self._shape.num_bytes
 
     def _copy_from_payload(self, header: ChunkHeader, payload: ByteArray) -> None:
         """`payload` may go when this returns."""
         start, size = self._cache.inbox.lend(payload), self._shape.num_bytes
-        sources = [start + i * size for i in range(header.num_blocks)]
-        self._copy(header, sources, self._shape, 0)
+        layers, numbers = _every_block([_place_of(header)])
+        self._copy(_Blocks(layers, numbers, start + size * np.arange(len(layers))), self._shape)
         self._cache.inbox.copies_issued()
 
-    def _copy(
-        self, header: ChunkHeader, sources: list[int], shape: BlockShape, first_head: int
-    ) -> None:
-        """`sources`: addresses of the chunk's blocks, which look like `shape`."""
-        block_ids = self._meta.block_ids
-        if (
-            shape == self._cache.shape
-            and self.heads == self._cache.heads
-            and self._is_whole(header)
-        ):
-            stop = header.first_block + header.num_blocks
-            self._cache.write_blocks(header.layer, block_ids[header.first_block : stop], sources)
-            return
-        runs = (
-            (sources[run.source_block - header.first_block], run, block_ids[run.target_block])
-            for run in self._wanted_runs(header)
-        )
-        self._cache.write_runs(header.layer, self.heads, shape, first_head, runs)
+    def _copy(self, blocks: _Blocks, shape: BlockShape) -> None:
+        """Tokens that were asked for, out of blocks that look like `shape`. Whole blocks that fill
+        blocks of ours go together, in one call for all layers."""
+        meta, size = self._meta, shape.block_size
+        if size == self._ours.block_size:
+            first = blocks.numbers * size
+            is_whole = (first >= meta.first_token) & (first + size <= meta.num_tokens)
+            whole, blocks = blocks.where(is_whole), blocks.where(~is_whole)
+            targets = self._cache.addresses_of(whole.layers, self._block_ids[whole.numbers])
+            self._cache.write_blocks(self.heads, targets, shape, whole.addresses)
+        self._cache.write_runs(self.heads, shape, self._wanted_runs(blocks))
 
     def _is_whole(self, header: ChunkHeader) -> bool:
         """Whether all tokens of its blocks were asked for."""
@@ -203,27 +224,42 @@ class Landing:
         start, stop = header.first_block * size, (header.first_block + header.num_blocks) * size
         return self._meta.first_token <= start and stop <= self._meta.num_tokens
 
-    def _wanted_runs(self, header: ChunkHeader) -> Iterator[TokenRun]:
-        """Tokens of the chunk that were asked for."""
-        size = self._theirs.block_size
-        start = max(header.first_block * size, self._meta.first_token)
-        stop = min((header.first_block + header.num_blocks) * size, self._meta.num_tokens)
-        return token_runs(start, stop, size, self._ours.block_size)
+    def _wanted_runs(self, blocks: _Blocks) -> Iterator[tuple[int, TokenRun, int]]:
+        """Tokens of these blocks that were asked for, as `KVCacheView.write_runs` takes them."""
+        meta, size = self._meta, self._theirs.block_size
+        columns = blocks.layers.tolist(), blocks.numbers.tolist(), blocks.addresses.tolist()
+        for layer, number, source in zip(*columns, strict=True):
+            start = max(number * size, meta.first_token)
+            stop = min((number + 1) * size, meta.num_tokens)
+            for run in token_runs(start, stop, size, self._ours.block_size):
+                yield source, run, self._cache.address_of(layer, meta.block_ids[run.target_block])
 
 
-def _named_chunks(message: Chunk) -> Iterator[tuple[ChunkHeader, list[int]]]:
-    """What a message of kind BLOCKS names: each chunk as if it had come alone, and its blocks.
-    Raises `CorruptChunk`."""
-    if message.payload.nbytes % 4 != 0:
+def _place_of(header: ChunkHeader) -> _Place:
+    return header.layer, header.first_block, header.num_blocks
+
+
+def _every_block(places: list[_Place]) -> tuple[Numbers, Numbers]:
+    """Layer and number of each block, in order."""
+    layers, first, counts = np.array(places, np.int64).T
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(layers, counts), np.repeat(first, counts) + within
+
+
+def _named_chunks(message: Chunk) -> tuple[list[_Place], Numbers]:
+    """What a message of kind BLOCKS names: the chunks, and the sender's physical blocks of all, in
+    order. Raises `CorruptChunk`."""
+    if message.payload.nbytes == 0 or message.payload.nbytes % 4 != 0:
         raise CorruptChunk("a message that names blocks is cut off")
-    words: list[int] = message.payload.view("<u4").tolist()
+    words = message.payload.view("<u4").astype(np.int64)
+    is_id = np.ones(len(words), np.bool_)
+    places = []
     at = 0
     while at < len(words):
-        layer, first_block, num_blocks = (*words[at : at + 3], 0, 0)[:3]
-        start, at = at + 3, at + 3 + num_blocks
+        layer, first_block, num_blocks = (*words[at : at + 3].tolist(), 0, 0)[:3]
+        places.append((layer, first_block, num_blocks))
+        is_id[at : at + 3] = False
+        at += 3 + num_blocks
         if num_blocks == 0 or at > len(words):
             raise CorruptChunk("a message that names blocks is cut off")
-        header = replace(
-            message.header, layer=layer, first_block=first_block, num_blocks=num_blocks
-        )
-        yield header, words[start:at]
+    return places, words[is_id]

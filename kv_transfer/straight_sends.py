@@ -44,7 +44,7 @@ class StraightSends:
         was_sent: Callable[[Pull, SentChunk | None, int], None],
         on_left: Callable[[SendTransfer], None],
     ) -> None:
-        self._heads = cache.heads
+        self._heads = cache.shape.heads
         self._views = BlockViews(cache, num_layers) if cache.device.copies_at_once else None
         self._pool = pool
         self._messages = messages

@@ -1,6 +1,6 @@
 """Copies between addresses, in order, on a stream of their own.
 
-    1. `copy`, `copy_rows`   issue a copy; it may still run when they return
+    1. `copy`, `copy_rows`   issue copies; they may still run when these return
     2. `fence`               a point behind all copies issued so far
     3. `Fence.is_done`       they are complete: what was read may change, what was written is there
 
@@ -14,6 +14,9 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+"""Addresses or sizes, one for each copy; contiguous."""
 
 
 class Fence(ABC):
@@ -32,8 +35,9 @@ class CopyStream(ABC):
     """All addresses are those of this process."""
 
     @abstractmethod
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Both areas must stay mapped until a later fence is done."""
+    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        """In any order among themselves, so no two may write to one place. What is read must be
+        complete when this is called, and mapped until a later fence is done."""
 
     @abstractmethod
     def copy_rows(
@@ -69,8 +73,12 @@ _DONE = _DoneFence()
 class HostCopyStream(CopyStream):
     """The processor copies, at once."""
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        ctypes.memmove(target, source, num_bytes)
+    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        move = ctypes.memmove
+        for target, source, size in zip(
+            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
+        ):
+            move(target, source, size)
 
     def copy_rows(
         self,

@@ -8,13 +8,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.memory.copy_stream import CopyStream, Fence
+from kv_transfer.memory.copy_stream import CopyStream, Fence, Numbers
 from kv_transfer.memory.cuda_driver import CudaDriver, cuda_driver
 from kv_transfer.memory.device import DeviceError, Mapping, MemoryDevice
+
+logger = logging.getLogger(__name__)
 
 
 class CudaDevice(MemoryDevice):
@@ -32,6 +36,7 @@ class CudaDevice(MemoryDevice):
                 f"start transfer processes with the same CUDA_VISIBLE_DEVICES as their worker"
             )
         self._driver.use_device(visible.index(uuid))
+        logger.info("copies are issued %s", self._driver.copies.way)
         self.pci_address = self._driver.pci_address(visible.index(uuid))
 
     def open_cache(self, handle: KVCacheHandle) -> Mapping:
@@ -59,8 +64,8 @@ class CudaCopyStream(CopyStream):
         self._is_closed = False
         self._idle_events: list[int] = []
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        self._driver.copy(target, source, num_bytes, self._stream)
+    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        self._driver.copies.issue(targets, sources, sizes, self._stream)
 
     def copy_rows(
         self,

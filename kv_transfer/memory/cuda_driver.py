@@ -12,6 +12,7 @@ from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c
 from functools import cache
 from typing import Any
 
+from kv_transfer.memory.cuda_copies import CudaCopies
 from kv_transfer.memory.device import DeviceError
 
 _SUCCESS = 0
@@ -98,7 +99,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
-    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemcpy2DAsync_v2": (c_void_p, c_void_p),
 }
 
@@ -125,13 +125,15 @@ class CudaDriver:
                 ) from None
             call.argtypes, call.restype = arguments, c_int
             self._calls[name] = call
-        self._memcpy = self._calls["cuMemcpyAsync"]
         self._write_value = self._calls["cuStreamWriteValue32_v2"]
         self._query = self._calls["cuEventQuery"]
+        self.copies = CudaCopies(library, self._check)
         self._do("cuInit", 0)
 
     def _do(self, name: str, *arguments: Any) -> None:
-        code = self._calls[name](*arguments)
+        self._check(name, self._calls[name](*arguments))
+
+    def _check(self, name: str, code: int) -> None:
         if code != _SUCCESS:
             raise self._error(name, code)
 
@@ -269,11 +271,6 @@ class CudaDriver:
 
     # Work on streams --------------------------------------------------------------------------
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        code = self._memcpy(target, source, num_bytes, stream)
-        if code != _SUCCESS:
-            raise self._error("cuMemcpyAsync", code)
-
     def copy_rows(
         self,
         target: int,
@@ -299,9 +296,7 @@ class CudaDriver:
     def write_value(self, stream: int, address: int, value: int) -> None:
         """When the stream gets there, after everything before is visible to all, `value` is
         written to four bytes of device-visible memory."""
-        code = self._write_value(stream, address, value, 0)
-        if code != _SUCCESS:
-            raise self._error("cuStreamWriteValue32", code)
+        self._check("cuStreamWriteValue32", self._write_value(stream, address, value, 0))
 
 
 @cache

@@ -22,6 +22,7 @@ from kv_transfer.memory.devices import device_of
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES = 4, 128, 512 << 10
 LAYER_BYTES = NUM_BLOCKS * BLOCK_BYTES
+POISON = 0xEE
 
 
 def checked(name: str, check: Callable[[], object]) -> bool:
@@ -49,6 +50,7 @@ class Child:
             ("child: host to device", self.copy_in),
             ("child: rows to rows", self.copy_rows),
             ("child: within the device", self.copy_within),
+            ("child: many at once, in any order", self.copy_scattered),
             ("child: let go", self.close),
         ]
         return all(checked(name, check) for name, check in checks)
@@ -70,18 +72,22 @@ class Child:
         self.device.pin(self.host)
         return f"{self.host.nbytes >> 20} MiB in {(time.perf_counter() - started) * 1e3:.0f} ms"
 
-    def timed(self, source: int, target: int, piece: int) -> str:
-        """All layers, in copies of `piece` bytes, twice; the second is measured."""
-        total = NUM_LAYERS * LAYER_BYTES
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self.stream.copy(*np.array([[target], [source], [num_bytes]]))
+
+    def timed(self, target: int, source: int, piece: int) -> str:
+        """All layers, in copies of `piece` bytes by one call, twice; the second is measured."""
+        offsets = np.arange(0, NUM_LAYERS * LAYER_BYTES, piece)
+        sizes = np.full_like(offsets, piece)
         for _ in range(2):
             started = time.perf_counter()
-            for offset in range(0, total, piece):
-                self.stream.copy(target + offset, source + offset, piece)
+            self.stream.copy(target + offsets, source + offsets, sizes)
             issued = time.perf_counter() - started
             self.stream.fence().wait()
             elapsed = time.perf_counter() - started
-        each = issued / (total // piece) * 1e6
-        return f"{piece >> 10} KiB {total / elapsed / 1e9:.1f} GB/s, {each:.1f} us to issue"
+        each = issued / len(offsets) * 1e6
+        rate = NUM_LAYERS * LAYER_BYTES / elapsed / 1e9
+        return f"{piece >> 10} KiB {rate:.1f} GB/s, {each:.1f} us to issue"
 
     def copy_out(self) -> str:
         host = self.host.ctypes.data
@@ -102,23 +108,53 @@ class Child:
         """Row i of 256 bytes, every 1024 bytes, goes to every 512."""
         self.host[: 1 << 20] = np.arange(1 << 20, dtype=np.uint32).astype(np.uint8)
         self.stream.copy_rows(self.cache.address, 512, self.host.ctypes.data, 1024, 256, 1000)
-        self.stream.copy(self.host.ctypes.data + (2 << 20), self.cache.address, 512 * 1000)
+        self.copy(self.host.ctypes.data + (2 << 20), self.cache.address, 512 * 1000)
         self.stream.fence().wait()
         got = self.host[2 << 20 :][: 512 * 1000].reshape(1000, 512)[:, :256]
         np.testing.assert_array_equal(got, self.host[: 1024 * 1000].reshape(1000, 1024)[:, :256])
-        self.stream.copy(self.cache.address, self.host.ctypes.data + (3 << 20), 1 << 20)
+        self.copy(self.cache.address, self.host.ctypes.data + (3 << 20), 1 << 20)
         self.stream.fence().wait()
         return "1000 rows"
 
     def copy_within(self) -> str:
         half = self.cache.address + 2 * LAYER_BYTES
+        offsets = np.arange(0, LAYER_BYTES, BLOCK_BYTES)
+        sizes = np.full_like(offsets, BLOCK_BYTES)
         for _ in range(2):
             started = time.perf_counter()
-            for offset in range(0, LAYER_BYTES, BLOCK_BYTES):
-                self.stream.copy(half + offset, half + LAYER_BYTES + offset, BLOCK_BYTES)
+            self.stream.copy(half + offsets, half + LAYER_BYTES + offsets, sizes)
             self.stream.fence().wait()
             elapsed = time.perf_counter() - started
         return f"{LAYER_BYTES / elapsed / 1e9:.1f} GB/s on the same GPU"
+
+    def copy_scattered(self) -> str:
+        """Every second block of layer 1, in random order, from numbered blocks of layer 0 and from
+        the host; the blocks between them are poison."""
+        address, host = self.cache.address, self.host.ctypes.data
+        blocks = self.host[: 2 * LAYER_BYTES].reshape(2, NUM_BLOCKS, BLOCK_BYTES)
+        before = blocks.copy()
+        blocks[0], blocks[1] = np.arange(NUM_BLOCKS)[:, None], POISON
+        self.copy(address, host, 2 * LAYER_BYTES)
+        self.stream.fence().wait()
+        order = np.random.default_rng(0).permutation(NUM_BLOCKS // 2)
+        targets = address + LAYER_BYTES + 2 * BLOCK_BYTES * np.arange(len(order))
+        sources = np.where(order % 2, address, host) + order * BLOCK_BYTES
+        sizes = np.full_like(order, BLOCK_BYTES)
+        sizes[0] = 4
+        self.stream.copy(targets, sources, sizes)
+        self.stream.fence().wait()
+        blocks[:] = 0
+        self.copy(host, address, 2 * LAYER_BYTES)
+        self.stream.fence().wait()
+        expected = np.full_like(blocks[1], POISON)
+        expected[::2] = order[:, None]
+        expected[0, 4:] = POISON
+        np.testing.assert_array_equal(blocks[1], expected)
+        np.testing.assert_array_equal(blocks[0, :, 0], np.arange(NUM_BLOCKS))
+        blocks[:] = before
+        self.copy(address, host, 2 * LAYER_BYTES)
+        self.stream.fence().wait()
+        return cuda_driver().copies.way
 
     def close(self) -> str:
         self.stream.close()

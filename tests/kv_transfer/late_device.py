@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.memory.copy_stream import CopyStream, Fence, HostCopyStream
+from kv_transfer.memory.copy_stream import CopyStream, Fence, HostCopyStream, Numbers
 from kv_transfer.memory.host_device import HostDevice
 
 
@@ -43,8 +43,11 @@ class LateStream(CopyStream):
             copy()
             self.num_done += 1
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        self._issue(partial(self._host.copy, target, source, num_bytes))
+    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        """One after the other, the last first: their order means nothing."""
+        for i in reversed(range(len(targets))):
+            one = slice(i, i + 1)
+            self._issue(partial(self._host.copy, targets[one], sources[one], sizes[one]))
 
     def copy_rows(
         self,

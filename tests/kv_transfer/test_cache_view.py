@@ -16,7 +16,7 @@ from kv_transfer.cache_handle import handle_of_tensors
 from kv_transfer.cache_view import BlockShape, KVCacheView, token_runs
 from kv_transfer.host.memory_file import MemoryFile
 from kv_transfer.layout import HeadRange
-from kv_transfer.memory.copy_stream import HostCopyStream
+from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
 
 sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 64])
 
@@ -44,13 +44,14 @@ def test_equal_block_sizes_move_whole_blocks() -> None:
 
 
 class CountedStream(HostCopyStream):
-    """Counts the copies that were issued."""
+    """Counts the copies that were issued, and the calls."""
 
-    num_copies = 0
+    num_copies = num_calls = 0
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        self.num_copies += 1
-        super().copy(target, source, num_bytes)
+    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        self.num_copies += len(targets)
+        self.num_calls += 1
+        super().copy(targets, sources, sizes)
 
 
 @given(st.lists(st.integers(0, 15), unique=True, max_size=16))
@@ -78,26 +79,33 @@ def test_write_runs_touches_nothing_else(source_first_head: int) -> None:
     run = next(token_runs(5, 9, 64, 16))
     num_heads = 2 + source_first_head
     source = np.arange(2 * num_heads * 64 * 8, dtype=np.uint16).reshape(2, num_heads, 64, 8)
-    source_shape = BlockShape(num_heads, 64, 16)
-    runs = [(int(source.ctypes.data), run, 6)]
-    view.write_runs(2, HeadRange(1, 2), source_shape, source_first_head, runs)
+    source_shape = BlockShape(HeadRange(1 - source_first_head, num_heads), 64, 16)
+    runs = [(int(source.ctypes.data), run, view.address_of(2, 6))]
+    view.write_runs(HeadRange(1, 2), source_shape, runs)
     before[2, 6, :, 1:3, 5:9] = source[:, source_first_head:, 5:9]
     np.testing.assert_array_equal(cache.words, before)
     view.close()
     cache.close()
 
 
-def test_whole_neighbouring_blocks_are_one_copy() -> None:
-    shape = layout()
+@pytest.mark.parametrize("heads", [HeadRange(0, 4), HeadRange(1, 2)])
+def test_whole_blocks_of_several_layers_are_one_call(heads: HeadRange) -> None:
+    shape = layout(tp_size=1, num_kv_heads=4)
     cache = RankCache(shape, 0, 8)
     view = KVCacheView(cache.handle, shape)
     stream = view.copies.stream = CountedStream()
-    blocks = np.arange(4 * 2 * 2 * 16 * 8, dtype=np.uint16).reshape(4, 2, 2, 16, 8)
-    addresses = [int(block.ctypes.data) for block in blocks]
-    runs = zip(addresses, token_runs(0, 64, 16, 16), [2, 3, 4, 1], strict=True)
-    view.write_runs(0, HeadRange(0, 2), BlockShape.of(shape, 2), 0, runs)
-    np.testing.assert_array_equal(cache.words[0, [2, 3, 4, 1]], blocks)
-    assert stream.num_copies == 2
+    before = cache.words.copy()
+    source_shape = BlockShape(heads, 16, 16)
+    blocks = np.arange(8 * 2 * heads.count * 16 * 8, dtype=np.uint16)
+    blocks = blocks.reshape(8, 2, heads.count, 16, 8)
+    layers, block_ids = np.repeat([0, 2], 4), np.array([2, 3, 4, 1] * 2)
+    sources = np.arange(8) * source_shape.num_bytes + blocks.ctypes.data
+    view.write_blocks(heads, view.addresses_of(layers, block_ids), source_shape, sources)
+    before[layers, block_ids, :, heads.start : heads.stop] = blocks
+    np.testing.assert_array_equal(cache.words, before)
+    assert stream.num_calls == 1
+    is_all = heads.count == 4
+    assert stream.num_copies == (4 if is_all else 16), "neighbours on both sides are one"
     view.close()
     cache.close()
 

@@ -154,7 +154,7 @@ def test_the_inbox_never_lends_memory_that_a_copy_still_reads(seed: int) -> None
             address = inbox.lend(payload)
             start, size = 400 * i, payload.nbytes
             expected[start : start + size] = payload
-            queue.stream.copy(out.ctypes.data + start, address, size)
+            queue.stream.copy(*np.array([[out.ctypes.data + start], [address], [size]]))
             inbox.copies_issued()
             assert inbox.used <= 1000
             if rng.random() < 0.3:

@@ -1,0 +1,85 @@
+"""Many copies by one call of the CUDA driver.
+
+Issuing a copy costs the processor about as long as the device takes for it. Since CUDA 12.8 the
+driver takes many at once; CUDA 13 dropped an argument of that call and gave it another name. With
+an older driver, or a device that refuses it, copies are issued one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+from kv_transfer.memory.copy_stream import Numbers
+
+_NOT_SUPPORTED = 801
+_SOURCE_ORDER_ANY = 3
+"""Sources are complete before a copy is issued, so they may be read at any time."""
+
+_ARRAYS = (c_void_p, c_void_p, c_void_p, c_size_t)
+_ATTRIBUTES = (c_void_p, c_void_p, c_size_t)
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes. The places are hints that nobody needs for memory of devices."""
+
+    _fields_ = (
+        ("source_order", c_int),
+        ("source_place", c_int * 2),
+        ("target_place", c_int * 2),
+        ("flags", c_uint),
+    )
+
+
+class CudaCopies:
+    """`library` is the driver; `check` raises for a result that is not 0."""
+
+    def __init__(self, library: Any, check: Callable[[str, int], None]) -> None:
+        self._check = check
+        self._single = library.cuMemcpyAsync
+        self._single.argtypes = (c_uint64, c_uint64, c_size_t, c_void_p)
+        self._attributes = _Attributes(source_order=_SOURCE_ORDER_ANY)
+        self._attribute_of = c_size_t(0)
+        """The first copy that has the attributes: they all do."""
+        self._failed = c_size_t(0)
+        self._name, self._batch = "", None
+        for name, rest in (
+            ("cuMemcpyBatchAsync_v2", (c_void_p,)),
+            ("cuMemcpyBatchAsync", (c_void_p, c_void_p)),
+        ):
+            batch = getattr(library, name, None)
+            if batch is not None:
+                batch.argtypes = (*_ARRAYS, *_ATTRIBUTES, *rest)
+                self._name, self._batch = name, batch
+                break
+
+    @property
+    def way(self) -> str:
+        """For logs."""
+        return f"many at once ({self._name})" if self._batch is not None else "one by one"
+
+    def issue(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+        """As `CopyStream.copy`."""
+        if self._batch is not None and len(targets) > 1:
+            code = self._issue_batch(self._batch, targets, sources, sizes, stream)
+            if code != _NOT_SUPPORTED:
+                self._check(self._name, code)
+                return
+            self._batch = None
+        single, check = self._single, self._check
+        for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            check("cuMemcpyAsync", single(*copy, stream))
+
+    def _issue_batch(
+        self, batch: Any, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int
+    ) -> int:
+        arguments = [
+            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(targets),
+            byref(self._attributes), byref(self._attribute_of), 1,
+        ]  # fmt: skip
+        if self._name == "cuMemcpyBatchAsync":
+            arguments.append(byref(self._failed))
+        code: int = batch(*arguments, stream)
+        return code
