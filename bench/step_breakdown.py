@@ -25,6 +25,11 @@ _PREFILLS = ((1, 128), (1, 2048), (1, 8192), (16, 2048), (4, 8192))
 _PROFILED_STEPS = 8
 _GEMM_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
 _ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa")
+_FIRST_KERNEL, _LAST_KERNEL = "prepare_inputs_kernel", "post_update_kernel"
+"""Of each step, one of both."""
+
+CudaEvent = tuple[float, float, str]
+"""(start, end, name), microseconds."""
 
 
 @dataclass(slots=True)
@@ -37,6 +42,8 @@ class KernelTimes:
     busy: float = 0.0
     span: float = 0.0
     largest_gaps: list[float] = field(default_factory=list)
+    between_steps: list[float] = field(default_factory=list)
+    """From a step's last kernel to the next one's first, what ran in between not counted."""
     num_kernels: int = 0
 
     def per_step(self) -> dict[str, object]:
@@ -51,6 +58,7 @@ class KernelTimes:
             "other_ms": round(kinds["other"] / steps / 1e3, 3),
             "gaps_ms": round((self.span - self.busy) / steps / 1e3, 3),
             "largest_gap_us": round(statistics.median(self.largest_gaps or [0.0]), 1),
+            "between_steps_us": round(statistics.median(self.between_steps or [0.0]), 1),
             "kernels": round(self.num_kernels / steps),
             "top": [
                 (name[:60], round(duration / steps, 1))
@@ -122,7 +130,7 @@ def _profile_decode(
 
     num_prefill_steps = -(-batch * 1024 // 8192)
     engine.run([engine.request(1024, num_prefill_steps + 60) for _ in range(batch)], on_step)
-    figures = _kernel_times(profiler, "post_update_kernel").per_step()
+    figures = kernel_times(_cuda_events(profiler)).per_step()
     figures["step_ms"] = round(1e3 * (plain_at[-1] - plain_at[0]) / max(1, len(plain_at) - 1), 3)
     figures["host_us"] = round(statistics.median(plain_host), 1)
     return figures
@@ -144,34 +152,43 @@ def _profile_prefill(
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    figures = _kernel_times(profiler, "post_update_kernel").per_step()
+    figures = kernel_times(_cuda_events(profiler)).per_step()
     figures["host_us"] = round(host_us, 1)
     return figures
 
 
-def _kernel_times(profiler: profile, last_kernel: str) -> KernelTimes:
-    """`last_kernel`: runs once a step, at its end."""
-    kernels = sorted(
+def _cuda_events(profiler: profile) -> list[CudaEvent]:
+    return sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events() or []
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
-    times = KernelTimes(num_steps=max(1, sum(name == last_kernel for _, _, name in kernels)))
-    if not kernels:
+
+
+def kernel_times(events: list[CudaEvent]) -> KernelTimes:
+    """`events`: kernels and copies, in order."""
+    times = KernelTimes(num_steps=max(1, sum(name == _LAST_KERNEL for _, _, name in events)))
+    if not events:
         return times
-    end, largest = kernels[0][0], 0.0
-    for start, stop, name in kernels:
-        gap = start - end
+    end, largest = events[0][0], 0.0
+    idle: float | None = None
+    for start, stop, name in events:
+        gap = max(0.0, start - end)
         largest = max(largest, gap)
+        if idle is not None:
+            idle += gap
+        if name == _FIRST_KERNEL and idle is not None:
+            times.between_steps.append(idle)
+            idle = None
         alone = max(0.0, stop - max(start, end))
         times.by_name[name] += alone
         times.busy += alone
         end = max(end, stop)
-        if name == last_kernel:
+        if name == _LAST_KERNEL:
             times.largest_gaps.append(largest)
-            largest = 0.0
-    times.span = end - kernels[0][0]
-    times.num_kernels = len(kernels)
+            largest = idle = 0.0
+    times.span = end - events[0][0]
+    times.num_kernels = len(events)
     return times
 
 

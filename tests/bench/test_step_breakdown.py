@@ -1,0 +1,43 @@
+"""From kernels on a time line to figures of a step."""
+
+from __future__ import annotations
+
+from bench.step_breakdown import kernel_times
+
+FIRST, LAST = "prepare_inputs_kernel", "post_update_kernel"
+STEP = [
+    (0.0, 10.0, FIRST),
+    (11.0, 111.0, "nvjet_gemm"),
+    (101.0, 131.0, "decode_attention_kernel"),  # Launched early: it waited until 111.
+    (131.0, 141.0, LAST),
+]
+COPIES = [(143.0, 145.0, "Memcpy DtoH"), (148.0, 150.0, "Memcpy HtoD")]
+PERIOD = 154.0
+
+
+def events(num_steps: int) -> list[tuple[float, float, str]]:
+    return [
+        (start + step * PERIOD, stop + step * PERIOD, name)
+        for step in range(num_steps)
+        for start, stop, name in STEP + COPIES
+    ]
+
+
+def test_a_kernel_that_waits_is_not_counted_twice() -> None:
+    figures = kernel_times(events(4)).per_step()
+    assert figures["gemm_ms"] == 0.1
+    assert figures["attention_ms"] == 0.02
+    assert figures["kernels"] == 6
+    total = sum(figures[name] for name in ("gemm_ms", "attention_ms", "other_ms", "gaps_ms"))
+    assert abs(total - figures["gpu_ms"]) < 0.002
+
+
+def test_idle_time_between_steps_leaves_copies_out() -> None:
+    times = kernel_times(events(4))
+    assert times.between_steps == [2.0 + 3.0 + 4.0] * 3
+    assert times.per_step()["between_steps_us"] == 9.0
+    assert times.per_step()["largest_gap_us"] == 4.0
+
+
+def test_nothing_was_seen() -> None:
+    assert kernel_times([]).per_step()["gpu_ms"] == 0.0
