@@ -112,7 +112,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class KVTransferResult(msgspec.Struct, array_like=True):
-    """A request's KV arrived or was taken (`ok`), or its attempt failed."""
+    """A request's KV arrived or was taken (`ok`), or its attempt failed. `is_called_off`: on a
+    prefill node: the peer did not want it any more, which is no failure."""
 
     request_id: str
     attempt: int
@@ -120,6 +121,7 @@ class KVTransferResult(msgspec.Struct, array_like=True):
     stats: TransferStats = TransferStats()
     reason: str = ""
     retryable: bool = True
+    is_called_off: bool = False
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", kw_only=True):

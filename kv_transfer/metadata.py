@@ -135,6 +135,7 @@ class TransferEventKind(IntEnum):
     STAGED: producer has copied all KV out of the blocks; they may be freed.
     RELEASED: producer: the puller acknowledged, staged memory is free.
     RECEIVED: consumer has written all of its share into the blocks.
+    ABORTED: it was called off, by this node or (producer) by the puller.
     """
 
     FIRST_BYTE = 0

@@ -1,8 +1,8 @@
 """One transfer as a whole node sees it: what all of its transfer processes say, merged.
 
 every process answers with exactly one of RELEASED, RECEIVED, FAILED, ABORTED
-outcome    none until all have answered; then ABORTED if that was asked for,
-           FAILED if one failed, else DONE
+outcome    none until all have answered; then ABORTED if that was asked for here,
+           FAILED if one failed, ABORTED if the peer gave up, else DONE
 is_staged  (producer) every process has copied its share out of the blocks
 """
 
@@ -40,7 +40,7 @@ class NodeTransfer:
         self.params = params
         self.unended = set(range(num_processes))
         self.failure: tuple[str, bool] | None = None
-        """Reason of the first failure, and whether another attempt may succeed."""
+        """Why there is nothing to wait for any more, and whether another attempt may succeed."""
         self.abort_requested = False
         self.stats = TransferStats()
         self.num_announced = 0
@@ -49,6 +49,7 @@ class NodeTransfer:
         """Producer: the prompt's blocks so far, by logical index."""
         self._unstaged = set(range(num_processes)) if is_producer else set()
         self._staged_is_news = is_producer
+        self._has_failed = False
 
     @property
     def is_staged(self) -> bool:
@@ -76,12 +77,15 @@ class NodeTransfer:
             return None
         if self.abort_requested:
             return Outcome.ABORTED
-        return Outcome.FAILED if self.failure is not None else Outcome.DONE
+        if self._has_failed:
+            return Outcome.FAILED
+        return Outcome.ABORTED if self.failure is not None else Outcome.DONE
 
     def _end(self, event: TransferEvent) -> None:
         self.unended.discard(event.process)
         self._unstaged.discard(event.process)
         self.stats = _merge(self.stats, event.stats)
+        self._has_failed |= event.kind is TransferEventKind.FAILED
         went_wrong = event.kind in (TransferEventKind.FAILED, TransferEventKind.ABORTED)
         if went_wrong and self.failure is None:
             self.failure = (event.reason or "a transfer process called it off", event.retryable)

@@ -6,8 +6,9 @@ Producer, for one transfer                       Consumer
     3. all STAGED ──▶ finished_sending                  and the peer is told to let go
     4. all RELEASED ──▶ released
 
-FAILED on one process calls the transfer off on the others; it is reported when the last of them
-has answered, so no writer or reader is left. A process that dies answers FAILED by its death.
+FAILED on one process, or ABORTED because the puller gave up, calls the transfer off on the others;
+it is reported when the last of them has answered, so no writer or reader is left. A process that
+dies answers FAILED by its death.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
        StepProgress   (`straight_sends`), the others are copied into staging memory (`stager`)
     3. all staged     STAGED: the blocks may be freed
     4. pulls          read staged chunks; each message that leaves renews the lease
-    5. the end        Release ──▶ RELEASED, AbortMeta ──▶ ABORTED, lease over ──▶ FAILED:
-                      staged memory is free, open pulls stop
+    5. the end        Release ──▶ RELEASED, or ABORTED if the puller gives up; AbortMeta ──▶
+                      ABORTED, lease over ──▶ FAILED: staged memory is free, open pulls stop
+    -  a Release may come before its offer, which ends at once then
 
 Everything runs on one event loop. On a device copies run beside it; once a transfer has ended, a
 copy that is on its way may still read its blocks, but nobody looks at what it read. Threads that
@@ -51,7 +52,12 @@ from kv_transfer.wire import HEADER, ChunkKind
 logger = logging.getLogger(__name__)
 
 _RESERVE_CHUNKS = 4
-_END_OF = {Reclaim.RELEASED: KVTransferState.DONE, Reclaim.ABORTED: KVTransferState.ABORTED}
+_GAVE_UP = "the puller gave up"
+_END_OF = {
+    Reclaim.RELEASED: KVTransferState.DONE,
+    Reclaim.GIVEN_UP: KVTransferState.ABORTED,
+    Reclaim.ABORTED: KVTransferState.ABORTED,
+}
 _EVENT_OF = {
     KVTransferState.DONE: TransferEventKind.RELEASED,
     KVTransferState.FAILED: TransferEventKind.FAILED,
@@ -134,10 +140,8 @@ class KVSender:
         )
         try:
             self._transfers.open(meta.transfer_id, meta.attempt, transfer)
-        except LateMessage as error:
-            self._emit(
-                TransferEventKind.FAILED, transfer, reason=f"the puller gave up before: {error}"
-            )
+        except LateMessage:
+            self._end_unopened(transfer)
             return
         self._renew(transfer)
         if self._straight.is_possible or self.cache_for_host() is not None:
@@ -254,10 +258,11 @@ class KVSender:
         """The puller needs no more. False: unknown, or ended before; it cannot come back."""
         transfer = self._transfers.find(transfer_id, attempt)
         if transfer is None:
-            self._transfers.refuse(transfer_id, attempt)
+            state = _END_OF[Reclaim.RELEASED if complete else Reclaim.GIVEN_UP]
+            self._transfers.refuse(transfer_id, attempt, state)
             return False
         if not complete:
-            self._end(transfer, Reclaim.GIVEN_UP, "the puller gave up", retryable=False)
+            self._end(transfer, Reclaim.GIVEN_UP, _GAVE_UP, retryable=False)
             return True
         if not transfer.is_staged or transfer.needs_blocks:
             self._emit(TransferEventKind.STAGED, transfer)
@@ -344,6 +349,14 @@ class KVSender:
             transfer, lambda: self._emit(_EVENT_OF[state], transfer, reason, retryable)
         )
         self._stager.wake()
+        self._on_change()
+
+    def _end_unopened(self, transfer: SendTransfer) -> None:
+        """The puller was done with it before it was offered, or wants a newer attempt."""
+        state = self._transfers.state(transfer.transfer_id, transfer.attempt)
+        why = Reclaim.RELEASED if state is KVTransferState.DONE else Reclaim.GIVEN_UP
+        self.reclaimed[why] += 1
+        self._emit(_EVENT_OF[_END_OF[why]], transfer, f"{_GAVE_UP} before", retryable=False)
         self._on_change()
 
     def _emit(

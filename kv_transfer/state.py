@@ -157,10 +157,15 @@ class TransferTable(Generic[T]):
         self._entomb(transfer_id, attempt, state)
         return live.transfer
 
-    def refuse(self, transfer_id: str, attempt: int) -> None:
-        """This attempt may never open: it was called off before it was known here."""
+    def refuse(
+        self,
+        transfer_id: str,
+        attempt: int,
+        state: KVTransferState = KVTransferState.ABORTED,
+    ) -> None:
+        """This attempt may never open: it ended before it was known here."""
         if not self.is_late(transfer_id, attempt) and transfer_id not in self._live:
-            self._entomb(transfer_id, attempt, KVTransferState.ABORTED)
+            self._entomb(transfer_id, attempt, state)
 
     def __len__(self) -> int:
         return len(self._live)

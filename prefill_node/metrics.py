@@ -54,7 +54,8 @@ class PrefillMetrics:
         )
 
     def ended(self, outcome: str) -> None:
-        """`done`, `cancelled`, or the code of a failure."""
+        """`done`; `cancelled` by the caller, or `given_up` by who pulled its KV; or the code of a
+        failure."""
         self._ended.labels(*self._labels, outcome).inc()
 
     def first_token(self, num_prompt_tokens: int, queue_s: float, prefill_s: float) -> None:

@@ -213,7 +213,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if call.outcome == "done":
             return self._done(result.stats.num_bytes)
         if not result.ok:
-            return self._failed("kv_transfer", result.reason, retryable=result.retryable)
+            code = "given_up" if result.is_called_off else "kv_transfer"
+            return self._failed(code, result.reason, retryable=result.retryable)
         call.outcome = "done"
         now = time.monotonic()
         self._metrics.kv_taken(now - call.token_at, result.stats.layers)

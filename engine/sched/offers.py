@@ -63,14 +63,21 @@ class Offers:
         """Whether somebody may still read the blocks."""
         return self._connector.abort(self._offers.pop(transfer_id))
 
-    def failed(self, transfer_id: str, reason: str, retryable: bool) -> KVTransferResult | None:
+    def failed(
+        self, transfer_id: str, reason: str, retryable: bool, *, is_called_off: bool = False
+    ) -> KVTransferResult | None:
         """None when nobody waits to hear it."""
         request = self._offers.pop(transfer_id, None)
         if request is None:
             return None
         attempt = _params(request).attempt
         return KVTransferResult(
-            request.request_id, attempt, False, reason=reason, retryable=retryable
+            request.request_id,
+            attempt,
+            False,
+            reason=reason,
+            retryable=retryable,
+            is_called_off=is_called_off,
         )
 
     def released(self, transfer_id: str, stats: TransferStats) -> KVTransferResult | None:

@@ -19,6 +19,8 @@ from engine.sched.step_fence import StepFence
 from kv_transfer.base import ChunkLike, KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, TransferStats
 
+_CALLED_OFF = "the peer called the transfer off"
+
 
 class RemoteKV:
     """`connector` None: requests that exchange KV are refused."""
@@ -82,11 +84,12 @@ class RemoteKV:
             self.held.release(transfer_id)
         for transfer_id in output.finished_recving:
             results.append(self.pulls.received(transfer_id, _stats(output, transfer_id)))
-        failures = [(name, *why) for name, why in output.failed.items()]
-        failures += [(name, "the peer called the transfer off", True) for name in output.aborted]
-        for failure in failures:
-            results.append(self.pulls.failed(*failure))
-            results.append(self.offers.failed(*failure))
+        for transfer_id, why in output.failed.items():
+            results.append(self.pulls.failed(transfer_id, *why))
+            results.append(self.offers.failed(transfer_id, *why))
+        for transfer_id in output.aborted:
+            results.append(self.pulls.failed(transfer_id, _CALLED_OFF, True))
+            results.append(self.offers.failed(transfer_id, _CALLED_OFF, True, is_called_off=True))
         for transfer_id in output.released:
             results.append(self.offers.released(transfer_id, _stats(output, transfer_id)))
         return [result for result in results if result is not None]

@@ -16,5 +16,5 @@ async def test_pull_that_is_aborted_before_its_first_step() -> None:
         await consumer.until_all(TransferEventKind.ABORTED, transfer_id)
         await consumer.until_empty()
         consumer.release(producer.peer, transfer_id, complete=False)
-        await producer.until_all(TransferEventKind.FAILED, transfer_id)
+        await producer.until_all(TransferEventKind.ABORTED, transfer_id)
         await producer.until_empty()

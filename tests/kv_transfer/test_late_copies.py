@@ -111,7 +111,7 @@ async def test_an_abort_is_answered_when_no_copy_is_left_that_writes(
         assert decode.count(ABORTED, transfer_id) == 1
         device.go()
         decode.release(prefill.peer, transfer_id, complete=False)
-        await prefill.until_all(FAILED, transfer_id)
+        await prefill.until_all(ABORTED, transfer_id)
         await decode.until_empty()
 
 

@@ -58,8 +58,15 @@ def test_a_failure_waits_for_the_others(bad: TransferEventKind, first: bool) -> 
     assert transfer.outcome is None
     assert not transfer.take_staged()
     transfer.apply(event(ABORTED, 1, reason="called off"))
-    assert transfer.outcome is Outcome.FAILED
+    assert transfer.outcome is (Outcome.FAILED if bad is FAILED else Outcome.ABORTED)
     assert transfer.failure == ("why", False)
+
+
+def test_a_failure_counts_though_the_peer_gave_up_before() -> None:
+    transfer = NodeTransfer(PARAMS, 2, is_producer=True)
+    transfer.apply(event(ABORTED, 0, reason="the puller gave up"))
+    transfer.apply(event(FAILED, 1, reason="the process was lost"))
+    assert transfer.outcome is Outcome.FAILED
 
 
 def test_an_abort_that_was_asked_for_is_reported_as_one_even_if_all_had_arrived() -> None:

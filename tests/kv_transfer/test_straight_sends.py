@@ -91,7 +91,7 @@ async def test_an_abort_in_the_middle_of_a_chunk(is_puller: bool) -> None:
             consumer.abort(transfer_id)
             await consumer.until_all(ABORTED, transfer_id)
             consumer.release(producer.peer, transfer_id, complete=False)
-            await producer.until_all(FAILED, transfer_id)
+            await producer.until_all(ABORTED, transfer_id)
         else:
             producer.abort(transfer_id)
             await producer.until_all(ABORTED, transfer_id)
@@ -139,6 +139,6 @@ async def test_a_damaged_chunk_of_which_nothing_was_kept_is_final_and_retryable(
         assert consumer.caches[0].untouched_except(target)
         await asyncio.sleep(0)
         consumer.release(peer, transfer_id, complete=False)
-        await producer.until_all(FAILED, transfer_id)
+        await producer.until_all(ABORTED, transfer_id)
         await producer.until_empty()
         await proxy.close()

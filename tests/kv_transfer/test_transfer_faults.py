@@ -70,7 +70,7 @@ async def test_a_chunk_that_is_damaged_twice_is_final(
         assert consumer.caches[0].untouched_except([])
         assert len(block_ids) == 2
         consumer.release(peer, transfer_id, complete=False)
-        await producer.until_all(FAILED, transfer_id)
+        await producer.until_all(ABORTED, transfer_id)
         await producer.until_empty()
         await consumer.until_empty()
         await proxy.close()
@@ -87,7 +87,7 @@ async def test_a_link_that_only_garbles_is_given_up_early(transport: PullTranspo
         await consumer.until_all(FAILED, transfer_id)
         assert consumer.receivers[0].corrupt_chunks == 17, "of 87"
         consumer.release(peer, transfer_id, complete=False)
-        await producer.until_all(FAILED, transfer_id)
+        await producer.until_all(ABORTED, transfer_id)
         await producer.until_empty()
         await proxy.close()
 
@@ -213,8 +213,9 @@ async def test_the_puller_aborts(stage: str, transport: PullTransportName) -> No
         if stage == "pulled before the offer":
             await until(lambda: not consumer.receivers[0]._releases)
             producer.offer(transfer_id, 100)
-        await producer.until_all(FAILED, transfer_id)
-        assert "gave up" in reason(producer, transfer_id)
+        (event,) = await producer.until_all(ABORTED, transfer_id)
+        assert "gave up" in event.reason
+        assert producer.senders[0].reclaimed == {Reclaim.GIVEN_UP: 1}
         await until(lambda: producer.senders[0].num_pulls == 0)
         await producer.until_empty()
         await consumer.until_empty()
@@ -265,7 +266,7 @@ async def test_a_new_attempt_is_not_hurt_by_what_is_left_of_the_old() -> None:
         consumer.abort(transfer_id)
         await consumer.until_all(ABORTED, transfer_id)
         consumer.release(producer.peer, transfer_id, complete=False)
-        await producer.until_all(FAILED, transfer_id)
+        await producer.until_all(ABORTED, transfer_id)
 
         source = producer.blocks.take(SHAPE, 100)
         producer.compute_all(2, 100, source)
@@ -437,7 +438,7 @@ async def test_stale_kv_does_not_hold_up_a_transfer_that_is_pulled() -> None:
         consumer.release(producer.peer, transfer_id)
         for old in stale:
             consumer.release(producer.peer, old, complete=False)
-            await producer.until_all(FAILED, old)
+            await producer.until_all(ABORTED, old)
         await producer.until_all(RELEASED, transfer_id)
         await producer.until_empty()
 
@@ -466,14 +467,21 @@ async def test_only_missing_tokens_are_sent_and_written(first_token: int) -> Non
             await producer.until_empty()
 
 
-async def test_a_puller_that_has_all_lets_go_at_once() -> None:
-    """Released before anything was computed: the blocks are free, and nothing is staged later."""
+@pytest.mark.parametrize("is_offered", [True, False])
+async def test_a_puller_that_has_all_lets_go_at_once(is_offered: bool) -> None:
+    """Released before anything was computed, or even offered: the blocks are free, and nothing is
+    staged later."""
     async with Loopback(SHAPE, SHAPE) as (producer, consumer):
         transfer_id = new_transfer_id()
-        producer.offer(transfer_id, 40)
+        if is_offered:
+            producer.offer(transfer_id, 40)
         consumer.release(producer.peer, transfer_id, complete=True)
+        if not is_offered:
+            await until(lambda: not consumer.receivers[0]._releases)
+            producer.offer(transfer_id, 40)
         await producer.until_all(RELEASED, transfer_id)
-        assert producer.count(STAGED, transfer_id) == 1
+        assert producer.count(STAGED, transfer_id) == is_offered
+        assert producer.senders[0].reclaimed == {Reclaim.RELEASED: 1}
         producer.send(transfer_id, -1, range(40), producer.blocks.take(SHAPE, 40), 40)
         await producer.until_empty()
 

@@ -147,7 +147,8 @@ def test_killed_transfer_process(share_node: MakeNode, role: str) -> None:
 
     os.kill(victim.connector.process_pids[0], signal.SIGKILL)
     poll_until(lambda: transfer_id in decode.done.failed, prefill, decode)
-    poll_until(lambda: transfer_id in prefill.done.failed, prefill, decode)
+    ended = prefill.done.failed if role == "prefill" else prefill.done.aborted
+    poll_until(lambda: transfer_id in ended, prefill, decode)
     assert decode.done.failed[transfer_id][1], "another attempt may succeed"
     until_restarted(victim, restarts + 1, prefill, decode)
     until_empty(prefill, decode)
@@ -185,7 +186,7 @@ def test_abort_from_either_side(share_node: MakeNode, aborting: str, stage: str)
     else:
         if decode.connector.abort(pulling):
             poll_until(lambda: transfer_id in decode.done.aborted, prefill, decode)
-        ends = (prefill.done.failed, prefill.done.released)
+        ends = (prefill.done.aborted, prefill.done.released)
         poll_until(lambda: any(transfer_id in end for end in ends), prefill, decode)
     until_empty(prefill, decode)
     assert not prefill.connector.request_finished(request), "nothing keeps the blocks"
@@ -196,6 +197,7 @@ def test_abort_from_either_side(share_node: MakeNode, aborting: str, stage: str)
         return any(counters[why] > before[why] for why in (*expected, "reclaimed_released"))
 
     poll_until(is_told_why, prefill, decode)
+    assert prefill.connector.counters["failures"] == before["failures"]
 
 
 def test_failed_attempt_then_retry_into_the_same_blocks(

@@ -95,12 +95,21 @@ class FakePrefillEngine:
             )
         )
 
-    def kv_is_taken(self, prompt: FakePrompt, *, ok: bool = True) -> None:
+    def kv_is_taken(
+        self, prompt: FakePrompt, *, ok: bool = True, is_called_off: bool = False
+    ) -> None:
         prompt.kv_done = True
         stats = TransferStats(1234, 2, 1.0, 2.0, layers=((1.0, 1.5), (2.0, 2.25)))
         name = prompt.request.request_id
         prompt.kv_results.put_nowait(
-            KVTransferResult(name, 0, ok, stats, "" if ok else "the lease has ended")
+            KVTransferResult(
+                name,
+                0,
+                ok,
+                stats,
+                "" if ok else "the lease has ended",
+                is_called_off=is_called_off,
+            )
         )
 
     def die(self, reason: str = "worker 0 was killed by SIGKILL") -> None:

@@ -172,6 +172,18 @@ async def test_kv_that_nobody_takes_fails_the_call() -> None:
         await until(lambda: node.outcomes() == {"kv_transfer": 1}, "counted")
 
 
+async def test_kv_that_is_not_wanted_any_more_has_not_failed() -> None:
+    async with served_prefill() as node:
+        call = node.stub.Prefill(request(node))
+        await read(call)
+        prompt = await node.engine.added()
+        node.engine.samples(prompt)
+        await read(call)
+        node.engine.kv_is_taken(prompt, ok=False, is_called_off=True)
+        assert (await read(call)).failed.code == "given_up"
+        await until(lambda: node.outcomes() == {"given_up": 1}, "counted")
+
+
 @pytest.mark.parametrize("has_token", [True, False])
 async def test_an_engine_that_dies_fails_open_calls(has_token: bool) -> None:
     async with served_prefill() as node:
