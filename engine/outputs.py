@@ -97,5 +97,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     num_steps: int = 0
     last_step_at: float = 0.0
     """CLOCK_MONOTONIC seconds."""
+    worker_host_s: float = 0.0
+    """Seconds that the worker's host took to start steps."""
     prefill_tokens_per_s: float = 0.0
     kv_transfer: dict[str, float] = {}

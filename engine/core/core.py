@@ -25,7 +25,7 @@ from engine.messages import (
     RetryRemotePrefill,
     SupplyFirstToken,
 )
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
@@ -120,6 +120,12 @@ class EngineCore:
     def is_idle(self) -> bool:
         """No request is known and no step is in flight. KV may still be on its way out."""
         return not self._batch_queue and not self.scheduler.has_unfinished_requests()
+
+    def stats(self) -> SchedulerStats:
+        """With what only the executor knows."""
+        stats = self.scheduler.stats()
+        stats.worker_host_s = self._executor.host_s
+        return stats
 
     def check_empty(self) -> None:
         """For an idle engine: when no KV is on its way either, nothing may be left of requests

@@ -158,7 +158,7 @@ class EngineCoreProc:
     def _send_results(self, core: EngineCore, results: EngineCoreOutputs) -> None:
         now = results.timestamp
         if core.is_idle or now >= self._stats_sent_at + _STATS_INTERVAL_S:
-            stats = core.scheduler.stats()
+            stats = core.stats()
             if stats != self._stats:
                 self._stats, self._stats_sent_at = stats, now
                 results.stats = stats

@@ -65,6 +65,12 @@ class Executor(ABC):
 
     @property
     @abstractmethod
+    def host_s(self) -> float:
+        """Seconds that the host of rank 0 took to start steps, all that have ended together. On a
+        GPU the device must never wait for it."""
+
+    @property
+    @abstractmethod
     def worker_pids(self) -> list[int]:
         """Processes that the executor started, by rank."""
 

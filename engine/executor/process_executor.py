@@ -90,6 +90,7 @@ class ProcessExecutor(Executor):
         self._reply_address = self._address("replies")
         self._socket = bind_socket(context, zmq.PULL, self._reply_address)
         self._is_running = False
+        self._host_s = 0.0
 
     # Where the workers are --------------------------------------------------------------------
 
@@ -197,8 +198,9 @@ class ProcessExecutor(Executor):
         except zmq.Again:
             return None
         match reply:
-            case StepDone(output):
+            case StepDone(output, host_s):
                 self._sent_at.popleft()
+                self._host_s = host_s
                 self._outputs.append(output)
             case WorkerFailed(rank, reason):
                 self._failed[rank] = reason
@@ -274,6 +276,10 @@ class ProcessExecutor(Executor):
     @property
     def deadline(self) -> float | None:
         return self._sent_at[0] + self._step_timeout_s if self._sent_at else None
+
+    @property
+    def host_s(self) -> float:
+        return self._host_s
 
     @property
     def worker_pids(self) -> list[int]:

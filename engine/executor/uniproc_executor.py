@@ -56,6 +56,10 @@ class UniprocExecutor(Executor):
         return None
 
     @property
+    def host_s(self) -> float:
+        return self._worker.host_s
+
+    @property
     def worker_pids(self) -> list[int]:
         return [os.getpid()]
 

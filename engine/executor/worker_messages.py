@@ -75,9 +75,10 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class StepDone(msgspec.Struct, tag="step", array_like=True):
-    """From rank 0 only: all ranks sample the same tokens."""
+    """From rank 0 only: all ranks sample the same tokens. `host_s`: see `Executor.host_s`."""
 
     output: ModelRunnerOutput
+    host_s: float
 
 
 class WorkerFailed(msgspec.Struct, tag="failed", array_like=True):

@@ -106,7 +106,7 @@ class WorkerProc:
         """In the results' thread."""
         result = output.get_output()
         if self._rank == 0:
-            self._reply(StepDone(result))
+            self._reply(StepDone(result, self._worker.host_s))
 
     def _next_command(self) -> WorkerCommand:
         message = self._queue.dequeue()

@@ -110,6 +110,11 @@ class EngineCollector(Collector):
             ("vllm:prompt_tokens_cached", "Prompt tokens cached.", stats.prompt_tokens_cached),
             ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("tandem_engine_steps", "Steps of the engine.", stats.num_steps),
+            (
+                "tandem_worker_host_seconds",
+                "Time that the host of the first worker took to start steps.",
+                stats.worker_host_s,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)

@@ -17,6 +17,7 @@ All ranks run the same code on the same messages and sample the same tokens.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 
@@ -94,6 +95,8 @@ class Worker:
         """What has been started, to be ended in reverse order."""
         self._closers.callback(self._connector.shutdown)
         self.compile_guard = CompileGuard()
+        self.host_s = 0.0
+        """Seconds that `start_step` has taken, all steps together."""
 
     def init_device(self) -> None:
         """Meets the other ranks.
@@ -197,11 +200,14 @@ class Worker:
                 f"{step.step_id}; the engine must be restarted"
             )
         self._last_step_id = step.step_id
+        started = time.perf_counter()
         try:
             return self.runner.execute_model(step)
         except torch.OutOfMemoryError as error:
             cure = cure_of_full_cache(self.config)
             raise device_memory_error("computing a step", cure, self._device) from error
+        finally:
+            self.host_s += time.perf_counter() - started
 
     def shutdown(self) -> None:
         """Gives everything back. Idempotent."""

@@ -83,6 +83,7 @@ async def test_fifty_at_once_equal_one_at_a_time(llm: AsyncLLM, oracle: Oracle) 
     for seed, tokens in enumerate(found):
         assert tokens == oracle.tokens(seed), seed
     await until_empty(llm)
+    assert 0 < llm.stats.worker_host_s < 60
 
 
 async def test_aborts_in_every_manner_leave_nothing(llm: AsyncLLM, oracle: Oracle) -> None:
