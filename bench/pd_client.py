@@ -8,10 +8,13 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from bench.node_metrics import read_metrics
+from bench.pd_cluster import Cluster
 from bench.serving_report import Figures, distribution_ms
 
 STAGES = (
@@ -25,19 +28,32 @@ STAGES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class HostTime:
+    """`seconds` that hosts of workers took to start `steps`."""
+
+    steps: float
+    seconds: float
+
+    def us_per_step_since(self, earlier: HostTime) -> float | None:
+        """None: there was no step."""
+        steps = self.steps - earlier.steps
+        return 1e6 * (self.seconds - earlier.seconds) / steps if steps else None
+
+
 class Client:
     """`num_tokens` of a prompt, of which the first `num_shared` are the same every time."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        url: str,
+        cluster: Cluster,
         num_tokens: int,
         vocabulary: tuple[int, int],
         num_shared: int = 0,
     ) -> None:
         self._session = session
-        self._url = url
+        self._cluster = cluster
         self._num_tokens = num_tokens
         self._num_shared = num_shared
         self._vocabulary = vocabulary
@@ -69,7 +85,7 @@ class Client:
         timeline: dict[str, Any] = {}
         headers = {"x-tandem-timeline": "1"}
         async with self._session.post(
-            f"{self._url}/v1/completions", json=body, headers=headers
+            f"{self._cluster.url}/v1/completions", json=body, headers=headers
         ) as response:
             if response.status != 200:
                 raise SystemExit(f"error: {response.status}: {(await response.text())[:300]}")
@@ -82,6 +98,14 @@ class Client:
                 if any(c.get("token_ids") or c.get("text") for c in event.get("choices", ())):
                     arrivals.append(now)
         return arrivals, timeline
+
+    async def host_time(self) -> HostTime:
+        """Of all decode nodes together, since their start."""
+        counted = [await read_metrics(self._session, url) for url in self._cluster.decode_metrics]
+        return HostTime(
+            sum(metrics["tandem_engine_steps_total"] for metrics in counted),
+            sum(metrics["tandem_worker_host_seconds_total"] for metrics in counted),
+        )
 
 
 async def stages(client: Client, count: int) -> Figures:
@@ -117,24 +141,33 @@ async def stages(client: Client, count: int) -> Figures:
 
 async def interference(client: Client, running: int, arrivals: int) -> Figures:
     """Time between tokens of `running` long answers: alone, then while prompts arrive whose KV
-    comes over and which then end."""
+    comes over and which then end; and the host time of the steps of both times."""
     long_answers = [
         asyncio.create_task(client.ask(client.body(max_tokens=1200, num_tokens=64)))
         for _ in range(running)
     ]
     await asyncio.sleep(2.0)
+    counted = [await client.host_time()]
     quiet = (time.perf_counter(), time.perf_counter() + 2.0)
     await asyncio.sleep(2.0)
+    counted.append(await client.host_time())
     busy_start = time.perf_counter()
     for _ in range(arrivals):
         if any(task.done() for task in long_answers):
             break
         await client.ask(client.body(max_tokens=2))
     busy = (busy_start, time.perf_counter())
+    counted.append(await client.host_time())
     answers = [chunks for chunks, _ in await asyncio.gather(*long_answers)]
     alone, beside = (distribution_ms(gaps_within(answers, span)) for span in (quiet, busy))
     ratio = beside["p99"] / alone["p99"] if alone and beside else None
-    return {"alone": alone, "beside transfers": beside, "p99 ratio": ratio}
+    host_us = [later.us_per_step_since(one) for one, later in itertools.pairwise(counted)]
+    return {
+        "alone": alone,
+        "beside transfers": beside,
+        "p99 ratio": ratio,
+        "host us per step": {"alone": host_us[0], "beside transfers": host_us[1]},
+    }
 
 
 def gaps_within(answers: Sequence[Sequence[float]], span: tuple[float, float]) -> list[float]:

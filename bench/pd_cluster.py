@@ -67,11 +67,19 @@ def model_folder(shape: str) -> Iterator[Path]:
         yield folder
 
 
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`url`: the router's. `decode_metrics`: where each decode node tells what it counts."""
+
+    url: str
+    decode_metrics: list[str]
+
+
 @asynccontextmanager
 async def running(
     setup: Setup, settings: UpSettings, node_args: list[str], start_timeout_s: float
-) -> AsyncIterator[str]:
-    """The router's URL. What the services say goes to standard error when one fails."""
+) -> AsyncIterator[Cluster]:
+    """What the services say goes to standard error when one fails."""
     settings = settings.model_copy(
         update={"prefill": setup.num_prefill, "decode": setup.num_decode, "port": 0}
     )
@@ -85,7 +93,8 @@ async def running(
             await supervisor.start()
             await wait_routable(specs[0].endpoint, settings)
         print(f"{setup.name}: ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
-        yield specs[0].endpoint
+        decodes = [spec.endpoint for spec in specs if spec.name.startswith("decode")]
+        yield Cluster(specs[0].endpoint, [f"{endpoint}/metrics" for endpoint in decodes])
     except BaseException:
         print("\n".join(lines[-60:]), file=sys.stderr)
         raise

@@ -48,6 +48,13 @@ def print_tables(results: list[Figures], console: Console) -> None:
     for result in results:
         if ratio := result.get("interference", {}).get("p99 ratio"):
             console.print(f"{result['name']}: ITL p99 beside transfers / alone: {ratio:.2f}")
+        host_us = result.get("interference", {}).get("host us per step", {})
+        if all(host_us.values()) and host_us:
+            alone, beside = host_us["alone"], host_us["beside transfers"]
+            console.print(
+                f"{result['name']}: host time of a decode step alone {alone:.0f} us, beside "
+                f"transfers {beside:.0f} us: {beside / alone:.2f}"
+            )
 
 
 def _print_stages(results: list[Figures], console: Console) -> None:

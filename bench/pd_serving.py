@@ -97,10 +97,10 @@ async def measure(variant: Variant, model: str, args: argparse.Namespace) -> Fig
         _cli_parse_args=[],
     )
     flags = node_args(args, variant)
-    async with running(variant.setup, settings, flags, args.start_timeout_s) as url:
+    async with running(variant.setup, settings, flags, args.start_timeout_s) as cluster:
         load = serving.parse_arguments(
             [
-                *("--url", url, "--rates", args.rates, "--duration", str(args.duration)),
+                *("--url", cluster.url, "--rates", args.rates, "--duration", str(args.duration)),
                 *("--warmup", str(args.warmup), "--vocab", args.vocab),
                 *("--input-tokens", str(variant.input_tokens)),
                 *("--shared-tokens", str(variant.shared_tokens)),
@@ -118,7 +118,9 @@ async def measure(variant: Variant, model: str, args: argparse.Namespace) -> Fig
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             low, high = (int(bound) for bound in args.vocab.split(":"))
-            client = Client(session, url, variant.input_tokens, (low, high), variant.shared_tokens)
+            client = Client(
+                session, cluster, variant.input_tokens, (low, high), variant.shared_tokens
+            )
             if args.timelines:
                 figures["stages"] = await stages(client, args.timelines)
             if args.running:
