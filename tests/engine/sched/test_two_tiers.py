@@ -38,6 +38,13 @@ def make_machine(depth: int, seed: int) -> StepMachine:
     return StepMachine(config, 2 * BLOCKS_OF_ONE_REQUEST, depth=depth, seed=seed)
 
 
+def is_short_of_blocks(machine: StepMachine) -> bool:
+    """Somebody waits, a row is free, and blocks are not."""
+    stats = machine.scheduler.stats()
+    few = stats.num_free_blocks < BLOCKS_OF_ONE_REQUEST
+    return stats.num_waiting > 0 and stats.num_free_rows > 0 and few
+
+
 @dataclass
 class Decode:
     machine: StepMachine
@@ -56,6 +63,7 @@ class Tiers:
         self.decodes = [Decode(make_machine(2, seed - i)) for i in range(1, num_decode + 1)]
         self.num_open = 0
         self.most_waiting = 0
+        self.rounds_short_of_prefill_blocks = 0
 
     @property
     def machines(self) -> list[StepMachine]:
@@ -100,6 +108,7 @@ class Tiers:
 
     def _round(self) -> None:
         self.most_waiting = max(self.most_waiting, *(d.credits.num_waiting for d in self.decodes))
+        self.rounds_short_of_prefill_blocks += any(map(is_short_of_blocks, self.prefills))
         for machine in self.machines:
             if self.rng.random() < 0.8:
                 machine.step()
@@ -131,7 +140,8 @@ class Tiers:
 async def test_no_deadlock_with_pools_of_two_requests(
     num_requests: int, num_prefill: int, num_decode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is kept for answers, so those that grow push others out."""
+    """Nothing is kept for answers, so those that grow push others out. A prompt takes all its
+    blocks at once, so on prefill nobody pushes: who finds too few waits."""
     monkeypatch.setattr(credits_module, "_RESERVED_OUTPUT_TOKENS", 1)
     tiers = Tiers(num_requests, num_prefill, num_decode, seed=11)
     await tiers.run()
@@ -141,5 +151,7 @@ async def test_no_deadlock_with_pools_of_two_requests(
         machine.check_all_done()
     stats = [decode.machine.scheduler.stats() for decode in tiers.decodes]
     assert all(one.num_preemptions > 0 for one in stats), "decode was short of blocks"
+    if num_prefill <= num_decode:
+        assert tiers.rounds_short_of_prefill_blocks > 50, "so was prefill"
     assert tiers.most_waiting > num_requests // 4, "requests waited for room"
     assert all(decode.credits.num_claims == 0 for decode in tiers.decodes)
