@@ -42,7 +42,7 @@ class Case:
     block_size: int
     tokens: int
     held: int = 0
-    staging_bytes: int = 256 << 20
+    staging_bytes: int = 512 << 20
     data: KVTransportName = "grpc"
     security: SecurityConfig = field(default_factory=SecurityConfig)
 

@@ -253,7 +253,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--processes", type=int, default=1, help="transfer processes of each side")
     parser.add_argument("--chunk-kib", type=int, default=2048)
-    parser.add_argument("--staging-mib", type=int, default=256)
+    parser.add_argument("--staging-mib", type=int, default=512, help="of a rank")
     parser.add_argument(
         "--transports", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS[:2]),
         help="-tls: with certificates, made by trustme",

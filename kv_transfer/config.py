@@ -26,7 +26,8 @@ class KVTransferConfig:
         num_processes: Transfer processes for each tensor-parallel rank.
         num_streams: PullKV calls for each (request, rank of the peer); a consumer's choice.
         chunk_bytes: Payload of one wire chunk, about.
-        staging_bytes: Host memory for staged KV in each transfer process.
+        staging_bytes: Host memory for KV on its way, of each rank. Its transfer processes have
+            equal parts, as they have equal parts of every prompt.
         lease_s: Staged KV is dropped when nobody pulls it for this long.
         stall_timeout_s: A pull that makes no progress for this long fails.
         transport: How KV gets from one node to the other. `grpc`: over the network. `cuda_ipc`:
@@ -45,11 +46,16 @@ class KVTransferConfig:
     num_processes: int = 1
     num_streams: int = 4
     chunk_bytes: int = 2 << 20
-    staging_bytes: int = 256 << 20
+    staging_bytes: int = 512 << 20
     lease_s: float = 30.0
     stall_timeout_s: float = 5.0
     transport: KVTransportName = "auto"
     pull_transport: PullTransportName = "h2"
+
+    @property
+    def process_staging_bytes(self) -> int:
+        """Of one transfer process."""
+        return self.staging_bytes // self.num_processes
 
     def shares_memory(self, on_gpu: bool) -> bool:
         """Whether a peer on this host may map, or is to be mapped by, a cache of this node."""

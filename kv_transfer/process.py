@@ -88,7 +88,7 @@ class TransferProcess:
         self._cache = KVCacheView(
             config.handle,
             config.layout,
-            inbox_bytes=0 if self._is_producer else config.transfer.staging_bytes,
+            inbox_bytes=0 if self._is_producer else config.transfer.process_staging_bytes,
             message_bytes=HEADER.size + max(config.transfer.chunk_bytes, config.layout.block_bytes),
         )
         self._cache.copies.on_error = self._stop

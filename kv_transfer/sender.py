@@ -89,10 +89,9 @@ class KVSender:
         self._blocks_per_chunk = blocks_per_chunk(config.chunk_bytes, layout.block_bytes)
         self._messages = ChunkMessages(layout, self._heads, self._blocks_per_chunk)
         chunk_bytes = HEADER.size + self._blocks_per_chunk * layout.block_bytes
-        num_slots = config.staging_bytes // chunk_bytes
-        self.pool = StagingPool(
-            config.staging_bytes, chunk_bytes, min(_RESERVE_CHUNKS, num_slots // 2)
-        )
+        capacity = config.process_staging_bytes
+        reserve = min(_RESERVE_CHUNKS, capacity // chunk_bytes // 2)
+        self.pool = StagingPool(capacity, chunk_bytes, reserve)
         cache.device.pin(self.pool.memory)
         self._straight = StraightSends(
             cache,

@@ -1,4 +1,4 @@
-"""How many transfer processes and streams a node takes when nobody says.
+"""How many transfer processes and streams a node takes when nobody says, and what they need.
 
 Measured on an H200 host: a process pair carries about 3 GB/s over gRPC; four pairs keep up with
 everything that one GPU computes (KV is complete 1 ms after the first token, 35 ms with one pair),
@@ -21,6 +21,9 @@ PROCESS_GB_PER_S = 3.0
 _CORES_A_PROCESS = 4
 _FEWEST_STREAMS = 4
 _STREAMS_A_PROCESS = 2
+_FEWEST_STAGED_CHUNKS = 8
+"""In each process. Prefill: as many for pullers that wait as for those that will come. Decode: half
+to receive into, half to copy from."""
 
 
 def processes_for_this_host(hosts: Sequence[str], ranks: int) -> int:
@@ -53,6 +56,11 @@ def choose_num_processes(
 def choose_num_streams(num_processes: int) -> int:
     """Of one request and one rank of the peer."""
     return max(_FEWEST_STREAMS, _STREAMS_A_PROCESS * num_processes)
+
+
+def fewest_staging_bytes(num_processes: int, chunk_bytes: int) -> int:
+    """Of one rank, so that copies and the network go on side by side in all of its processes."""
+    return num_processes * _FEWEST_STAGED_CHUNKS * chunk_bytes
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -33,7 +33,7 @@ from engine.config import (
 from engine.frontend.command_line import HelpFormatter, describe_errors
 from engine.models.checkpoint import load_model_config, resolve_model
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
-from kv_transfer.sizing import choose_num_streams, processes_for_this_host
+from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
 from tandem_wire.security_config import SecurityConfig, SecurityError
 from tandem_wire.security_settings import SecuritySettings
 
@@ -222,9 +222,10 @@ class EngineSettings(SecuritySettings):
         default=2 << 20, ge=4096, le=4 << 20, description="Size of a piece of KV on the wire."
     )
     kv_staging_bytes: int = Field(
-        default=256 << 20,
+        default=512 << 20,
         ge=1 << 20,
-        description="Host memory of each transfer process for KV on its way.",
+        description="Host memory of each worker for KV on its way, in equal parts for its transfer "
+        "processes; pinned where KV is on a GPU. At least 8 pieces (--kv-chunk-bytes) for each.",
     )
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="KV that nobody takes for so long is dropped, in seconds."
@@ -364,7 +365,7 @@ class EngineSettings(SecuritySettings):
             num_processes=processes,
             num_streams=self.kv_streams or choose_num_streams(processes),
             chunk_bytes=self.kv_chunk_bytes,
-            staging_bytes=self.kv_staging_bytes,
+            staging_bytes=self._kv_staging_bytes(processes),
             lease_s=self.kv_lease_s,
             stall_timeout_s=self.kv_stall_timeout_s,
             pull_transport=self.kv_pull_transport,
@@ -392,6 +393,15 @@ class EngineSettings(SecuritySettings):
     def _kv_processes(self, kv_role: KVRole) -> int:
         hosts, ranks = self._kv_hosts(kv_role), self.tensor_parallel_size
         return self.kv_processes or processes_for_this_host(hosts, ranks)
+
+    def _kv_staging_bytes(self, processes: int) -> int:
+        fewest = fewest_staging_bytes(processes, self.kv_chunk_bytes)
+        if self.kv_staging_bytes < fewest:
+            raise SettingsError(
+                f"{processes} transfer processes need at least {fewest} --kv-staging-bytes; give "
+                f"that, or lower --kv-processes or --kv-chunk-bytes"
+            )
+        return self.kv_staging_bytes
 
     def _kv_port(self, processes: int) -> int:
         last = self.kv_port + self.tensor_parallel_size * processes - 1

@@ -63,7 +63,9 @@ class Node:
         self.num_processes = shape.tp_size * config.num_processes
         self.caches = [RankCache(shape, rank, num_blocks) for rank in range(shape.tp_size)]
         self.views = [
-            KVCacheView(cache.handle, shape, inbox_bytes=config.staging_bytes, device=device)
+            KVCacheView(
+                cache.handle, shape, inbox_bytes=config.process_staging_bytes, device=device
+            )
             for cache in self.caches
         ]
         self.blocks = Blocks(num_blocks)

@@ -426,6 +426,23 @@ async def test_transfers_larger_than_the_staging_pool_flow_through_it(
         await producer.until_empty()
 
 
+async def test_the_processes_of_a_rank_share_its_staging_memory() -> None:
+    capacity = 64 << 10
+    loopback = Loopback(
+        SHAPE, SHAPE, producer_processes=4, consumer_processes=2, staging_bytes=capacity
+    )
+    async with loopback as (producer, consumer):
+        pools = [sender.pool for sender in producer.senders]
+        assert capacity // 2 < sum(pool.capacity for pool in pools) <= capacity
+        transfer_id = producer.offer_computed(1, 600)
+        target = consumer.pull(producer.peer, transfer_id, 600)
+        await consumer.until_all(RECEIVED, transfer_id)
+        consumer.check(1, range(600), target)
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+        await producer.until_empty()
+
+
 async def test_stale_kv_does_not_hold_up_a_transfer_that_is_pulled() -> None:
     """Two offers that nobody pulls fill what they may; a third, pulled, uses the reserve."""
     async with Loopback(SHAPE, SHAPE, staging_bytes=24 << 10) as (producer, consumer):

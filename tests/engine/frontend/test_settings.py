@@ -130,6 +130,17 @@ def test_certificates_are_named_all_or_none(capsys: pytest.CaptureFixture[str]) 
     assert "--tls-cert-file and --tls-ca-file not given" in capsys.readouterr().err
 
 
+def test_memory_for_kv_is_shared_by_the_processes_of_a_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = {"model": "m", "kv_processes": 4, "kv_chunk_bytes": 1 << 20}
+    enough = DecodeNodeSettings(kv_staging_bytes=32 << 20, **given)
+    assert enough.print_checked("kv_consumer") == 0
+    scarce = DecodeNodeSettings(kv_staging_bytes=31 << 20, **given)
+    assert scarce.print_checked("kv_consumer") == 2
+    assert str(32 << 20) in capsys.readouterr().err
+
+
 def test_a_range_of_ports_for_kv_ends_with_the_last_port() -> None:
     settings = PrefillNodeSettings(
         model="m", kv_port=65_530, kv_processes=2, tensor_parallel_size=4
