@@ -57,7 +57,9 @@ class LMHead(VocabParallelEmbedding):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.group.all_gather(self._local_logits(hidden))
-        return logits[:, : self.shape[0]].contiguous()
+        vocab_size = self.shape[0]
+        # A single row counts as contiguous whatever its stride; kernels are compiled by strides.
+        return logits[:, :vocab_size].flatten().view(len(hidden), vocab_size)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """float32. On a GPU the product's own sums, without a rounding to half precision."""

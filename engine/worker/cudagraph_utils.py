@@ -123,8 +123,9 @@ class CudaGraphManager:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
+                what = str(error).partition("\n")[0]
                 raise GraphCaptureError(
-                    f"the CUDA graph of {key.describe()} could not be recorded: {error}; start "
+                    f"the CUDA graph of {key.describe()} could not be recorded: {what}; start "
                     f"with enforce_eager, or with {key.how_to_leave_out}"
                 ) from error
         torch.cuda.synchronize(self._device)

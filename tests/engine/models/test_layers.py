@@ -51,6 +51,7 @@ def test_padding_is_cut_from_logits() -> None:
     logits = head(hidden)
     assert logits.shape == (4, 5)
     assert logits.is_contiguous() and logits.dtype == torch.float32
+    assert head(hidden[:1]).stride() == logits.stride()
     torch.testing.assert_close(logits, hidden @ head.weight[:5].T)
 
 
