@@ -36,8 +36,8 @@ class CopyStream(ABC):
 
     @abstractmethod
     def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
-        """In any order among themselves, so no two may write to one place. What is read must be
-        complete when this is called, and mapped until a later fence is done."""
+        """In any order among themselves, so no two may write to one place. All areas must stay
+        mapped until a later fence is done."""
 
     @abstractmethod
     def copy_rows(

@@ -1,8 +1,9 @@
 """Many copies by one call of the CUDA driver.
 
-Issuing a copy costs the processor about as long as the device takes for it. Since CUDA 12.8 the
-driver takes many at once; CUDA 13 dropped an argument of that call and gave it another name. With
-an older driver, or a device that refuses it, copies are issued one by one.
+A copy that is issued alone waits for the one before it: 256 KiB move at 64 GB/s between two H200,
+and at 300 GB/s and more when the driver is told of many at once, for a fifth of the processor time.
+The driver can do so since CUDA 12.8; CUDA 13 dropped an argument of that call and gave it another
+name. With an older driver, or a device that refuses it, copies are issued one by one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 from kv_transfer.memory.copy_stream import Numbers
 
 _NOT_SUPPORTED = 801
-_SOURCE_ORDER_ANY = 3
-"""Sources are complete before a copy is issued, so they may be read at any time."""
+_SOURCES_IN_STREAM_ORDER = 1
+_MOST_AT_ONCE = 128
+"""The device begins when the call returns, so a longer one is no faster, but begins later."""
 
 _ARRAYS = (c_void_p, c_void_p, c_void_p, c_size_t)
 _ATTRIBUTES = (c_void_p, c_void_p, c_size_t)
@@ -40,7 +42,7 @@ class CudaCopies:
         self._check = check
         self._single = library.cuMemcpyAsync
         self._single.argtypes = (c_uint64, c_uint64, c_size_t, c_void_p)
-        self._attributes = _Attributes(source_order=_SOURCE_ORDER_ANY)
+        self._attributes = _Attributes(source_order=_SOURCES_IN_STREAM_ORDER)
         self._attribute_of = c_size_t(0)
         """The first copy that has the attributes: they all do."""
         self._failed = c_size_t(0)
@@ -62,6 +64,11 @@ class CudaCopies:
 
     def issue(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
         """As `CopyStream.copy`."""
+        for first in range(0, len(targets), _MOST_AT_ONCE):
+            some = slice(first, first + _MOST_AT_ONCE)
+            self._issue_some(targets[some], sources[some], sizes[some], stream)
+
+    def _issue_some(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
         if self._batch is not None and len(targets) > 1:
             code = self._issue_batch(self._batch, targets, sources, sizes, stream)
             if code != _NOT_SUPPORTED:
