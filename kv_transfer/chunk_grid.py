@@ -55,14 +55,11 @@ class ChunkGrid:
 
     def stripe(self, stream: int, num_streams: int) -> Iterator[int]:
         """Indices that stream `stream` of `num_streams` carries, in order."""
+        stop_group = self.num_groups if self.first_block < self.num_blocks else self.first_group
         for layer in range(self.num_layers):
-            for group in range(self.first_group, self._stop_group()):
-                index = self.index(layer, group)
-                if index % num_streams == stream:
-                    yield index
-
-    def _stop_group(self) -> int:
-        return self.num_groups if self.first_block < self.num_blocks else self.first_group
+            start = self.index(layer, self.first_group)
+            first = start + (stream - start) % num_streams
+            yield from range(first, self.index(layer, stop_group), num_streams)
 
 
 def blocks_per_chunk(chunk_bytes: int, block_bytes: int) -> int:

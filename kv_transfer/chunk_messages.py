@@ -67,13 +67,12 @@ class ChunkMessages:
         transfer, heads = pull.transfer, pull.wish.heads
         if not pull.wish.direct:
             raise CorruptChunk("the chunk was not staged, because other pullers read its blocks")
-        words: list[int] = []
-        for entry in entries:
-            layer, group = transfer.grid.position(entry.index)
-            num_held = _num_held(pull, group)
-            block_ids = transfer.blocks_of(group)[num_held:]
-            first_block = transfer.grid.blocks_of(group).start + num_held
-            words += (layer, first_block, len(block_ids), *block_ids)
+        grid = transfer.grid.starting_at(pull.first_block)
+        indices = [entry.index for entry in entries]
+        words = [len(indices), *indices]
+        for group in sorted({grid.position(index)[1] for index in indices}):
+            blocks = grid.blocks_of(group)
+            words += transfer.block_ids[blocks.start : blocks.stop]
         header = replace(
             self._bare_header(ChunkKind.BLOCKS, transfer.transfer_id, transfer.attempt),
             head_start=heads.start,

@@ -30,9 +30,6 @@ from kv_transfer.memory.inbox import Inbox
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.wire import ByteArray, Chunk, ChunkHeader, ChunkKind
 
-_Place = tuple[int, int, int]
-"""Layer, first block and number of blocks of a chunk."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
@@ -119,7 +116,7 @@ class Landing:
 
     def accept_in_place(self, header: ChunkHeader) -> None:
         """What `place` gave is written, and was checked."""
-        index = self._index_in(self._grid_of(header), *_place_of(header))
+        index = self._index_of(header)
         self._missing.discard(index)
 
     def end(self, chunk: Chunk) -> None:
@@ -128,18 +125,12 @@ class Landing:
         self._grid_of(chunk.header)
 
     def _missing_index(self, header: ChunkHeader) -> int:
-        return self._missing_indices(header, [_place_of(header)]).pop()
-
-    def _missing_indices(self, header: ChunkHeader, places: list[_Place]) -> set[int]:
-        """Of the chunks that one message holds or names."""
         self._check_identity(header)
         self._check_heads(header)
-        grid = self._grid_of(header)
-        indices = {self._index_in(grid, *place) for place in places}
-        if len(indices) < len(places) or not indices <= self._missing:
-            foreign = sorted(indices - self._missing) or sorted(indices)
-            raise CorruptChunk(f"chunk {foreign[0]} is not expected here, or came twice")
-        return indices
+        index = self._index_of(header)
+        if index not in self._missing:
+            raise CorruptChunk(f"chunk {index} is not expected here, or came twice")
+        return index
 
     def _check_identity(self, header: ChunkHeader) -> None:
         if (header.transfer_id, header.attempt) != (self._meta.transfer_id, self._meta.attempt):
@@ -166,16 +157,18 @@ class Landing:
             raise CorruptChunk("the chunk belongs to another grid than its predecessors")
         return self._grid
 
-    @staticmethod
-    def _index_in(grid: ChunkGrid, layer: int, first_block: int, num_blocks: int) -> int:
+    def _index_of(self, header: ChunkHeader) -> int:
         """The grid position. The first group may hold blocks before those that we asked for."""
-        group = first_block // grid.blocks_per_chunk
-        if layer >= grid.num_layers or group >= grid.num_groups:
+        grid = self._grid_of(header)
+        group = header.first_block // grid.blocks_per_chunk
+        if header.layer >= grid.num_layers or group >= grid.num_groups:
             raise CorruptChunk("the chunk lies outside of the prompt")
         wanted = grid.blocks_of(group)
-        if first_block > wanted.start or first_block + num_blocks != wanted.stop:
+        if header.first_block > wanted.start or (
+            header.first_block + header.num_blocks != wanted.stop
+        ):
             raise CorruptChunk("the chunk does not fill its place in the grid")
-        return grid.index(layer, group)
+        return grid.index(header.layer, group)
 
     def _check_size(self, header: ChunkHeader, payload_bytes: int) -> None:
         expected = header.num_blocks * self._shape.num_bytes
@@ -187,23 +180,28 @@ class Landing:
         peer = self.peer_cache
         if peer is None:
             raise CorruptChunk("the peer names blocks of a cache that is not mapped here")
-        places, block_ids = _named_chunks(message)
-        indices = self._missing_indices(message.header, places)
+        self._check_identity(message.header)
+        self._check_heads(message.header)
+        grid = self._grid_of(message.header)
+        indices, table = _names(message.payload)
+        chunks = set(indices.tolist())
+        if len(chunks) < len(indices) or not chunks <= self._missing:
+            raise CorruptChunk("a chunk is named that is not expected here, or twice")
         try:
-            peer.check_block_ids(block_ids.tolist())
+            peer.check_block_ids(table.tolist())
         except ValueError as error:
             raise CorruptChunk(f"the peer's {error}") from error
-        layers, numbers = _every_block(places)
-        blocks = _Blocks(layers, numbers, peer.addresses_of(layers, block_ids))
-        self._copy(blocks, peer.shape)
-        self._missing -= indices
+        layers, numbers, block_ids = _named_blocks(grid, indices, table)
+        self._copy(_Blocks(layers, numbers, peer.addresses_of(layers, block_ids)), peer.shape)
+        self._missing -= chunks
         return len(block_ids) * self._shape.num_bytes
 
     def _copy_from_payload(self, header: ChunkHeader, payload: ByteArray) -> None:
         """`payload` may go when this returns."""
         start, size = self._cache.inbox.lend(payload), self._shape.num_bytes
-        layers, numbers = _every_block([_place_of(header)])
-        self._copy(_Blocks(layers, numbers, start + size * np.arange(len(layers))), self._shape)
+        place = np.arange(header.num_blocks)
+        layers = np.full_like(place, header.layer)
+        self._copy(_Blocks(layers, header.first_block + place, start + size * place), self._shape)
         self._cache.inbox.copies_issued()
 
     def _copy(self, blocks: _Blocks, shape: BlockShape) -> None:
@@ -235,31 +233,31 @@ class Landing:
                 yield source, run, self._cache.address_of(layer, meta.block_ids[run.target_block])
 
 
-def _place_of(header: ChunkHeader) -> _Place:
-    return header.layer, header.first_block, header.num_blocks
-
-
-def _every_block(places: list[_Place]) -> tuple[Numbers, Numbers]:
-    """Layer and number of each block, in order."""
-    layers, first, counts = np.array(places, np.int64).T
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(layers, counts), np.repeat(first, counts) + within
-
-
-def _named_chunks(message: Chunk) -> tuple[list[_Place], Numbers]:
-    """What a message of kind BLOCKS names: the chunks, and the sender's physical blocks of all, in
-    order. Raises `CorruptChunk`."""
-    if message.payload.nbytes == 0 or message.payload.nbytes % 4 != 0:
+def _names(payload: ByteArray) -> tuple[Numbers, Numbers]:
+    """What a message of kind BLOCKS says: the chunks, and blocks of the groups that occur in them.
+    Raises `CorruptChunk`."""
+    if payload.nbytes == 0 or payload.nbytes % 4 != 0:
         raise CorruptChunk("a message that names blocks is cut off")
-    words = message.payload.view("<u4").astype(np.int64)
-    is_id = np.ones(len(words), np.bool_)
-    places = []
-    at = 0
-    while at < len(words):
-        layer, first_block, num_blocks = (*words[at : at + 3].tolist(), 0, 0)[:3]
-        places.append((layer, first_block, num_blocks))
-        is_id[at : at + 3] = False
-        at += 3 + num_blocks
-        if num_blocks == 0 or at > len(words):
-            raise CorruptChunk("a message that names blocks is cut off")
-    return places, words[is_id]
+    words = payload.view("<u4").astype(np.int64)
+    num_chunks = int(words[0])
+    if not 0 < num_chunks < len(words):
+        raise CorruptChunk("a message that names blocks is cut off")
+    return words[1 : 1 + num_chunks], words[1 + num_chunks :]
+
+
+def _named_blocks(
+    grid: ChunkGrid, indices: Numbers, table: Numbers
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Layer, number and physical block of every block of these chunks. Raises `CorruptChunk`."""
+    layers, groups = np.divmod(indices, grid.num_groups)
+    occurring, place = np.unique(groups, return_inverse=True)
+    blocks = [grid.blocks_of(group) for group in occurring.tolist()]
+    counts = np.array([len(some) for some in blocks])
+    if len(table) != counts.sum():
+        raise CorruptChunk("a message names more blocks than its chunks have, or fewer")
+    first = np.array([some.start for some in blocks])
+    in_table = np.cumsum(counts) - counts
+    size = counts[place]
+    within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+    numbers = np.repeat(first[place], size) + within
+    return np.repeat(layers, size), numbers, table[np.repeat(in_table[place], size) + within]

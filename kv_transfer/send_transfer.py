@@ -30,7 +30,7 @@ from kv_transfer.pull_wish import PullWish
 from kv_transfer.staging import StagedChunk
 
 _COMPUTED_ALREADY = -1
-_MOST_NAMED = 64
+_MOST_NAMED = 128
 """Chunks of which one message says where they lie."""
 
 

@@ -10,9 +10,10 @@ over all ranks of a node. A receiver maps them to blocks of its own, so a confus
 write into another request.
 
 Kinds: DATA carries KV. BLOCKS tells a puller of the same host, which has mapped the sender's
-cache, where chunks lie: for each its layer, first block and number of blocks, then the sender's
-physical blocks, 32 bits each. HEARTBEAT says that the sender lives but has nothing yet. END is the
-last message of a complete stream; a stream that ends without it is broken.
+cache, where chunks lie: how many, their places in the grid, then the sender's physical blocks of
+each group that occurs, in order and without those that the puller holds; 32 bits each. All layers
+of a group lie in the same blocks, so these come once. HEARTBEAT says that the sender lives but has
+nothing yet. END is the last message of a complete stream; a stream that ends without it is broken.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy.typing as npt
 from kv_transfer.errors import CorruptChunk
 
 MAGIC = b"TDKV"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sBBBxI16sIIIHHIII4xI")
 _CRC_AT = HEADER.size - 4
 

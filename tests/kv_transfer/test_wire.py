@@ -82,7 +82,7 @@ def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(CorruptChunk):
         decode(noise)
     with pytest.raises(CorruptChunk):
-        decode(b"TDKV\x01" + noise)
+        decode(b"TDKV\x02" + noise)
 
 
 def test_golden_bytes() -> None:
@@ -101,6 +101,6 @@ def test_golden_bytes() -> None:
         blocks_per_chunk=7,
     )
     assert encode(header, [b"KV"]).hex() == (
-        "54444b560100030001000000000102030405060708090a0b0c0d0e0f02000000"
-        "03000000040000000500060010000000070000000200000000000000b25d2df24b56"
+        "54444b560200030001000000000102030405060708090a0b0c0d0e0f02000000"
+        "030000000400000005000600100000000700000002000000000000005f485f284b56"
     )
