@@ -19,7 +19,7 @@ from engine.frontend.engine_metrics import (
     TTFT_BUCKETS,
     metric_labels,
 )
-from engine.frontend.trace_file import TraceFile
+from tandem_wire.trace_file import TraceFile
 
 _TIMES = (
     # (name, meaning, buckets)
@@ -93,7 +93,7 @@ class DecodeMetrics:
             if choice.replay is None:
                 self._observe_record(choice.record)
                 if self._traces is not None and choice.request.trace is not None:
-                    self._traces.write(choice.request.trace.trace_id, spans_of(choice.record))
+                    self._traces.write(choice.request.trace, spans_of(choice.record))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -37,12 +37,12 @@ from engine.frontend.node_http import HttpServer, ProbeServer, listen
 from engine.frontend.node_process import StopSignal, emit, start_engine
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.tokenizer import Tokenizer
-from engine.frontend.trace_file import TraceFile
 from tandem_pb import node_pb2
 from tandem_wire.address import join_address
 from tandem_wire.certificate_metrics import CertificateCollector
 from tandem_wire.credentials import Credentials
 from tandem_wire.tls_http import TlsConfig
+from tandem_wire.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 

@@ -217,7 +217,7 @@ class OpenAIServing:
         except InvalidRequest as error:
             raise BadRequest.from_invalid(error) from None
         request.arrival_time = context.received_at
-        request.trace = context.trace
+        request.trace = context.trace.sibling() if context.trace is not None else None
         request.prefix_hash = context.prefix_hash
         return request
 

@@ -19,7 +19,6 @@ from engine.frontend.node_grpc import NodeGrpcServer
 from engine.frontend.node_http import ProbeServer
 from engine.frontend.node_process import StopSignal, emit, start_engine
 from engine.frontend.node_status import NodeStatus
-from engine.frontend.trace_file import TraceFile
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
@@ -27,6 +26,7 @@ from tandem_pb import node_pb2, prefill_pb2_grpc
 from tandem_wire.address import join_address
 from tandem_wire.certificate_metrics import CertificateCollector
 from tandem_wire.credentials import Credentials
+from tandem_wire.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 

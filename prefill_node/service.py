@@ -36,7 +36,6 @@ from engine.frontend.input_processor import (
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.open_requests import OpenRequests
 from engine.frontend.output_processor import OutputStream, RequestOutput
-from engine.frontend.trace_file import TraceFile
 from engine.frontend.wire import (
     logprobs_to_message,
     prompt_logprobs_to_message,
@@ -53,6 +52,7 @@ from prefill_node.prompt_spans import spans_of
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
 from tandem_wire.security_config import Role
 from tandem_wire.trace_context import TraceContext
+from tandem_wire.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         work = call.work
         if self._traces is not None and work.trace is not None:
             spans = spans_of(work.arrival_time, call.queue_s, call.token_at, released_at, kv)
-            self._traces.write(work.trace.trace_id, spans)
+            self._traces.write(work.trace, spans)
 
     def _done(self, kv_bytes: int) -> prefill_pb2.PrefillEvent:
         done = prefill_pb2.Done(kv_bytes=kv_bytes)

@@ -34,8 +34,9 @@ from router.metrics import RouterMetrics
 from router.models_catalog import ModelCard, ModelCatalog
 from router.relay import AnswerBroken
 from router.request_info import read_request_info
+from router.request_trace import RequestTrace
 from router.tenants import Tenant
-from tandem_wire.trace_context import TraceContext
+from tandem_wire.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 
@@ -55,44 +56,47 @@ class ProxyEndpoint:
     max_body_bytes: int
     body_timeout_s: float
     max_open_requests: int
+    traces: TraceFile | None = None
     num_open: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = request_headers(scope)
-        rid = request_id(headers)
-        started = time.monotonic()
+        trace = RequestTrace.begin(headers, request_id(headers))
         self.num_open += 1
         self.metrics.open_requests.set(self.num_open)
         try:
-            status = await self._answer(scope, receive, send, rid)
+            status = await self._answer(scope, receive, send, trace)
         finally:
             self.num_open -= 1
             self.metrics.open_requests.set(self.num_open)
-            self.metrics.duration.observe(time.monotonic() - started)
+            self.metrics.duration.observe(time.monotonic() - trace.started_at)
         self.metrics.requests.labels(scope["path"], status).inc()
         self.metrics.by_tenant.add((_tenant(scope).name,), str(status))
+        if self.traces is not None:
+            trace.write(self.traces, status)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, rid: str) -> int:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> int:
         """The status that the client got, or would have got."""
         try:
-            request = await self._read(scope, receive, rid)
+            request = await self._read(scope, receive, trace)
             async with ClientGuard(receive), Ticket(self.gate, request.info) as ticket:
                 return await self.forwarder.forward(request, ticket, send)
         except RouterError as error:
-            await send_error(send, error, rid)
+            await send_error(send, error, trace.request_id)
             return error.status
         except ClientDisconnected:
             return _CLIENT_LEFT
         except AnswerBroken:
             return 200
 
-    async def _read(self, scope: Scope, receive: Receive, rid: str) -> ClientRequest:
+    async def _read(self, scope: Scope, receive: Receive, trace: RequestTrace) -> ClientRequest:
         if self.num_open > self.max_open_requests:
             raise Overloaded("The router has too many open requests. Try again shortly.")
         headers = request_headers(scope)
         body = await read_body(headers, receive, self.max_body_bytes, self.body_timeout_s)
-        info = read_request_info(scope["path"], rid, headers, body, _tenant(scope))
-        return ClientRequest(info, headers, body, TraceContext.from_headers(headers))
+        name = trace.request_id
+        info = read_request_info(scope["path"], name, headers, body, _tenant(scope))
+        return ClientRequest(info, headers, body, trace)
 
 
 def model_routes(catalog: ModelCatalog) -> APIRouter:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ from router.traffic_meter import TrafficMeter
 from router.transport import HttpTransport, Transport
 from tandem_wire.certificate_metrics import CertificateCollector
 from tandem_wire.credentials import Credentials
+from tandem_wire.trace_file import TraceFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         max_body_bytes=settings.max_body_bytes,
         body_timeout_s=settings.body_timeout_s,
         max_open_requests=settings.max_open_requests,
+        traces=TraceFile.open(settings.trace_file, "tandem-router", socket.gethostname()),
     )
     app.router.routes.extend(Route(path, endpoint, methods=["POST"]) for path in PROXIED_PATHS)
     catalog = ModelCatalog(

@@ -131,7 +131,7 @@ class Attempts:
         info = request.info
         placement = self.policy.place(info, tried)
         self.metrics.placements.labels(placement.choice, info.session_source).inc()
-        self.decisions.note(info, placement, len(tried), request.trace.trace_id)
+        self.decisions.note(info, placement, len(tried), request.trace.context.trace_id)
         return placement
 
     def node_headers(self, request: ClientRequest, placement: Placement) -> dict[str, str]:
@@ -139,7 +139,7 @@ class Attempts:
         a client: `x-prefiller-host-port` would let it point nodes anywhere."""
         info = request.info
         headers = {k: request.headers[k] for k in _PASSED_HEADERS if k in request.headers}
-        headers |= request.trace.child_headers()
+        headers |= request.trace.context.child_headers()
         headers["x-request-id"] = info.request_id
         if self.wants_journal:
             headers[JOURNAL_HEADER] = "1"

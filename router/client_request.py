@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.request_info import RequestInfo
-from tandem_wire.trace_context import TraceContext
+from router.request_trace import RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,4 +16,4 @@ class ClientRequest:
     info: RequestInfo
     headers: Mapping[str, str]
     body: bytes
-    trace: TraceContext
+    trace: RequestTrace

@@ -261,6 +261,11 @@ class RouterSettings(SecuritySettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug also logs each placement. Never any request content."
     )
+    trace_file: Path | None = Field(
+        default=None,
+        description="Append the trace of every request to this file: when each part happened, "
+        "never what was asked or answered. A line of OTLP/JSON each.",
+    )
     check: bool = Field(
         default=False,
         description="Print the settings and end, without serving. Exit code 2 if they are wrong.",

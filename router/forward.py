@@ -41,10 +41,13 @@ class Forwarder:
             RouterError: nothing has been sent yet; the caller answers with it.
             AnswerBroken: the client's connection must be cut.
         """
-        started = time.monotonic()
+        trace = request.trace
+        trace.admitted_at = time.monotonic()
         exchange = await self.attempts.begin(request, ticket.check)
         ticket.first_byte()
-        self.metrics.first_byte.observe(time.monotonic() - started)
+        trace.answered_at = time.monotonic()
+        trace.decode_node = str(exchange.placement.decode.address)
+        self.metrics.first_byte.observe(trace.answered_at - trace.admitted_at)
         client = Client(send, request.info.request_id, self.send_timeout_s)
         if exchange.is_journaled:
             relay = JournaledRelay(self.attempts, self.migrations, request, client)

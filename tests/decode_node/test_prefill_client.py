@@ -259,6 +259,6 @@ async def test_the_trace_and_resumed_output_reach_the_prefill_node() -> None:
         finally:
             await client.close()
         (metadata,) = servicer.metadata
-        assert metadata["traceparent"].startswith(f"00-{trace.trace_id}-")
+        assert metadata["traceparent"] == f"00-{trace.trace_id}-{trace.span_id}-01"
         assert metadata["tracestate"] == "vendor=1"
         assert servicer.requests[0].num_resumed_tokens == 1

@@ -11,8 +11,9 @@ import pytest
 
 from decode_node.request_spans import spans_of
 from decode_node.timeline import RequestRecord
-from engine.frontend.trace_file import Span, TraceFile
 from kv_transfer.metadata import TransferStats
+from tandem_wire.trace_context import TraceContext
+from tandem_wire.trace_file import Span, TraceFile
 from tests.decode_node.http_node import http_node
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -28,7 +29,10 @@ def spans_in(path: Path) -> list[list[dict[str, Any]]]:
 def test_a_line_is_otlp(tmp_path: Path) -> None:
     traces = TraceFile(tmp_path / "traces", "tandem-decode", "d")
     now = time.monotonic()
-    traces.write(TRACE, [Span("request", now, now + 2.0, {"n": 3, "path": "x"}), Span("a", now, 0)])
+    traces.write(
+        TraceContext(TRACE),
+        [Span("request", now, now + 2.0, {"n": 3, "path": "x"}), Span("a", now, 0)],
+    )
     traces.close()
     line = json.loads((tmp_path / "traces").read_text())
     (resource,) = line["resourceSpans"]
@@ -36,7 +40,7 @@ def test_a_line_is_otlp(tmp_path: Path) -> None:
         resource["resource"]["attributes"]
     )
     root, part = resource["scopeSpans"][0]["spans"]
-    assert (root["traceId"], root["kind"], "parentSpanId" in root) == (TRACE, 2, False)
+    assert (root["traceId"], root["kind"], "parentSpanId" in root) == (TRACE, 2, False), "it began"
     assert (part["parentSpanId"], part["kind"]) == (root["spanId"], 1)
     assert root["attributes"][0] == {"key": "n", "value": {"intValue": "3"}}
     start, end = int(root["startTimeUnixNano"]), int(root["endTimeUnixNano"])
@@ -78,3 +82,21 @@ async def test_requests_are_written_when_they_end(tmp_path: Path) -> None:
         names = ["request", "queue", "prefill", "token 1", "token 2"]
         assert [span["name"] for span in found[0]] == names
         assert "secret" not in path.read_text()
+
+
+async def test_each_service_is_a_child_of_its_caller(tmp_path: Path) -> None:
+    """From the router to the decode node, there a span for each choice, from that to prefill."""
+    router = TraceContext(TRACE)
+    path = tmp_path / "decode"
+    async with http_node(trace_file=path) as node:
+        node.nodes.on_call = lambda call: call.first_token()
+        headers = {**router.child_headers(), "x-prefiller-host-port": "a:1"}
+        body = {"prompt": "a dog", "max_tokens": 1, "n": 2}
+        await node.client.post("/v1/completions", json=body, headers=headers)
+        calls = [call.request.trace for call in node.nodes.calls]
+    decode = [root for root, *_ in spans_in(path)]
+    assert {span["parentSpanId"] for span in decode} == {router.span_id}
+    assert {span["spanId"] for span in decode} == {call.span_id for call in calls if call}
+    assert len(decode) == len({span["spanId"] for span in decode}) == 2
+    for _, *parts in spans_in(path):
+        assert {part["parentSpanId"] for part in parts} <= {span["spanId"] for span in decode}

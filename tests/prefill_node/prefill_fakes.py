@@ -16,7 +16,6 @@ from engine.frontend.node_grpc import NodeGrpcServer
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.request_stream import RequestState, RequestStream
-from engine.frontend.trace_file import TraceFile
 from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import SchedulerStats, TokenLogprobs
 from kv_transfer.metadata import KVPeer, TransferStats
@@ -24,6 +23,7 @@ from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
 from tandem_wire.credentials import Credentials
+from tandem_wire.trace_file import TraceFile
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 
 TIMEOUT_S = 60.0

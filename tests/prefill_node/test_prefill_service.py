@@ -11,13 +11,13 @@ import grpc
 import msgspec
 import pytest
 
-from engine.frontend.trace_file import TraceFile
 from engine.frontend.wire import sampling_to_message
 from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
 from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer
 from tandem_pb import prefill_pb2
+from tandem_wire.trace_file import TraceFile
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
 from tests.prefill_node.prefill_fakes import TIMEOUT_S, ServedPrefill, served_prefill, until
 
@@ -338,6 +338,8 @@ async def test_the_trace_of_a_prompt_has_every_layer(tmp_path: Path) -> None:
         names = ["request", "queue", "prefill", "save layer 0", "save layer 1", "kv held"]
         assert [span["name"] for span in spans] == names
         assert {span["traceId"] for span in spans} == {trace}
+        assert spans[0]["parentSpanId"] == "b7ad6b7169203331", "the decode node's span"
+        assert {span["parentSpanId"] for span in spans[1:]} == {spans[0]["spanId"]}
         saved = [int(s["endTimeUnixNano"]) - int(s["startTimeUnixNano"]) for s in spans[3:5]]
         assert saved == pytest.approx([5e8, 2.5e8], abs=2)
         text = node.metrics.text().decode()

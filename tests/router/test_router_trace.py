@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,22 @@ async def test_a_trace_goes_on_in_a_span_of_its_own(cluster: Cluster) -> None:
         assert headers["traceparent"] != PARENT
         assert headers["tracestate"] == "vendor=1"
     assert first["traceparent"] != second["traceparent"]
+
+
+async def test_spans_of_nodes_are_below_ours(cluster: Cluster, tmp_path: Path) -> None:
+    node = await cluster.decode(handler=TokenHandler())
+    router = await cluster.router(node, trace_file=tmp_path / "traces")
+    await router.text({**BODY, "prompt": "a secret"}, traceparent=PARENT)
+    text = (tmp_path / "traces").read_text()
+    assert "secret" not in text
+    (resource,) = json.loads(text)["resourceSpans"]
+    request, *parts = resource["scopeSpans"][0]["spans"]
+    ((headers, _),) = node.requests
+    assert headers["traceparent"] == f"00-{TRACE}-{request['spanId']}-01"
+    assert (request["traceId"], request["parentSpanId"]) == (TRACE, PARENT.split("-")[2])
+    assert [part["name"] for part in parts] == ["queue", "first byte"]
+    assert {part["parentSpanId"] for part in parts} == {request["spanId"]}
+    assert {"key": "status", "value": {"intValue": "200"}} in request["attributes"]
 
 
 @pytest.mark.parametrize(

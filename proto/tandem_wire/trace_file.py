@@ -1,8 +1,9 @@
 """Traces of requests, a line of JSON each, in the format of OpenTelemetry (OTLP/JSON).
 
 The collector's `otlpjsonfile` receiver reads such files; so do people with `jq`. Each service of a
-request writes its own line; the trace id that travels with the request ties them together. Spans
-say when something happened and how much it was, never what was asked or answered.
+request writes its own line; the trace and the caller's span, which travel with the request, tie
+them together. Spans say when something happened and how much it was, never what was asked or
+answered.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tandem_wire.trace_context import TraceContext
 
 _INTERNAL, _SERVER = 1, 2
 
@@ -42,11 +45,14 @@ class TraceFile:
         """None: no traces are wanted. Raises OSError."""
         return None if path is None else cls(path, service, instance)
 
-    def write(self, trace_id: str, spans: Sequence[Span]) -> None:
+    def write(self, trace: TraceContext, spans: Sequence[Span]) -> None:
         """The first span is the request, the others happened in it."""
-        root = secrets.token_hex(8)
-        found = [self._span(trace_id, spans[0], root, "")]
-        found += [self._span(trace_id, span, secrets.token_hex(8), root) for span in spans[1:]]
+        request, *parts = spans
+        found = [self._span(trace, request, trace.span_id, trace.parent_id, _SERVER)]
+        found += [
+            self._span(trace, span, secrets.token_hex(8), trace.span_id, _INTERNAL)
+            for span in parts
+        ]
         scope = {"scope": {"name": "tandem"}, "spans": found}
         line = {
             "resourceSpans": [{"resource": {"attributes": self._resource}, "scopeSpans": [scope]}]
@@ -59,13 +65,15 @@ class TraceFile:
     def close(self) -> None:
         self._file.close()
 
-    def _span(self, trace_id: str, span: Span, span_id: str, parent: str) -> dict[str, Any]:
+    def _span(
+        self, trace: TraceContext, span: Span, span_id: str, parent: str, kind: int
+    ) -> dict[str, Any]:
         return {
-            "traceId": trace_id,
+            "traceId": trace.trace_id,
             "spanId": span_id,
             **({"parentSpanId": parent} if parent else {}),
             "name": span.name,
-            "kind": _INTERNAL if parent else _SERVER,
+            "kind": kind,
             "startTimeUnixNano": self._unix_ns(span.start),
             "endTimeUnixNano": self._unix_ns(max(span.start, span.end)),
             "attributes": _attributes(span.attributes),
