@@ -77,7 +77,7 @@ class VariantModel:
     ) -> Callable[[], Tensor]:
         """Prompts behind `num_cached` tokens that are in the cache; gives the logits of their last
         tokens. Whole prompts are attended apart, as the runner has it."""
-        lengths = tuple(sorted(lengths))
+        lengths = tuple(sorted(lengths, reverse=True))
         num_cached = min(num_cached, self.longest_context)
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths]) + num_cached
         metadata = self._metadata([n + num_cached for n in lengths], list(lengths))

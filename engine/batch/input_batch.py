@@ -12,12 +12,14 @@ Order of requests, so that every group is a slice:
     |  one token each  | chunks that end     | chunks that leave       |
     |  (all sample)    | a prefill (sample)  | a rest (do not sample)  |
 
-Long prompts without a cached beginning may be asked to come last; attention treats them apart.
+Long prompts without a cached beginning may be asked to come right behind the decodes; attention
+treats them apart.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeAlias
 
 import numpy as np
@@ -46,7 +48,7 @@ class BatchOrder:
     num_decodes: int
     num_sampled: int
     whole_prompt_lens: tuple[int, ...] = ()
-    """Of the last requests; see `order_batch`."""
+    """Of the requests behind the decodes; see `order_batch`."""
 
 
 def order_batch(
@@ -59,8 +61,8 @@ def order_batch(
     first step of a request whose KV came from a peer.
 
     Args:
-        whole_prompts_from: Chunks of so many tokens or more that begin their sequence come last,
-            if no other chunk must; None: they are like all others.
+        whole_prompts_from: Chunks of so many tokens or more that begin their sequence come behind
+            the decodes; None: they are like all others.
 
     Raises:
         RowError: A chunk is empty, goes beyond its prefill, or belongs to nobody.
@@ -78,7 +80,9 @@ def order_batch(
             ending.append((row, length))
     whole_prompt_lens: tuple[int, ...] = ()
     if whole_prompts_from is not None:
-        ending, whole_prompt_lens = _whole_prompts_last(ending, leaving, states, whole_prompts_from)
+        ending, leaving, whole_prompt_lens = _whole_prompts_first(
+            ending, leaving, states, whole_prompts_from
+        )
     num_decodes = len(decode_rows) + len(as_decode)
     chunks = np.array(ending + leaving, np.int32).reshape(-1, 2)
     return BatchOrder(
@@ -90,21 +94,21 @@ def order_batch(
     )
 
 
-def _whole_prompts_last(
+def _whole_prompts_first(
     ending: list[tuple[int, int]],
     leaving: list[tuple[int, int]],
     states: RequestState,
     min_tokens: int,
-) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """`ending` in a new order, and the lengths of the whole prompts at the end of the batch."""
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], tuple[int, ...]]:
+    """Both in a new order, and the lengths of the whole prompts that lie together. Those that
+    leave come behind all that end, so they are among them only if all that end are whole."""
 
-    def is_whole(chunk: tuple[int, int]) -> bool:
-        return chunk[1] >= min_tokens and states.num_computed_np[chunk[0]] == 0
+    def is_part(chunk: tuple[int, int]) -> bool:
+        return chunk[1] < min_tokens or states.num_computed_np[chunk[0]] > 0
 
-    if not all(map(is_whole, leaving)):
-        return ending, ()
-    ending = sorted(ending, key=is_whole)
-    return ending, tuple(chunk[1] for chunk in ending + leaving if is_whole(chunk))
+    ending, leaving = sorted(ending, key=is_part), sorted(leaving, key=is_part)
+    together = list(takewhile(lambda chunk: not is_part(chunk), ending + leaving))
+    return ending, leaving, tuple(length for _, length in together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class InputBatch:
     max_query_len: int
     max_seq_len: int
     whole_prompt_lens: tuple[int, ...]
-    """Of the last requests, which attention treats apart."""
+    """Of the requests behind the decodes, which attention treats apart."""
     idx_mapping: torch.Tensor
     """[R] int32, batch position -> row."""
     query_start_loc: torch.Tensor

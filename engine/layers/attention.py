@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionInputs:
     """What all layers of one step share.
 
@@ -29,6 +30,11 @@ class AttentionInputs:
     slot_mapping: Tensor
     metadata: AttentionMetadata
     backend: AttentionBackend = OWN_ATTENTION
+
+    @cached_property
+    def behind_whole_prompts(self) -> AttentionMetadata:
+        """Made once a step."""
+        return self.metadata.behind_whole_prompts()
 
 
 class Attention(nn.Module):
@@ -72,13 +78,22 @@ class Attention(nn.Module):
             eps,
             keep_k=len(metadata.whole_prompt_lens) > 0,
         )
-        backend = inputs.backend
-        if not metadata.whole_prompt_lens:
-            return backend.paged(q, kv_cache, metadata, self.scale).flatten(1)
+        if metadata.whole_prompt_lens:
+            return self._attend_apart(heads, kv_cache, inputs).flatten(1)
+        return inputs.backend.paged(q, kv_cache, metadata, self.scale).flatten(1)
+
+    def _attend_apart(self, heads: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Whole prompts, and what is before and behind them. `heads`: [T, Hq + 2 Hkv, D]."""
+        metadata, backend = inputs.metadata, inputs.backend
         assert backend.whole_prompts is not None
         attended = backend.whole_prompts.attend(heads, self.num_heads, metadata, self.scale)
-        if len(metadata.seq_lens) > len(metadata.whole_prompt_lens):
-            start = len(heads) - sum(metadata.whole_prompt_lens)
-            others = metadata.without_whole_prompts()
-            attended[:start] = backend.paged(q[:start], kv_cache, others, self.scale)
-        return attended.flatten(1)
+        num_decodes, end = metadata.num_decodes, metadata.whole_prompts_end
+        if num_decodes > 0:
+            q = heads[:num_decodes, : self.num_heads]
+            decodes = metadata.decodes()
+            attended[:num_decodes] = backend.paged(q, kv_cache, decodes, self.scale)
+        if end < len(heads):
+            q = heads[end:, : self.num_heads]
+            others = inputs.behind_whole_prompts
+            attended[end:] = backend.paged(q, kv_cache, others, self.scale)
+        return attended

@@ -42,7 +42,7 @@ class CudnnPrompts(WholePrompts):
         if sum(lengths) == len(heads) and len(lengths) == 1:
             return _attend(heads, num_heads, scale)
         attended = torch.empty_like(heads[:, :num_heads], memory_format=torch.contiguous_format)
-        start = len(heads) - sum(lengths)
+        start = metadata.num_decodes
         for length in lengths:
             end = start + length
             attended[start:end] = _attend(heads[start:end], num_heads, scale)

@@ -24,7 +24,7 @@ class WholePrompts(ABC):
     def attend(
         self, heads: Tensor, num_heads: int, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
-        """Causal attention of the last requests, those in `metadata.whole_prompt_lens`.
+        """Causal attention of the requests in `metadata.whole_prompt_lens`.
 
         Args:
             heads: [T, Hq + 2 Hkv, D], queries, keys and values of the whole batch, rotated.

@@ -24,8 +24,8 @@ class AttentionMetadata:
         num_decodes: Leading requests with exactly one query token.
         max_query_len: Upper bound of the query lengths, known on the host.
         max_seq_len: Upper bound of `seq_lens`, known on the host.
-        whole_prompt_lens: Query lengths of the last requests, if they are prompts without a
-            cached beginning that may be attended apart. Kernels need not look at it.
+        whole_prompt_lens: Query lengths of the requests behind the decodes, if they are prompts
+            without a cached beginning that may be attended apart. Kernels need not look at it.
         fixed_order: What a query token attends to is added up in one order, whatever else is in
             the batch, and however its request's tokens are cut into steps.
     """
@@ -39,13 +39,31 @@ class AttentionMetadata:
     whole_prompt_lens: tuple[int, ...] = ()
     fixed_order: bool = False
 
-    def without_whole_prompts(self) -> AttentionMetadata:
-        """The requests before them."""
-        num_reqs = len(self.seq_lens) - len(self.whole_prompt_lens)
+    @property
+    def whole_prompts_end(self) -> int:
+        """The query row behind the whole prompts."""
+        return self.num_decodes + sum(self.whole_prompt_lens)
+
+    def decodes(self) -> AttentionMetadata:
+        """The decodes alone."""
         return replace(
             self,
-            block_tables=self.block_tables[:num_reqs],
-            query_start_loc=self.query_start_loc[: num_reqs + 1],
-            seq_lens=self.seq_lens[:num_reqs],
+            block_tables=self.block_tables[: self.num_decodes],
+            query_start_loc=self.query_start_loc[: self.num_decodes + 1],
+            seq_lens=self.seq_lens[: self.num_decodes],
+            max_query_len=1,
+            whole_prompt_lens=(),
+        )
+
+    def behind_whole_prompts(self) -> AttentionMetadata:
+        """The other requests, without the decodes; their query rows count from
+        `whole_prompts_end`. Copies, because kernels are compiled by how addresses are aligned."""
+        first = self.num_decodes + len(self.whole_prompt_lens)
+        return replace(
+            self,
+            block_tables=self.block_tables[first:].clone(),
+            query_start_loc=self.query_start_loc[first:] - self.whole_prompts_end,
+            seq_lens=self.seq_lens[first:].clone(),
+            num_decodes=0,
             whole_prompt_lens=(),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -77,10 +78,32 @@ def steps(draw: st.DrawFn) -> list[Entry]:
     return entries
 
 
-def order_of(rows: Rows, entries: list[Entry]) -> BatchOrder:
+def order_of(rows: Rows, entries: list[Entry], whole_prompts_from: int | None = None) -> BatchOrder:
     decode_rows = np.array(sorted(e.row for e in entries if e.chunk == 0), np.int32)
     chunks = [(e.row, e.chunk) for e in entries if e.chunk]
-    return order_batch(decode_rows, chunks, rows.states)
+    return order_batch(decode_rows, chunks, rows.states, whole_prompts_from)
+
+
+@given(entries=steps(), min_tokens=st.integers(1, MAX_TOKENS // ROWS))
+@settings(deadline=None)
+def test_whole_prompts_lie_behind_the_decodes(entries: list[Entry], min_tokens: int) -> None:
+    rows = Rows(entries)
+    plain = order_of(rows, entries)
+    order = order_of(rows, entries, min_tokens)
+    assert (order.num_decodes, order.num_sampled) == (plain.num_decodes, plain.num_sampled)
+    for start, end in pairwise((0, order.num_decodes, order.num_sampled, len(order.rows))):
+        pairs = (
+            zip(o.rows[start:end], o.query_lens[start:end], strict=True) for o in (plain, order)
+        )
+        assert sorted(next(pairs)) == sorted(next(pairs))
+    by_row = {e.row: e for e in entries}
+    chunks = [by_row[int(row)] for row in order.rows[order.num_decodes :]]
+    is_whole = [e.computed == 0 and e.chunk >= min_tokens for e in chunks]
+    count = len(order.whole_prompt_lens)
+    assert order.whole_prompt_lens == tuple(e.chunk for e in chunks[:count])
+    assert all(is_whole[:count]) and (count == len(chunks) or not is_whole[count])
+    num_ending = order.num_sampled - order.num_decodes
+    assert count >= sum(is_whole[:num_ending])
 
 
 @given(entries=steps())
