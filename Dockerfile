@@ -33,11 +33,11 @@ RUN /opt/tandem/bin/pip install --no-cache-dir \
         "xxhash>=3.5,<5" \
     && /opt/tandem/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
 
-# Everything, and Ray for nodes that span hosts; torch brings CUDA's libraries along.
+# Everything, Ray for nodes that span hosts, FlashAttention 3; torch brings CUDA's libraries along.
 FROM ${PYTHON_BASE} AS engine-environment
 RUN python -m venv /opt/tandem
 COPY --from=wheel /wheels /wheels
-RUN /opt/tandem/bin/pip install --no-cache-dir "$(echo /wheels/*.whl)[ray]"
+RUN /opt/tandem/bin/pip install --no-cache-dir "$(echo /wheels/*.whl)[ray,fa3]"
 
 FROM ${PYTHON_BASE} AS base
 LABEL org.opencontainers.image.title="tandem" \
