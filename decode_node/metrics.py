@@ -21,7 +21,10 @@ from engine.frontend.engine_metrics import (
 )
 from tandem_wire.trace_file import TraceFile
 
-_TIMES = (
+_GB_PER_S_BUCKETS = (
+    0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0
+)  # fmt: skip
+_MEASURES = (
     # (name, meaning, buckets)
     ("vllm:time_to_first_token_seconds", "Received until first token.", TTFT_BUCKETS),
     ("vllm:inter_token_latency_seconds", "Between outputs.", ITL_BUCKETS),
@@ -35,6 +38,7 @@ _TIMES = (
     ("vllm:request_params_max_tokens", "Tokens allowed.", TOKEN_BUCKETS),
     ("vllm:request_params_n", "Answers asked for.", TOKEN_BUCKETS),
     ("tandem_kv_transfer_seconds", "First until last byte of KV.", TTFT_BUCKETS),
+    ("tandem_kv_transfer_gb_per_second", "Of a prompt's KV, in that time.", _GB_PER_S_BUCKETS),
     ("tandem_kv_ready_after_first_token_seconds", "KV complete after token one.", TTFT_BUCKETS),
     ("tandem_kv_inject_seconds", "Last byte of KV received until in its block.", TTFT_BUCKETS),
     ("tandem_join_seconds", "KV and token one here until token two.", TTFT_BUCKETS),
@@ -54,7 +58,7 @@ class DecodeMetrics:
             name: Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(
                 *labels
             )
-            for name, text, buckets in _TIMES
+            for name, text, buckets in _MEASURES
         }
         self._success = self._counter(
             "vllm:request_success", "Requests by how they ended.", "finished_reason"
@@ -70,6 +74,9 @@ class DecodeMetrics:
         )
         self._attempts = self._counter(
             "tandem_prefill_attempts", "Prompts given to prefill nodes.", None
+        )
+        self._retries = self._counter(
+            "tandem_prefill_retries", "Of these, after a failed attempt.", None
         )
         self._kv_bytes = self._counter("tandem_kv_received_bytes", "KV taken.", None)
         self._labels = labels
@@ -104,6 +111,7 @@ class DecodeMetrics:
         self._success.labels(*self._labels, reason).inc()
         self._decisions.labels(*self._labels, _decision(record)).inc()
         self._attempts.labels(*self._labels).inc(record.attempts)
+        self._retries.labels(*self._labels).inc(max(0, record.attempts - 1))
         if record.attempts and record.path == "local":
             self._fallbacks.labels(*self._labels).inc()
         for failure in record.failures:
@@ -149,7 +157,10 @@ class DecodeMetrics:
             return
         self._kv_bytes.labels(*self._labels).inc(kv.num_bytes)
         histograms = self._histograms
-        histograms["tandem_kv_transfer_seconds"].observe(kv.last_byte_at - kv.first_byte_at)
+        seconds = kv.last_byte_at - kv.first_byte_at
+        histograms["tandem_kv_transfer_seconds"].observe(seconds)
+        if seconds > 0:
+            histograms["tandem_kv_transfer_gb_per_second"].observe(kv.num_bytes / seconds / 1e9)
         if record.first_token_at:
             histograms["tandem_kv_ready_after_first_token_seconds"].observe(
                 max(0.0, kv.last_byte_at - record.first_token_at)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from decode_node.metrics import DecodeMetrics
 from decode_node.request_spans import spans_of
 from decode_node.timeline import RequestRecord
 from kv_transfer.metadata import TransferStats
 from tandem_wire.trace_context import TraceContext
 from tandem_wire.trace_file import Span, TraceFile
 from tests.decode_node.http_node import http_node
+from tests.engine.core.tiny_engine import tiny_config
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -100,3 +103,36 @@ async def test_each_service_is_a_child_of_its_caller(tmp_path: Path) -> None:
     assert len(decode) == len({span["spanId"] for span in decode}) == 2
     for _, *parts in spans_in(path):
         assert {part["parentSpanId"] for part in parts} <= {span["spanId"] for span in decode}
+
+
+def test_the_same_parts_are_measured() -> None:
+    record = RequestRecord(2000, received_at=10.0, admitted_at=10.25, attempts=3, path="remote")
+    record.remote_queue_s, record.remote_prefill_s = 0.25, 1.0
+    record.first_token_at, record.second_token_at, record.last_token_at = 11.5, 12.5, 14.0
+    record.kv = TransferStats(5 * 10**9, 8, 10.75, 12.0, received_at=11.75)
+    choice: Any = SimpleNamespace(
+        record=record, replay=None, is_first_of_prompt=True, request=SimpleNamespace(trace=None)
+    )
+    metrics = DecodeMetrics(tiny_config())
+    metrics.observe([choice])
+    found = {
+        sample.name: sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name.endswith(("_sum", "_total"))
+    }
+    for name, value in {
+        "vllm:request_queue_time_seconds_sum": 0.5,
+        "vllm:request_prefill_time_seconds_sum": 1.0,
+        "vllm:time_to_first_token_seconds_sum": 1.5,
+        "tandem_kv_transfer_seconds_sum": 1.25,
+        "tandem_kv_transfer_gb_per_second_sum": 4.0,
+        "tandem_kv_inject_seconds_sum": 0.25,
+        "tandem_kv_ready_after_first_token_seconds_sum": 0.5,
+        "tandem_join_seconds_sum": 0.5,
+        "tandem_second_token_seconds_sum": 1.0,
+        "tandem_kv_received_bytes_total": 5e9,
+        "tandem_prefill_attempts_total": 3,
+        "tandem_prefill_retries_total": 2,
+    }.items():
+        assert found[name] == pytest.approx(value), name

@@ -16,8 +16,11 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 import pytest_asyncio
+from prometheus_client import CollectorRegistry
 
 from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.engine_metrics import EngineCollector
+from kv_transfer.metadata import Reclaim
 from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, until, until_empty
 from tests.processes import is_gone
@@ -179,6 +182,34 @@ async def test_first_token_ends_the_answer(pair: Pair, oracle: Oracle, knows: st
     assert await tokens_of(stream) == [token]
     await pair.prefill.wait_kv_result(offer.request_id)
     await nothing_is_left(pair, oracle)
+
+
+async def test_metrics_tell_what_transfers_did(pair: Pair, oracle: Oracle) -> None:
+    def exported(llm: AsyncLLM) -> dict[str, float]:
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(llm))
+        samples = (sample for family in registry.collect() for sample in family.samples)
+        names = {sample.name: sample.value for sample in samples}
+        prefix = "tandem_kv_transfer_"
+        return {k.removeprefix(prefix): v for k, v in names.items() if k.startswith(prefix)}
+
+    await nothing_is_left(pair, oracle)
+    _, pull = pair.request(SEED)
+    stream = pair.decode.generate(pull)
+    await until(lambda: exported(pair.decode)["open_pulls"] > 0, "a pull without offer")
+    stream.close()
+    await nothing_is_left(pair, oracle)
+    for llm, moved in (
+        (pair.prefill, ["transfers", "bytes_moved", "reclaimed_released"]),
+        (pair.decode, ["transfers", "bytes", "bytes_moved", "aborts"]),
+    ):
+        await until(lambda: all(exported(llm)[name] > 0 for name in moved), str(moved))  # noqa: B023
+        for name in ("staged_bytes", "leases", "open_pulls"):
+            await until(lambda: exported(llm)[name] == 0, name)  # noqa: B023
+        values = exported(llm)
+        assert values["corrupt_chunks"] == 0
+        assert {f"reclaimed_{why}" for why in Reclaim} <= set(values)
+    assert exported(pair.prefill)["failures"] == 0, "whoever leaves is no failure"
 
 
 async def test_while_requests_are_put_back_for_others(pair: Pair, oracle: Oracle) -> None:
