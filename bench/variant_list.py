@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import RowParallelLinear
+from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
 from engine.models.llama import LlamaForCausalLM, LlamaMLP
 from tandem_kernels import decode_attention, device, narrow_linear, ops, prefill_attention
 from tandem_kernels.decode_attention import DecodeTuning
@@ -27,8 +27,9 @@ DECODE_CASES = (
 @dataclass(frozen=True, slots=True)
 class Variant:
     """None: as it is. `library`: no products by kernels of ours. `residual_rows`: rows from which
-    row layers add to the residual; `mlp_rows`: rows that an MLP computes at a time; `blas`: the
-    library of products; `long_chains`: small kernels start early in long steps, too."""
+    row layers add to the residual; `gated_rows`: those from which gate·up and its activation are
+    one product; `mlp_rows`: rows that an MLP computes at a time; `blas`: the library of products;
+    `long_chains`: small kernels start early in long steps, too."""
 
     name: str
     decode: DecodeTuning | None = None
@@ -39,6 +40,7 @@ class Variant:
     chained: bool = True
     deterministic: bool = False
     residual_rows: int | None = None
+    gated_rows: int | None = None
     mlp_rows: int | None = None
     blas: str | None = None
     long_chains: bool = False
@@ -94,6 +96,7 @@ def long_prompt_variants() -> list[Variant]:
     return [
         Variant("present"),
         Variant("norms add", residual_rows=_NEVER),
+        Variant("activation apart", gated_rows=_NEVER),
         Variant("MLP by 4096", residual_rows=_ALWAYS, mlp_rows=4096),
         Variant("cuBLASLt", blas="cublaslt"),
         Variant("chained", long_chains=True),
@@ -128,6 +131,9 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
             for (module, name), tuning in zip(tunings, chosen, strict=True):
                 if tuning is not None:
                     patches.enter_context(patch.object(module, name, tunings[module, name]))
+            for layer in _gated_layers(model, variant):
+                rows = variant.gated_rows or _NEVER
+                patches.enter_context(patch.object(layer, "gated_rows", rows))
             if variant.blas is not None:
                 torch.backends.cuda.preferred_blas_library(variant.blas)
             if variant.long_chains:
@@ -151,6 +157,13 @@ def _set_deterministic(model: LlamaForCausalLM, enabled: bool) -> None:
         if hasattr(layer, "product"):
             layer.product = ops.invariant_linear if enabled else F.linear
     model.lm_head.deterministic = enabled
+
+
+def _gated_layers(model: LlamaForCausalLM, variant: Variant) -> list[GateUpParallelLinear]:
+    """Those that compute as `variant.gated_rows` says."""
+    if variant.gated_rows is None and not (variant.library or variant.deterministic):
+        return []
+    return [module for module in model.modules() if isinstance(module, GateUpParallelLinear)]
 
 
 def _set_residual_rows(layers: list[RowParallelLinear], rows: int) -> None:

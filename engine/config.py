@@ -16,7 +16,9 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-FastPath = Literal["chained-launches", "narrow-products", "prompt-graphs", "residual-products"]
+FastPath = Literal[
+    "chained-launches", "gated-products", "narrow-products", "prompt-graphs", "residual-products"
+]
 AttentionBackend = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
 
@@ -139,6 +141,7 @@ class DeviceConfig:
         deterministic: What a request gets does not depend on what else runs. Slower.
         disabled_fast_paths: What to do without, on a GPU, should one of them be suspected:
             `chained-launches`, small kernels that start before the one before has ended;
+            `gated-products`, gate·up of many rows by our own kernel, activation included;
             `narrow-products`, products of few rows by our own kernels; `prompt-graphs`, CUDA
             graphs of steps with short prompts; `residual-products`, products of many rows that
             add to the residual stream themselves.

@@ -138,9 +138,10 @@ class EngineSettings(SecuritySettings):
     disabled_fast_paths: tuple[FastPath, ...] = Field(
         default=(),
         description="On a GPU: what to do without, should one be suspected. chained-launches: "
-        "small kernels overlap. narrow-products: products of few rows by our own kernels. "
-        "prompt-graphs: CUDA graphs of steps with short prompts. residual-products: products of "
-        "many rows add to the residual stream themselves.",
+        "small kernels overlap. gated-products: gate and up projection of many rows and their "
+        "activation by one kernel of our own. narrow-products: products of few rows by our own "
+        "kernels. prompt-graphs: CUDA graphs of steps with short prompts. residual-products: "
+        "products of many rows add to the residual stream themselves.",
     )
     async_scheduling: bool | None = Field(
         default=None,

@@ -6,9 +6,10 @@
 so a column layer followed by a row layer needs one all-reduce. `MergedColumnParallelLinear` and
 `QKVParallelLinear` are several column layers of the same input, computed as one product.
 
-Column layers may compute few rows by kernels of our own (`Shard.narrow_rows`). With many rows, and
-one rank, a row layer can add to the residual stream in the product itself (`Shard.residual_rows`):
-the norm that follows reads and writes half as much. In deterministic mode all products are those of
+Column layers may compute few rows by kernels of our own (`Shard.narrow_rows`), and gate·up many
+rows together with the activation (`Shard.gated_rows`). With many rows, and one rank, a row layer
+can add to the residual stream in the product itself (`Shard.residual_rows`): the norm that follows
+reads and writes half as much. In deterministic mode all products are those of
 `ops.invariant_linear`.
 """
 
@@ -23,8 +24,7 @@ from torch import Tensor, nn
 
 from engine.layers.shard import CheckpointWeight, Shard
 from kv_transfer.layout import HeadRange
-from tandem_kernels import ops
-from tandem_kernels.narrow_shapes import takes
+from tandem_kernels import gated_shapes, narrow_shapes, ops
 
 Product = Callable[..., Tensor]
 """x [T, in], weight [out, in], bias [out] -> [T, out]."""
@@ -65,7 +65,7 @@ class MergedColumnParallelLinear(nn.Module):
         self.product = product(shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= self.narrow_rows and takes(x, self.weight):
+        if len(x) <= self.narrow_rows and narrow_shapes.takes(x, self.weight):
             return ops.narrow_linear(x, self.weight, self.bias)
         return self.product(x, self.weight, self.bias)
 
@@ -97,10 +97,13 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard)
+        self.gated_rows = shard.gated_rows
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= self.narrow_rows and takes(x, self.weight):
+        if len(x) <= self.narrow_rows and narrow_shapes.takes(x, self.weight):
             return ops.gate_up_silu(x, self.weight)
+        if 0 < self.gated_rows <= len(x) and gated_shapes.takes(x, self.weight):
+            return ops.gated_linear(x, self.weight)
         return ops.silu_and_mul(self.product(x, self.weight))
 
 

@@ -39,6 +39,8 @@ class Shard:
     Attributes:
         deterministic: A row of a product does not depend on the others.
         narrow_rows: Column layers compute at most so many rows by kernels of our own.
+        gated_rows: From so many rows on, gate·up and its activation are one product of our own; 0:
+            never.
         residual_rows: From so many rows on, row layers add to the residual stream themselves; 0:
             never.
     """
@@ -48,6 +50,7 @@ class Shard:
     device: torch.device
     deterministic: bool = False
     narrow_rows: int = 0
+    gated_rows: int = 0
     residual_rows: int = 0
 
     def parameter(self, *shape: int) -> nn.Parameter:

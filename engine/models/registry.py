@@ -10,10 +10,12 @@ from engine.layers.shard import Shard
 from engine.models.checkpoint import check_tensor_parallel
 from engine.models.errors import CheckpointError
 from engine.models.llama import LlamaForCausalLM
-from tandem_kernels.device import overlaps_launches
+from tandem_kernels.device import has_warpgroup_products, overlaps_launches
 
 _NARROW_ROWS = 16
 """With more rows, or on older devices, the library is the faster one."""
+_GATED_ROWS = 1024
+"""With fewer, too few tiles for all SMs."""
 _RESIDUAL_ROWS = 1024
 """With fewer, small kernels take little of a step."""
 
@@ -43,6 +45,7 @@ def create_model(
     device = torch.device(device)
     deterministic, allows = config.device.deterministic, config.device.allows
     narrow = allows("narrow-products") and overlaps_launches(device) and not deterministic
+    gates = allows("gated-products") and has_warpgroup_products(device) and not deterministic
     adds = (
         allows("residual-products") and device.type == "cuda" and tp.size == 1 and not deterministic
     )
@@ -52,6 +55,7 @@ def create_model(
         device,
         deterministic,
         _NARROW_ROWS if narrow else 0,
+        _GATED_ROWS if gates else 0,
         _RESIDUAL_ROWS if adds else 0,
     )
     return MODELS[model.architecture](config, shard).eval()

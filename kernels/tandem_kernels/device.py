@@ -24,6 +24,11 @@ def has_copy_engine(device: torch.device) -> bool:
     return overlaps_launches(device)
 
 
+def has_warpgroup_products(device: torch.device) -> bool:
+    """Whether four warps multiply together, from shared memory (Hopper alone)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 _chained = True
 
 

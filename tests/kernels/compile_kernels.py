@@ -25,6 +25,7 @@ from tandem_kernels import (
     batch_prep,
     decode_attention,
     filter_floor,
+    gated_linear,
     invariant_linear,
     kv_blocks,
     logprobs,
@@ -121,6 +122,24 @@ def narrow_cases(capability: int) -> Iterator[Case]:
                 **({"bias": None} if gated else {}),
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+
+
+def gated_cases(capability: int) -> Iterator[Case]:
+    tiles = gated_linear.ROWS, gated_linear.COLS, gated_linear.DEPTH
+    rows, cols, depth = tiles
+    boxes = {"x": [rows, depth], "weight": [2, cols, depth], "out": [rows, cols // 2]}
+    for dtype in DTYPES if capability >= 90 else ("bf16",):
+        yield Case(
+            gated_linear.gated_linear_kernel,
+            dtype,
+            {name: f"tensordesc<{dtype}{box}>" for name, box in boxes.items()},
+            {
+                **dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True)),
+                "TILES_DOWN": gated_linear.TILES_DOWN,
+                "IN_PAIRS": dtype == "bf16" and capability >= 90,
+            },
+            {"num_warps": gated_linear.NUM_WARPS, "num_stages": gated_linear.NUM_STAGES},
         )
 
 
@@ -292,6 +311,7 @@ def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
         narrow_cases,
+        gated_cases,
         invariant_cases,
         rope_cases,
         attention_cases,

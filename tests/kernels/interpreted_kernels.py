@@ -38,6 +38,10 @@ def test_products_of_few_rows() -> None:
     check.narrow_linear(*columns, (3, 128, 768), torch.float16)
 
 
+def test_gated_products_of_many_rows() -> None:
+    check.gated_linear(ops.gated_linear.kernel, (150, 256, 128), torch.float16)
+
+
 @dtypes
 def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     check.invariant_linear(ops.invariant_linear.kernel, (70, 150, 100), dtype)

@@ -64,6 +64,22 @@ def narrow_linear(
     assert oracle.relative_error(gated(x, weight), expected) < 2 * ELEMENTWISE[dtype]
 
 
+def gated_linear(
+    op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """`shape`: (rows, width, inner). Rows of x lie apart; gates reach from 0 to 100."""
+    rows, width, inner = shape
+    x = torch.randn(rows, 2 * inner, device=device).to(dtype)[:, :inner]
+    weight = torch.randn(2 * width, inner, device=device) * inner**-0.5
+    weight[:width] *= torch.logspace(-1, 1.5, width, device=device)[:, None]
+    weight = weight.to(dtype)
+    exact = x.double() @ weight.double().t()
+    gate, up = exact.to(dtype).double().chunk(2, -1)
+    found = op(x, weight)
+    assert found.shape == (rows, width) and found.dtype == dtype
+    assert oracle.relative_error(found, gate * gate.sigmoid() * up) < 2 * ELEMENTWISE[dtype]
+
+
 def invariant_linear(
     op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:

@@ -36,6 +36,11 @@ def test_products_of_few_rows(dtype: torch.dtype) -> None:
 
 
 @dtypes
+def test_gated_products_of_many_rows(dtype: torch.dtype) -> None:
+    check.gated_linear(ops.gated_linear, (40, 128, 64), dtype)
+
+
+@dtypes
 def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     check.invariant_linear(ops.invariant_linear, (40, 96, 80), dtype)
 

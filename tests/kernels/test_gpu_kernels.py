@@ -46,6 +46,13 @@ def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, i
     check.narrow_linear(*columns, (rows, *shape), dtype, "cuda")
 
 
+@halves
+@pytest.mark.parametrize("rows", [1, 63, 1024, 3001])
+@pytest.mark.parametrize("shape", [(128, 256), (14336, 4096), (9472, 3584), (4864, 896)])
+def test_gated_products_of_many_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
+    check.gated_linear(ops.gated_linear, (rows, *shape), dtype, "cuda")
+
+
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(3, 128, 64), (70, 150, 100), (300, 4096, 4096)])
 def test_products_that_do_not_depend_on_the_batch(

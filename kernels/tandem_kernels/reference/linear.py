@@ -1,4 +1,4 @@
-"""Products of few rows, and such as do not depend on the batch, in plain torch."""
+"""Products of few rows, of gate and up, and such as do not depend on the batch, in plain torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
     """[T, K] x [2 I, K] -> [T, I]: `silu(gate) * up`, where gate are the first I outputs."""
     return silu_and_mul(F.linear(x, weight))
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`gate_up_silu` for many rows."""
+    return gate_up_silu(x, weight)
 
 
 def invariant_linear(
