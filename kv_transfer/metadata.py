@@ -241,6 +241,8 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     finished_sending: producer's blocks are copied out everywhere.
     finished_recving: consumer's blocks are complete on every rank.
     failed: transfer id to (reason, retryable); no writer is left.
+    num_tokens_kept: of pulls that failed or were aborted: leading tokens of the prompt whose KV is
+        complete, every layer on every rank.
     aborted: no writer is left.
     released: producer's staged memory is free everywhere.
     stats: for each finished transfer, summed bytes and streams, earliest and latest byte.
@@ -249,6 +251,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     finished_sending: list[str] = []
     finished_recving: list[str] = []
     failed: dict[str, tuple[str, bool]] = {}
+    num_tokens_kept: dict[str, int] = {}
     aborted: list[str] = []
     released: list[str] = []
     stats: dict[str, TransferStats] = {}

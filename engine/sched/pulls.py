@@ -1,26 +1,30 @@
 """KV that comes in (decode node): one pull for each request, until it enters a row.
 
     QUEUED ──▶ RECEIVING ──▶ RECEIVED ──(first token known)──▶ ready for a row
-      ▲         │  │   │         └──────▶ RECLAIMED
-      │   retry │  │   └──▶ FAILED ─┐
-      │         ▼  │                │
-      ├── REPLACING┘                │
-      └─────────────────────────────┘ retry
+      ▲         │   │         └──────▶ RECLAIMED
+      │  retry, │   └──▶ FAILED ─┐
+      │  local  ▼                │
+      ├────── STOPPING           │
+      └──────────────────────────┘ retry
 
     1. QUEUED      in the waiting queue; nobody was asked for anything
     2. RECEIVING   all blocks that the request needs until it runs are allocated, and transfer
                    processes write them
-    3. REPLACING   called off for another attempt, which begins when no writer is left
+    3. STOPPING    called off, for another attempt or to be computed here, which begins when no
+                   writer is left; computing here does not wait long for that
     4. RECEIVED    complete; the first token may come before, or long after
-    5. FAILED      reported; the node server decides: retry, prefill here, or abort
+    5. FAILED      reported; the node server decides: retry, prefill here, or abort. Tokens from the
+                   prompt's beginning whose KV is complete are kept for whatever comes next
     6. RECLAIMED   running requests needed the blocks; the prompt is computed here once the first
                    token is known
 
-`prefill_locally` ends a pull from anywhere: the request goes on as an ordinary one.
+`prefill_locally` ends a pull from anywhere: the request goes on as an ordinary one, behind the
+tokens whose KV is complete.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -34,11 +38,14 @@ from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVTransferParams, TransferStats
 
+_STOP_S = 1.0
+"""Writers that were called off answer at once. Who does not, hangs."""
+
 
 class PullPhase(IntEnum):
     QUEUED = 0
     RECEIVING = 1
-    REPLACING = 2
+    STOPPING = 2
     RECEIVED = 3
     FAILED = 4
     RECLAIMED = 5
@@ -46,14 +53,18 @@ class PullPhase(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """`num_external_tokens` come from the peer, after those that were cached here."""
+    """`num_external_tokens` come from the peer, after those that were here. `keeps_part`: FAILED,
+    and the request still has blocks, with KV of `request.num_computed_tokens`."""
 
     request: Request
     phase: PullPhase = PullPhase.QUEUED
     num_external_tokens: int = 0
     is_retry: bool = False
+    keeps_part: bool = False
     next_params: KVTransferParams | None = None
-    """While REPLACING: the attempt to begin."""
+    """While STOPPING: the attempt to begin; None: none, the prompt is computed here."""
+    stop_by: float = 0.0
+    """While STOPPING to be computed here: CLOCK_MONOTONIC seconds."""
 
     @property
     def params(self) -> KVTransferParams:
@@ -83,7 +94,8 @@ class Pulls:
         """KV and first token are here; a row is all that is missing."""
         self.num_transferred_tokens = 0
         self._pulls: dict[str, Pull] = {}  # [request id]
-        self._in_motion: dict[str, Pull] = {}  # [transfer id], RECEIVING or REPLACING
+        self._in_motion: dict[str, Pull] = {}  # [transfer id], RECEIVING or STOPPING
+        self._to_compute_here: dict[str, Pull] = {}  # [request id], STOPPING for no other attempt
 
     def get(self, request: Request) -> Pull | None:
         return self._pulls.get(request.request_id)
@@ -95,8 +107,15 @@ class Pulls:
 
     @property
     def num_with_blocks(self) -> int:
-        received = sum(pull.phase is PullPhase.RECEIVED for pull in self._pulls.values())
-        return len(self._in_motion) + received
+        return len(self._in_motion) + len(self._idle_with_blocks())
+
+    def _idle_with_blocks(self) -> list[Pull]:
+        """Nobody writes into their blocks any more, and no row has them yet."""
+        return [
+            pull
+            for pull in self._pulls.values()
+            if pull.phase is PullPhase.RECEIVED or pull.keeps_part
+        ]
 
     def leftovers(self) -> list[str]:
         return [f"pull of request {name} ({pull.phase.name})" for name, pull in self._pulls.items()]
@@ -141,15 +160,17 @@ class Pulls:
         self._let_go(pull)
 
     def reclaim(self) -> bool:
-        """Gives up the KV of the newest pull that is complete but has no row, because running
-        requests cannot go on otherwise. False: there is none."""
-        idle = [pull for pull in self._pulls.values() if pull.phase is PullPhase.RECEIVED]
+        """Gives up the KV of the newest pull that has some but no row, because running requests
+        cannot go on otherwise. False: there is none."""
+        idle = self._idle_with_blocks()
         if not idle:
             return False
         pull = max(idle, key=lambda pull: pull.request.arrival_order)
         request = pull.request
         self._fence.release(self._kv_cache.take_blocks(request.request_id))
-        if request in self.ready:
+        if pull.keeps_part:
+            pull.keeps_part = False
+        elif request in self.ready:
             self.ready.remove(request)
             self._requeue_as_local(pull)
         else:
@@ -178,32 +199,51 @@ class Pulls:
         elif pull.phase is PullPhase.RECEIVED:
             return KVTransferResult(request.request_id, params.attempt, True)
         else:
-            is_writing = pull.phase is PullPhase.REPLACING or (
+            is_writing = pull.phase is PullPhase.STOPPING or (
                 pull.phase is PullPhase.RECEIVING and self._connector.abort(request)
             )
             pull.next_params = params
+            self._to_compute_here.pop(request.request_id, None)
             if is_writing:
-                pull.phase = PullPhase.REPLACING
+                pull.phase = PullPhase.STOPPING
             else:
                 self._in_motion.pop(pull.params.transfer_id, None)
-                self._restart(pull)
+                self._begin_again(pull)
         return None
 
     def prefill_locally(self, request: Request) -> None:
-        """Ends the pull. KV that is complete is used: only the last token is computed again, unless
-        all are for their log probabilities."""
+        """Ends the pull. KV that is complete is used: of a whole prompt only the last token is
+        computed again, unless all are for their log probabilities."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return
         if pull.phase is PullPhase.QUEUED:
             del self._pulls[request.request_id]
             self._connector.abort(request)
-        elif pull.phase is PullPhase.RECEIVED and not request.needs_prompt_logprobs:
-            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._is_ready(request)
+        elif pull.keeps_part or (
+            pull.phase is PullPhase.RECEIVED and not request.needs_prompt_logprobs
+        ):
+            self._compute_the_rest(pull)
+        elif pull.phase is PullPhase.STOPPING or (
+            pull.phase is PullPhase.RECEIVING and self._connector.abort(request)
+        ):
+            pull.phase, pull.next_params = PullPhase.STOPPING, None
+            pull.stop_by = time.monotonic() + _STOP_S
+            self._to_compute_here[request.request_id] = pull
         else:
             self._let_go(pull)
             self._requeue_as_local(pull)
+
+    def check_stopping(self) -> None:
+        """Before each step. Writers that do not answer keep their blocks, and the request takes
+        others."""
+        if not self._to_compute_here:
+            return
+        now = time.monotonic()
+        for pull in list(self._to_compute_here.values()):
+            if now >= pull.stop_by:
+                self._let_go(pull)
+                self._requeue_as_local(pull)
 
     # What the connector says ------------------------------------------------------------------
 
@@ -212,27 +252,30 @@ class Pulls:
         pull = self._in_motion.pop(transfer_id, None)
         if pull is None:
             return None
-        if pull.phase is PullPhase.REPLACING:
-            self._restart(pull)
-            return None
         request = pull.request
+        if pull.phase is PullPhase.STOPPING:
+            self._has_stopped(pull, request.num_prompt_tokens)
+            return None
         pull.phase = PullPhase.RECEIVED
         self.num_transferred_tokens += pull.num_external_tokens
         if request.num_output_tokens > 0:
             self._is_ready(request)
         return KVTransferResult(request.request_id, pull.params.attempt, True, stats)
 
-    def failed(self, transfer_id: str, reason: str, retryable: bool) -> KVTransferResult | None:
-        """Failed or aborted: no writer is left."""
+    def failed(
+        self, transfer_id: str, reason: str, retryable: bool, num_tokens_kept: int = 0
+    ) -> KVTransferResult | None:
+        """Failed or aborted: no writer is left. `num_tokens_kept`: from the prompt's beginning,
+        with KV that is complete. None when nobody waits to hear it."""
         pull = self._in_motion.pop(transfer_id, None)
         if pull is None:
             return None
-        if pull.phase is PullPhase.REPLACING:
-            self._restart(pull)
+        if pull.phase is PullPhase.STOPPING:
+            self._has_stopped(pull, num_tokens_kept)
             return None
         request = pull.request
         pull.phase = PullPhase.FAILED
-        self._fence.release(self._kv_cache.take_blocks(request.request_id))
+        self._keep_part(pull, num_tokens_kept)
         return KVTransferResult(
             request.request_id, pull.params.attempt, False, reason=reason, retryable=retryable
         )
@@ -247,22 +290,61 @@ class Pulls:
         """The pull's blocks are not the request's any more."""
         request = pull.request
         transfer_id = pull.params.transfer_id
+        self._to_compute_here.pop(request.request_id, None)
         self._in_motion.pop(transfer_id, None)
         blocks = self._kv_cache.take_blocks(request.request_id)
         # Said even when nothing is in motion: the peer need not keep KV that nobody will pull.
-        if pull.phase is PullPhase.REPLACING or self._connector.abort(request):
+        if pull.phase is PullPhase.STOPPING or self._connector.abort(request):
             self._held.hold(transfer_id, blocks)
         else:
             self._fence.release(blocks)
 
-    def _restart(self, pull: Pull) -> None:
-        """No writer is left: from the waiting queue again, with the next attempt."""
+    def _has_stopped(self, pull: Pull, num_tokens: int) -> None:
+        """No writer is left, and so many tokens have their KV."""
+        self._to_compute_here.pop(pull.request.request_id, None)
+        self._keep_part(pull, num_tokens)
+        if pull.next_params is not None:
+            self._begin_again(pull)
+        elif pull.keeps_part:
+            self._compute_the_rest(pull)
+        else:
+            self._requeue_as_local(pull)
+
+    def _keep_part(self, pull: Pull, num_tokens: int) -> None:
+        """Of a pull that ended. Without a gain no block is kept."""
         request = pull.request
-        self._fence.release(self._kv_cache.take_blocks(request.request_id))
+        num_before = request.num_computed_tokens - pull.num_external_tokens
+        pull.keeps_part = num_tokens > num_before and not request.needs_prompt_logprobs
+        if pull.keeps_part:
+            request.num_computed_tokens = num_tokens
+            pull.num_external_tokens = num_tokens - num_before
+        else:
+            self._fence.release(self._kv_cache.take_blocks(request.request_id))
+
+    def _compute_the_rest(self, pull: Pull) -> None:
+        """A row is all that the request needs: it has blocks and KV, maybe of a part."""
+        request = pull.request
+        if pull.keeps_part:
+            self.num_transferred_tokens += pull.num_external_tokens
+        pull.phase, pull.keeps_part = PullPhase.RECEIVED, False
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._is_ready(request)
+
+    def _begin_again(self, pull: Pull) -> None:
+        """The next attempt; no writer is left of the one before. With KV that was kept at once, for
+        the rest, at least one token; without from the waiting queue."""
+        request = pull.request
         request.kv_transfer_params = pull.next_params
         pull.next_params = None
-        pull.phase = PullPhase.QUEUED
         pull.is_retry = True
+        if pull.keeps_part:
+            pull.keeps_part = False
+            self.num_transferred_tokens += pull.num_external_tokens
+            num_computed = min(request.num_computed_tokens, request.num_prompt_tokens - 1)
+            self.start(pull, num_computed, request.num_prompt_tokens - num_computed)
+            return
+        self._fence.release(self._kv_cache.take_blocks(request.request_id))
+        pull.phase = PullPhase.QUEUED
         self._requeue(request)
 
     def _requeue_as_local(self, pull: Pull) -> None:

@@ -84,11 +84,13 @@ class RemoteKV:
             self.held.release(transfer_id)
         for transfer_id in output.finished_recving:
             results.append(self.pulls.received(transfer_id, _stats(output, transfer_id)))
+        kept = output.num_tokens_kept
         for transfer_id, why in output.failed.items():
-            results.append(self.pulls.failed(transfer_id, *why))
+            results.append(self.pulls.failed(transfer_id, *why, kept.get(transfer_id, 0)))
             results.append(self.offers.failed(transfer_id, *why))
         for transfer_id in output.aborted:
-            results.append(self.pulls.failed(transfer_id, _CALLED_OFF, True))
+            part = kept.get(transfer_id, 0)
+            results.append(self.pulls.failed(transfer_id, _CALLED_OFF, True, part))
             results.append(self.offers.failed(transfer_id, _CALLED_OFF, True, is_called_off=True))
         for transfer_id in output.released:
             results.append(self.offers.released(transfer_id, _stats(output, transfer_id)))

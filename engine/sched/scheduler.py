@@ -172,6 +172,7 @@ class Scheduler:
         """The next step; None when there is nothing that could run now. Pulls of KV may have
         been started all the same."""
         running = self._running
+        self._remote.pulls.check_stopping()
         step_id = running.step_id + 1
         has_blocks = running.grow_decodes(step_id)
         budget = self._max_num_batched_tokens - running.calendar.size

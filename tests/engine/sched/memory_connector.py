@@ -39,6 +39,10 @@ class PullJob:
     def is_complete(self) -> bool:
         return self.position == len(self.prompt)
 
+    def whole_blocks(self, memory: PagedMemory) -> int:
+        """Tokens before the block that is being written."""
+        return self.position // memory.block_size * memory.block_size
+
 
 @dataclass(slots=True)
 class OfferJob:
@@ -165,8 +169,12 @@ class MemoryConnector(KVConnectorScheduler):
         elif isinstance(job, OfferJob):
             self._advance_offer(transfer_id, job)
 
-    def fail(self, transfer_id: str) -> None:
-        """Nobody touches the blocks from now on."""
+    def fail(self, transfer_id: str, *, tells_part: bool = True) -> None:
+        """Nobody touches the blocks from now on. `tells_part`: what has come is known to be
+        complete."""
+        pull = self.pulls.get(transfer_id)
+        if pull is not None and tells_part:
+            self._events.num_tokens_kept[transfer_id] = pull.position
         self._end(transfer_id)
         self._events.failed[transfer_id] = ("the test wanted it", True)
 
@@ -182,6 +190,7 @@ class MemoryConnector(KVConnectorScheduler):
             if self._rng.random() < 0.5:
                 self._end(transfer_id)
                 self._events.aborted.append(transfer_id)
+                self._events.num_tokens_kept[transfer_id] = job.whole_blocks(self.memory)
             return
         states = kv_of(job.prompt)
         stop = min(len(job.prompt), job.position + self._rng.randint(1, 12))

@@ -130,7 +130,7 @@ class Traffic:
         if transfer_ids:
             transfer_id = self.rng.choice(transfer_ids)
             if may_fail and self.rng.random() < 0.1:
-                connector.fail(transfer_id)
+                connector.fail(transfer_id, tells_part=self.rng.random() < 0.7)
             else:
                 connector.advance(transfer_id)
         if self.rng.random() < 0.7:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import engine.sched.pulls as pulls_module
 from engine.request import Request, RequestStatus
 from engine.sched.scheduler import Scheduler
 from tests.engine.sched.factories import (
@@ -134,43 +135,109 @@ def test_a_first_token_before_the_pull_has_begun(machine: StepMachine) -> None:
     finish(machine)
 
 
-def test_a_failed_pull_is_reported_and_tried_again(machine: StepMachine) -> None:
-    client = add_and_ask(machine, pulled("a"))
-    machine.connector.fail("t-a")
+@pytest.mark.parametrize("has_part", [True, False])
+def test_a_failed_pull_is_reported_and_tried_again(machine: StepMachine, has_part: bool) -> None:
+    """What came of it stays, if it is known to be complete."""
+    client = add_and_ask(machine, pulled("a", 30))
+    machine.connector.advance("t-a")
+    came = machine.connector.pulls["t-a"].position
+    assert 0 < came < 30
+    machine.connector.fail("t-a", tells_part=has_part)
     machine.poll_connector()
     assert [(r.ok, r.attempt, r.retryable) for r in client.kv_results] == [(False, 0, True)]
     assert "test wanted it" in client.kv_results[0].reason
-    assert machine.scheduler.stats().num_free_blocks == 32
+    assert (machine.scheduler.stats().num_free_blocks < 32) == has_part
     assert machine.step() is None
     machine.take(machine.scheduler.retry_remote("a", remote_prefill("t-a", attempt=1)))
     machine.step()
-    assert machine.connector.pulls["t-a"].attempt == 1
+    again = machine.connector.pulls["t-a"]
+    assert (again.attempt, again.position) == (1, came if has_part else 0)
     machine.supply_first_token("a")
     finish(machine)
     assert [(r.ok, r.attempt) for r in client.kv_results] == [(False, 0), (True, 1)]
+    assert machine.scheduler.stats().prompt_tokens_transferred == 30
 
 
 @pytest.mark.parametrize("token_known", [True, False])
-def test_a_failed_pull_is_computed_here(machine: StepMachine, token_known: bool) -> None:
-    client = add_and_ask(machine, pulled("a"))
+@pytest.mark.parametrize("has_part", [True, False])
+def test_a_failed_pull_is_computed_here(
+    machine: StepMachine, token_known: bool, has_part: bool
+) -> None:
+    """Behind the tokens whose KV is complete."""
+    client = add_and_ask(machine, pulled("a", 30))
     if token_known:
         machine.supply_first_token("a")
-    machine.connector.fail("t-a")
+    machine.connector.advance("t-a")
+    came = machine.connector.pulls["t-a"].position if has_part else 0
+    machine.connector.fail("t-a", tells_part=has_part)
     machine.poll_connector()
     machine.take(machine.scheduler.prefill_locally("a"))
     step = machine.step()
     assert step is not None
-    assert step.prefill_chunks == [(0, 11 if token_known else 10)]
+    assert step.prefill_chunks == [(0, 30 + token_known - came)]
     finish(machine)
     assert client.finish_reason == "length"
     assert len(client.tokens) == 8
+    assert machine.scheduler.stats().prompt_tokens_transferred == came
 
 
-def test_computed_here_while_the_pull_goes_on(machine: StepMachine) -> None:
-    """The pull's blocks are its own until it has stopped; the request gets others at once."""
+def test_a_part_is_given_up_before_running_requests_starve() -> None:
+    machine = StepMachine(make_config(max_num_seqs=1, max_num_batched_tokens=64), num_blocks=9)
+    add_and_ask(machine, pulled("a", 14))
+    machine.connector.advance("t-a")
+    machine.connector.fail("t-a")
+    machine.poll_connector()
+    assert machine.scheduler.stats().num_free_blocks < 9
+    machine.add(make_request("b", prompt(8), max_tokens=24))
+    while machine.scheduler.stats().num_free_blocks:
+        machine.step()
+    machine.settle()
+    for _ in range(8):
+        machine.step()
+    assert machine.scheduler.stats().num_preemptions == 0
+    assert machine.scheduler._kv_cache.request_ids() == ["b"]
+    machine.take(machine.scheduler.prefill_locally("a"))
+    finish(machine)
+
+
+def test_log_probabilities_of_a_prompt_need_all_of_it(machine: StepMachine) -> None:
+    add_and_ask(machine, pulled("a", 30, prompt_logprobs=0))
+    machine.connector.advance("t-a")
+    machine.connector.fail("t-a")
+    machine.poll_connector()
+    machine.take(machine.scheduler.prefill_locally("a"))
+    step = machine.step()
+    assert step is not None and step.prefill_chunks == [(0, 30)]
+    finish(machine)
+
+
+def test_computed_here_when_the_pull_has_stopped(machine: StepMachine) -> None:
+    """In its blocks, behind what is complete of them."""
+    add_and_ask(machine, pulled("a", 30))
+    machine.connector.advance("t-a")
+    machine.take(machine.scheduler.prefill_locally("a"))
+    pull = machine.connector.pulls["t-a"]
+    assert pull.stopping
+    assert machine.step() is None
+    kept = pull.whole_blocks(machine.memory)
+    receive(machine, "a")
+    step = machine.step()
+    assert step is not None
+    assert step.new_reqs[0].block_ids == pull.block_ids
+    assert step.prefill_chunks == [(0, 30 - kept)]
+    finish(machine)
+
+
+def test_computed_here_although_the_pull_does_not_stop(
+    machine: StepMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are its own until then; the request gets others."""
     add_and_ask(machine, pulled("a"))
     machine.take(machine.scheduler.prefill_locally("a"))
     assert machine.connector.pulls["t-a"].stopping
+    assert machine.step() is None
+    monkeypatch.setattr(pulls_module, "_STOP_S", 0.0)
+    machine.take(machine.scheduler.prefill_locally("a"))
     step = machine.step()
     assert step is not None
     assert step.prefill_chunks == [(0, 10)]
