@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kv_transfer.block_holds import BlockHolds
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange, KVLayout
 from kv_transfer.out_message import Buffer
@@ -20,7 +21,10 @@ from kv_transfer.wire import ByteArray, ChunkHeader, ChunkKind, decode_chunk, en
 class ChunkMessages:
     """Of one rank, which holds `heads`."""
 
-    def __init__(self, layout: KVLayout, heads: HeadRange, blocks_per_chunk: int) -> None:
+    def __init__(
+        self, layout: KVLayout, heads: HeadRange, blocks_per_chunk: int, holds: BlockHolds
+    ) -> None:
+        self._holds = holds
         self._layout = layout
         self._heads = heads
         self._blocks_per_chunk = blocks_per_chunk
@@ -69,7 +73,8 @@ class ChunkMessages:
             raise CorruptChunk("the chunk was not staged, because other pullers read its blocks")
         grid = transfer.grid.starting_at(pull.first_block)
         indices = [entry.index for entry in entries]
-        words = [len(indices), *indices]
+        hold = transfer.hold = transfer.hold or self._holds.hold()
+        words = [hold.slot, hold.number, len(indices), *indices]
         for group in sorted({grid.position(index)[1] for index in indices}):
             blocks = grid.blocks_of(group)
             words += transfer.block_ids[blocks.start : blocks.stop]

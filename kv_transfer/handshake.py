@@ -13,14 +13,24 @@ Two processes with the same `host_id` can map each other's memory: then 3 may sa
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from kv_transfer.base import CudaCacheHandle, KVCacheHandle
+from kv_transfer.block_holds import HoldsFile
 from kv_transfer.errors import PeerLost
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer
 from tandem_pb import kv_transfer_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCache:
+    """What a puller on the same host needs to copy blocks itself."""
+
+    handle: KVCacheHandle
+    holds: HoldsFile
 
 
 def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
@@ -87,9 +97,15 @@ def host_id() -> str:
     return f"{boot}/{namespace}/{os.getuid()}"
 
 
-def cache_to_proto(handle: KVCacheHandle) -> pb.LocalCache:
+def cache_to_proto(cache: LocalCache) -> pb.LocalCache:
+    handle = cache.handle
     message = pb.LocalCache(
-        rank=handle.rank, pid=handle.pid, fd=handle.fd, num_blocks=handle.num_blocks
+        rank=handle.rank,
+        pid=handle.pid,
+        fd=handle.fd,
+        num_blocks=handle.num_blocks,
+        holds_pid=cache.holds.pid,
+        holds_fd=cache.holds.fd,
     )
     if handle.cuda is not None:
         message.cuda.device_uuid = handle.cuda.device_uuid
@@ -99,7 +115,7 @@ def cache_to_proto(handle: KVCacheHandle) -> pb.LocalCache:
     return message
 
 
-def cache_from_proto(message: pb.LocalCache) -> KVCacheHandle:
+def cache_from_proto(message: pb.LocalCache) -> LocalCache:
     cuda = None
     if message.HasField("cuda"):
         cuda = CudaCacheHandle(
@@ -108,10 +124,11 @@ def cache_from_proto(message: pb.LocalCache) -> KVCacheHandle:
             offset=message.cuda.offset,
             num_bytes=message.cuda.num_bytes,
         )
-    return KVCacheHandle(
+    handle = KVCacheHandle(
         rank=message.rank,
         pid=message.pid,
         fd=message.fd,
         num_blocks=message.num_blocks,
         cuda=cuda,
     )
+    return LocalCache(handle, HoldsFile(message.holds_pid, message.holds_fd))

@@ -64,6 +64,8 @@ class Landing:
         self.heads = heads
         self.peer_cache: CacheMap | None = None
         """The sender's cache, where it is mapped: then chunks may be blocks of it."""
+        self.hold: tuple[int, int] | None = None
+        """Slot and number, if they were: what was copied counts only while they are held."""
         self._meta = meta
         self._ours = ours
         self._theirs = meta.peer.layout
@@ -83,6 +85,18 @@ class Landing:
     def missing(self) -> list[int] | None:
         """Chunk indices that have not arrived; None before the sender has told its grid."""
         return sorted(self._missing) if self._grid is not None else None
+
+    @property
+    def num_tokens_complete(self) -> int:
+        """Leading tokens of the prompt of which nothing is missing that this stream carries, in any
+        layer; those that were not asked for among them."""
+        meta, grid = self._meta, self._grid
+        if grid is None:
+            return meta.first_token
+        if not self._missing:
+            return meta.num_tokens
+        group = min(grid.position(index)[1] for index in self._missing)
+        return max(meta.first_token, grid.blocks_of(group).start * self._theirs.block_size)
 
     def accept(self, chunk: Chunk) -> int:
         """Issues copies of the chunk's tokens into our blocks; bytes of KV in it. Raises
@@ -183,7 +197,9 @@ class Landing:
         self._check_identity(message.header)
         self._check_heads(message.header)
         grid = self._grid_of(message.header)
-        indices, table = _names(message.payload)
+        hold, indices, table = _names(message.payload)
+        if self.hold not in (None, hold):
+            raise CorruptChunk("blocks of two transfers are named in one stream")
         chunks = set(indices.tolist())
         if len(chunks) < len(indices) or not chunks <= self._missing:
             raise CorruptChunk("a chunk is named that is not expected here, or twice")
@@ -194,6 +210,7 @@ class Landing:
         layers, numbers, block_ids = _named_blocks(grid, indices, table)
         self._copy(_Blocks(layers, numbers, peer.addresses_of(layers, block_ids)), peer.shape)
         self._missing -= chunks
+        self.hold = hold
         return len(block_ids) * self._shape.num_bytes
 
     def _copy_from_payload(self, header: ChunkHeader, payload: ByteArray) -> None:
@@ -233,16 +250,16 @@ class Landing:
                 yield source, run, self._cache.address_of(layer, meta.block_ids[run.target_block])
 
 
-def _names(payload: ByteArray) -> tuple[Numbers, Numbers]:
-    """What a message of kind BLOCKS says: the chunks, and blocks of the groups that occur in them.
-    Raises `CorruptChunk`."""
-    if payload.nbytes == 0 or payload.nbytes % 4 != 0:
+def _names(payload: ByteArray) -> tuple[tuple[int, int], Numbers, Numbers]:
+    """What a message of kind BLOCKS says: the hold, the chunks, and blocks of the groups that occur
+    in them. Raises `CorruptChunk`."""
+    if payload.nbytes < 12 or payload.nbytes % 4 != 0:
         raise CorruptChunk("a message that names blocks is cut off")
     words = payload.view("<u4").astype(np.int64)
-    num_chunks = int(words[0])
-    if not 0 < num_chunks < len(words):
+    slot, number, num_chunks = words[:3].tolist()
+    if not 0 < num_chunks < len(words) - 2:
         raise CorruptChunk("a message that names blocks is cut off")
-    return words[1 : 1 + num_chunks], words[1 + num_chunks :]
+    return (slot, number), words[3 : 3 + num_chunks], words[3 + num_chunks :]
 
 
 def _named_blocks(

@@ -1,9 +1,8 @@
 """Consumer: short calls to the transfer processes of peers.
 
 1. `greet`    before the first pull from a process, and again after it was lost
-2. `check_still_held`  when KV was copied out of the peer's cache: it was what it should be
-3. `release`  when a transfer is over, whatever came of it
-4. `forget`   after a peer was lost: the next attempt greets anew
+2. `release`  when a transfer is over, whatever came of it
+3. `forget`   after a peer was lost: the next attempt greets anew
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 
-from kv_transfer.base import KVCacheHandle
 from kv_transfer.channels import CONTROL, ChannelPool, new_channel
 from kv_transfer.errors import PeerLost
 from kv_transfer.handshake import (
+    LocalCache,
     cache_from_proto,
     check_peer,
     host_id,
     peer_from_proto,
     peer_to_proto,
 )
-from kv_transfer.metadata import KVPeer, RecvMeta, ReleaseMeta
+from kv_transfer.metadata import KVPeer, ReleaseMeta
 from kv_transfer.pull_service import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 from tandem_wire.credentials import Credentials
@@ -39,12 +38,12 @@ class PeerClient:
         self._channels = ChannelPool(credentials)
         self._me = me
         self._timeout_s = timeout_s
-        self._greeted: dict[tuple[str, str, int], KVCacheHandle | None] = {}
-        """By (address, engine id, epoch) of processes that answered as they should: how to map
+        self._greeted: dict[tuple[str, str, int], LocalCache | None] = {}
+        """By (address, engine id, epoch) of processes that answered as they should: how to read
         their cache, if it is on this host and they allow it."""
 
-    def cache_of(self, peer: KVPeer, address: str) -> KVCacheHandle | None:
-        """After `greet`: how to map the cache of the rank that answers there; None: not at all."""
+    def cache_of(self, peer: KVPeer, address: str) -> LocalCache | None:
+        """After `greet`: how to read the cache of the rank that answers there; None: not at all."""
         return self._greeted.get((address, peer.engine_id, peer.epoch))
 
     async def greet(self, peer: KVPeer, address: str) -> None:
@@ -58,25 +57,6 @@ class PeerClient:
         check_peer(self._me.layout, peer, peer_from_proto(answer))
         has_cache = answer.HasField("local_cache") and answer.host_id == host_id()
         self._greeted[key] = cache_from_proto(answer.local_cache) if has_cache else None
-
-    async def check_still_held(self, address: str, meta: RecvMeta) -> None:
-        """Raises `PeerLost` unless the attempt is alive there now."""
-        request = pb.ReleaseRequest(
-            transfer_id=meta.transfer_id, attempt=meta.attempt, epoch=meta.peer.epoch
-        )
-        try:
-            reply = await self._still_held(self._channels.get(address, CONTROL), request)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise _lost(address, error) from error
-            # It may be the backoff that answers: the peer was started again a moment ago.
-            async with new_channel(address, self._credentials) as channel:
-                try:
-                    reply = await self._still_held(channel, request)
-                except grpc.aio.AioRpcError as again:
-                    raise _lost(address, again) from again
-        if not reply.known:
-            raise PeerLost(f"{address} let go of its blocks while they were copied")
 
     async def release(self, address: str, meta: ReleaseMeta) -> None:
         """Waits a while for the peer; one that cannot be reached is left to its lease."""
@@ -113,18 +93,6 @@ class PeerClient:
 
     async def close(self) -> None:
         await self._channels.close()
-
-    async def _still_held(
-        self, channel: grpc.aio.Channel, request: pb.ReleaseRequest
-    ) -> pb.ReleaseReply:
-        call: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseRequest, pb.ReleaseReply] = (
-            channel.unary_unary(
-                f"/{SERVICE}/StillHeld",
-                request_serializer=pb.ReleaseRequest.SerializeToString,
-                response_deserializer=pb.ReleaseReply.FromString,
-            )
-        )
-        return await call(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
 
     async def _handshake(self, channel: grpc.aio.Channel, address: str) -> pb.KVPeer:
         handshake: grpc.aio.UnaryUnaryMultiCallable[pb.KVPeer, pb.KVPeer] = channel.unary_unary(

@@ -4,7 +4,6 @@
     PullKV      1. waits for the offer, if the pull is early (as long as a lease lasts)
                 2. writes staged chunks of its stream as they come; heartbeats in between
                 3. END, or the status says why not
-    StillHeld   whether blocks that a puller copied itself were its own until now
     Release     the puller is done
 
 PullKV has no response serializer: what goes out is staged memory, or the blocks themselves.
@@ -60,9 +59,6 @@ class PullService:
             f"/{SERVICE}/Release": RpcMethod(
                 self.release, pb.ReleaseRequest.FromString, pb.ReleaseReply.SerializeToString
             ),
-            f"/{SERVICE}/StillHeld": RpcMethod(
-                self.still_held, pb.ReleaseRequest.FromString, pb.ReleaseReply.SerializeToString
-            ),
             PULL_PATH: RpcMethod(self.pull_kv, pb.PullRequest.FromString),
         }
 
@@ -77,10 +73,6 @@ class PullService:
             reply.host_id = host_id()
             reply.local_cache.CopyFrom(cache_to_proto(cache))
         return reply
-
-    async def still_held(self, request: pb.ReleaseRequest, call: ServerCall) -> pb.ReleaseReply:
-        await self._check_name(request.transfer_id, request.epoch, call)
-        return pb.ReleaseReply(known=self._sender.holds(request.transfer_id, request.attempt))
 
     async def release(self, request: pb.ReleaseRequest, call: ServerCall) -> pb.ReleaseReply:
         await self._check_name(request.transfer_id, request.epoch, call)

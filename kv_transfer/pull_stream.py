@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kv_transfer.block_holds import HoldsFile
 from kv_transfer.cache_view import CacheMap
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.landing import Landing
@@ -55,6 +56,7 @@ class PullStream:
         """Pinned memory of the message that is arriving."""
         self._meta = meta
         self._landing = landing
+        self._holds: HoldsFile | None = None
         self._num_pullers = num_pullers
         self._on_bytes = on_bytes
         self._on_refused = on_refused
@@ -71,9 +73,32 @@ class PullStream:
         """Where chunks may be copied from without the network."""
         return self._landing.peer_cache
 
-    def use_peer_cache(self, cache: CacheMap) -> None:
+    def use_peer_cache(self, cache: CacheMap, holds: HoldsFile) -> None:
         """Before `run`."""
         self._landing.peer_cache = cache
+        self._holds = holds
+
+    @property
+    def num_tokens_complete(self) -> int:
+        """As `Landing` has it, when all copies are done. Of blocks that the peer let go of while
+        they were copied nothing counts."""
+        try:
+            self.check_still_held()
+        except PeerLost:
+            return self._meta.first_token
+        return self._landing.num_tokens_complete
+
+    def check_still_held(self) -> None:
+        """When all copies are done. Raises `PeerLost` if the peer let go of blocks before."""
+        hold, holds = self._landing.hold, self._holds
+        if hold is None or holds is None:
+            return
+        try:
+            is_held = holds.is_held(*hold)
+        except OSError as error:
+            raise PeerLost(f"{self.address} died while its blocks were copied") from error
+        if not is_held:
+            raise PeerLost(f"{self.address} let go of its blocks while they were copied")
 
     async def run(self, transport: PullTransport) -> None:
         """Raises a KVTransferError that says why the stream could not be completed."""

@@ -63,6 +63,8 @@ class RecvTransfer:
     def __init__(self, meta: RecvMeta) -> None:
         self.meta = meta
         self.streams: list[PullStream] = []
+        self.is_planned = False
+        """The streams are known. A process may have none."""
         self.num_bytes = 0
         self.first_byte_at = 0.0
         self.last_byte_at = 0.0
@@ -89,6 +91,14 @@ class RecvTransfer:
             return False
         self.first_byte_at = self.last_byte_at
         return True
+
+    @property
+    def num_tokens_complete(self) -> int:
+        """Leading tokens of which our share is in our blocks, when all copies are done."""
+        if not self.is_planned:
+            return self.meta.first_token
+        complete = (stream.num_tokens_complete for stream in self.streams)
+        return min(complete, default=self.meta.num_tokens)
 
     def let_go(self) -> None:
         """It has ended. Streams know their transfer, and what they received into would stay until
@@ -220,10 +230,11 @@ class KVReceiver:
         state, reason, retryable = await self._outcome(transfer)
         # Copies into our blocks may be on their way; until they are done, nobody may have them.
         await self._cache.copies.settled()
+        num_tokens_kept = transfer.num_tokens_complete
         for stream in transfer.streams:
             if stream.peer_cache is not None:
                 self._peer_caches.release(stream.peer_cache)
-        self._end(transfer, state, reason, retryable)
+        self._end(transfer, state, reason, retryable, num_tokens_kept)
 
     async def _outcome(self, transfer: RecvTransfer) -> tuple[KVTransferState, str, bool]:
         """How it ended, why, and whether another attempt may succeed."""
@@ -252,6 +263,7 @@ class KVReceiver:
             raise KVTransferError(str(error)) from error
         self._me.layout.check_compatible(meta.peer.layout)
         transfer.streams = self._plan(transfer)
+        transfer.is_planned = True
         addresses = {stream.address for stream in transfer.streams}
         await _all_or_none([self._peers.greet(meta.peer, address) for address in addresses])
         self._on_change()
@@ -263,8 +275,8 @@ class KVReceiver:
         transfer.received_at = time.monotonic()
         await self._cache.copies.settled()
         transfer.last_byte_at = time.monotonic()
-        direct = {stream.address for stream in transfer.streams if stream.peer_cache is not None}
-        await _all_or_none([self._peers.check_still_held(address, meta) for address in direct])
+        for stream in transfer.streams:
+            stream.check_still_held()
 
     def _map_peer_caches(self, transfer: RecvTransfer) -> None:
         """Streams from a cache on this host say where blocks lie; we copy them ourselves."""
@@ -272,12 +284,12 @@ class KVReceiver:
         if not self._config.shares_memory(device.is_gpu):
             return
         for stream in transfer.streams:
-            handle = self._peers.cache_of(peer, stream.address)
-            if handle is None or (handle.cuda is not None) != device.is_gpu:
+            local = self._peers.cache_of(peer, stream.address)
+            if local is None or (local.handle.cuda is not None) != device.is_gpu:
                 continue
-            cache = self._peer_caches.acquire(peer, handle)
+            cache = self._peer_caches.acquire(peer, local.handle)
             if cache is not None:
-                stream.use_peer_cache(cache)
+                stream.use_peer_cache(cache, local.holds)
 
     def _plan(self, transfer: RecvTransfer) -> list[PullStream]:
         """The streams of this process, from every rank of the peer that holds heads of ours."""
@@ -347,10 +359,11 @@ class KVReceiver:
         state: KVTransferState,
         reason: str = "",
         retryable: bool = True,
+        num_tokens_kept: int = 0,
     ) -> None:
         meta = transfer.meta
         self._transfers.end(meta.transfer_id, meta.attempt, state)
-        self._emit(_EVENT_OF[state], transfer, reason, retryable)
+        self._emit(_EVENT_OF[state], transfer, reason, retryable, num_tokens_kept)
         transfer.let_go()
         self._on_change()
 
@@ -360,17 +373,12 @@ class KVReceiver:
         transfer: RecvTransfer,
         reason: str = "",
         retryable: bool = True,
+        num_tokens_kept: int = 0,
     ) -> None:
-        meta = transfer.meta
+        names = transfer.meta.transfer_id, transfer.meta.attempt, self._process
         self._emit_event(
             TransferEvent(
-                kind,
-                meta.transfer_id,
-                meta.attempt,
-                self._process,
-                transfer.stats,
-                reason,
-                retryable,
+                kind, *names, transfer.stats, reason, retryable, num_tokens_kept=num_tokens_kept
             )
         )
 

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from kv_transfer.block_holds import Hold
 from kv_transfer.chunk_grid import ChunkGrid
 from kv_transfer.layer_times import LayerTimes
 from kv_transfer.layout import KVLayout
@@ -97,7 +98,9 @@ class SendTransfer:
         self.layer_times = LayerTimes(layout.num_layers)
         self._has_told = False
         self.needs_blocks = False
-        """Pullers were told where blocks lie."""
+        """Pullers are told where blocks lie."""
+        self.hold: Hold | None = None
+        """From the first time that they were."""
         self.end_reason = ""
         """Not empty once the transfer has ended: pulls stop with it."""
         self._block_size = layout.block_size
@@ -215,6 +218,8 @@ class SendTransfer:
 
     def end(self, reason: str) -> None:
         self.end_reason = reason
+        if self.hold is not None:
+            self.hold.let_go()
         self._ready.clear()
         for pull in self.pulls:
             pull.wake.set()

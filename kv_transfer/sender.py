@@ -22,13 +22,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from kv_transfer.base import KVCacheHandle
+from kv_transfer.block_holds import BlockHolds
 from kv_transfer.cache_view import KVCacheView
 from kv_transfer.chunk_grid import blocks_per_chunk
 from kv_transfer.chunk_messages import ChunkMessages
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.early_pulls import EarlyPulls
 from kv_transfer.errors import KVTransferError
+from kv_transfer.handshake import LocalCache
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import (
     AbortMeta,
@@ -87,7 +88,8 @@ class KVSender:
         self._emit_event = emit
         self._on_change = on_change
         self._blocks_per_chunk = blocks_per_chunk(config.chunk_bytes, layout.block_bytes)
-        self._messages = ChunkMessages(layout, self._heads, self._blocks_per_chunk)
+        self._holds = BlockHolds()
+        self._messages = ChunkMessages(layout, self._heads, self._blocks_per_chunk, self._holds)
         chunk_bytes = HEADER.size + self._blocks_per_chunk * layout.block_bytes
         capacity = config.process_staging_bytes
         reserve = min(_RESERVE_CHUNKS, capacity // chunk_bytes // 2)
@@ -192,14 +194,10 @@ class KVSender:
             raise LateMessage(f"transfer {transfer_id} attempt {attempt} has ended")
         return self._transfers.find(transfer_id, attempt)
 
-    def holds(self, transfer_id: str, attempt: int) -> bool:
-        """Whether blocks that a puller was told of are still as they were."""
-        return self._transfers.find(transfer_id, attempt) is not None
-
-    def cache_for_host(self) -> KVCacheHandle | None:
-        """How a puller on this host maps our cache; None: it may not."""
+    def cache_for_host(self) -> LocalCache | None:
+        """How a puller on this host reads our cache; None: it may not."""
         shares = self._config.shares_memory(self._cache.device.is_gpu)
-        return self._cache.handle if shares else None
+        return LocalCache(self._cache.handle, self._holds.file) if shares else None
 
     def open_pull(self, transfer: SendTransfer, wish: PullWish) -> Pull:
         """Raises KVTransferError when this process does not hold what is asked for."""

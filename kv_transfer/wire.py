@@ -10,10 +10,11 @@ over all ranks of a node. A receiver maps them to blocks of its own, so a confus
 write into another request.
 
 Kinds: DATA carries KV. BLOCKS tells a puller of the same host, which has mapped the sender's
-cache, where chunks lie: how many, their places in the grid, then the sender's physical blocks of
-each group that occurs, in order and without those that the puller holds; 32 bits each. All layers
-of a group lie in the same blocks, so these come once. HEARTBEAT says that the sender lives but has
-nothing yet. END is the last message of a complete stream; a stream that ends without it is broken.
+cache, where chunks lie: slot and number of a hold (`kv_transfer.block_holds`), how many chunks,
+their places in the grid, then the sender's physical blocks of each group that occurs, in order and
+without those that the puller has; 32 bits each. All layers of a group lie in the same blocks, so
+these come once. HEARTBEAT says that the sender lives but has nothing yet. END is the last message
+of a complete stream; a stream that ends without it is broken.
 """
 
 from __future__ import annotations

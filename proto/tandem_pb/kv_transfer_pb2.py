@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem_pb/kv_transfer.proto\x12\ttandem.v1\"\xa8\x01\n\x08KVLayout\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\"\xb5\x01\n\x06KVPeer\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\'\n\x05ranks\x18\x04 \x03(\x0b\x32\x18.tandem.v1.RankEndpoints\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12*\n\x0blocal_cache\x18\x06 \x01(\x0b\x32\x15.tandem.v1.LocalCache\"l\n\nLocalCache\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\n\n\x02\x66\x64\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12#\n\x04\x63uda\x18\x05 \x01(\x0b\x32\x15.tandem.v1.CudaMemory\"X\n\nCudaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x12\n\nipc_handle\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\"\n\rRankEndpoints\x12\x11\n\taddresses\x18\x01 \x03(\t\"\xfa\x01\n\x0bPullRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0cstream_index\x18\x04 \x01(\r\x12\x13\n\x0bnum_streams\x18\x05 \x01(\r\x12\x12\n\nhead_start\x18\x06 \x01(\r\x12\x12\n\nhead_count\x18\x07 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x08 \x01(\r\x12\x12\n\nnum_tokens\x18\t \x01(\r\x12\x13\n\x0bnum_pullers\x18\n \x01(\r\x12\x15\n\rrepeat_chunks\x18\x0b \x03(\r\x12\x0e\n\x06\x64irect\x18\x0c \x01(\x08\"W\n\x0eReleaseRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"\x1d\n\x0cReleaseReply\x12\r\n\x05known\x18\x01 \x01(\x08\x32\xbf\x01\n\nKVTransfer\x12\x31\n\tHandshake\x12\x11.tandem.v1.KVPeer\x1a\x11.tandem.v1.KVPeer\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReply\x12?\n\tStillHeld\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem_pb/kv_transfer.proto\x12\ttandem.v1\"\xa8\x01\n\x08KVLayout\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\"\xb5\x01\n\x06KVPeer\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\'\n\x05ranks\x18\x04 \x03(\x0b\x32\x18.tandem.v1.RankEndpoints\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12*\n\x0blocal_cache\x18\x06 \x01(\x0b\x32\x15.tandem.v1.LocalCache\"\x91\x01\n\nLocalCache\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\n\n\x02\x66\x64\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12#\n\x04\x63uda\x18\x05 \x01(\x0b\x32\x15.tandem.v1.CudaMemory\x12\x11\n\tholds_pid\x18\x06 \x01(\r\x12\x10\n\x08holds_fd\x18\x07 \x01(\x05\"X\n\nCudaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x12\n\nipc_handle\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\"\n\rRankEndpoints\x12\x11\n\taddresses\x18\x01 \x03(\t\"\xfa\x01\n\x0bPullRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0cstream_index\x18\x04 \x01(\r\x12\x13\n\x0bnum_streams\x18\x05 \x01(\r\x12\x12\n\nhead_start\x18\x06 \x01(\r\x12\x12\n\nhead_count\x18\x07 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x08 \x01(\r\x12\x12\n\nnum_tokens\x18\t \x01(\r\x12\x13\n\x0bnum_pullers\x18\n \x01(\r\x12\x15\n\rrepeat_chunks\x18\x0b \x03(\r\x12\x0e\n\x06\x64irect\x18\x0c \x01(\x08\"W\n\x0eReleaseRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"\x1d\n\x0cReleaseReply\x12\r\n\x05known\x18\x01 \x01(\x08\x32~\n\nKVTransfer\x12\x31\n\tHandshake\x12\x11.tandem.v1.KVPeer\x1a\x11.tandem.v1.KVPeer\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,18 +35,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVLAYOUT']._serialized_end=211
   _globals['_KVPEER']._serialized_start=214
   _globals['_KVPEER']._serialized_end=395
-  _globals['_LOCALCACHE']._serialized_start=397
-  _globals['_LOCALCACHE']._serialized_end=505
-  _globals['_CUDAMEMORY']._serialized_start=507
-  _globals['_CUDAMEMORY']._serialized_end=595
-  _globals['_RANKENDPOINTS']._serialized_start=597
-  _globals['_RANKENDPOINTS']._serialized_end=631
-  _globals['_PULLREQUEST']._serialized_start=634
-  _globals['_PULLREQUEST']._serialized_end=884
-  _globals['_RELEASEREQUEST']._serialized_start=886
-  _globals['_RELEASEREQUEST']._serialized_end=973
-  _globals['_RELEASEREPLY']._serialized_start=975
-  _globals['_RELEASEREPLY']._serialized_end=1004
-  _globals['_KVTRANSFER']._serialized_start=1007
-  _globals['_KVTRANSFER']._serialized_end=1198
+  _globals['_LOCALCACHE']._serialized_start=398
+  _globals['_LOCALCACHE']._serialized_end=543
+  _globals['_CUDAMEMORY']._serialized_start=545
+  _globals['_CUDAMEMORY']._serialized_end=633
+  _globals['_RANKENDPOINTS']._serialized_start=635
+  _globals['_RANKENDPOINTS']._serialized_end=669
+  _globals['_PULLREQUEST']._serialized_start=672
+  _globals['_PULLREQUEST']._serialized_end=922
+  _globals['_RELEASEREQUEST']._serialized_start=924
+  _globals['_RELEASEREQUEST']._serialized_end=1011
+  _globals['_RELEASEREPLY']._serialized_start=1013
+  _globals['_RELEASEREPLY']._serialized_end=1042
+  _globals['_KVTRANSFER']._serialized_start=1044
+  _globals['_KVTRANSFER']._serialized_end=1170
 # @@protoc_insertion_point(module_scope)

@@ -43,18 +43,22 @@ class KVPeer(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., host_id: _Optional[str] = ..., local_cache: _Optional[_Union[LocalCache, _Mapping]] = ...) -> None: ...
 
 class LocalCache(_message.Message):
-    __slots__ = ("rank", "pid", "fd", "num_blocks", "cuda")
+    __slots__ = ("rank", "pid", "fd", "num_blocks", "cuda", "holds_pid", "holds_fd")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     FD_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CUDA_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_PID_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FD_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     fd: int
     num_blocks: int
     cuda: CudaMemory
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., num_blocks: _Optional[int] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
+    holds_pid: int
+    holds_fd: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., num_blocks: _Optional[int] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ..., holds_pid: _Optional[int] = ..., holds_fd: _Optional[int] = ...) -> None: ...
 
 class CudaMemory(_message.Message):
     __slots__ = ("device_uuid", "ipc_handle", "offset", "num_bytes")

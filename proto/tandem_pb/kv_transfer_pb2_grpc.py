@@ -44,11 +44,6 @@ class KVTransferStub(object):
                 request_serializer=tandem__pb_dot_kv__transfer__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=tandem__pb_dot_kv__transfer__pb2.ReleaseReply.FromString,
                 _registered_method=True)
-        self.StillHeld = channel.unary_unary(
-                '/tandem.v1.KVTransfer/StillHeld',
-                request_serializer=tandem__pb_dot_kv__transfer__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=tandem__pb_dot_kv__transfer__pb2.ReleaseReply.FromString,
-                _registered_method=True)
 
 
 class KVTransferServicer(object):
@@ -63,13 +58,6 @@ class KVTransferServicer(object):
 
     def Release(self, request, context):
         """The puller has everything, or wants nothing more: staged KV is dropped.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StillHeld(self, request, context):
-        """Whether the attempt is still alive: then the blocks that it named are what they were.
         PullKV(PullRequest) returns a stream of raw chunks. It is registered by hand without a
         response serializer, so that no protobuf stands around the payload: see
         kv_transfer/wire.py for the chunk header.
@@ -88,11 +76,6 @@ def add_KVTransferServicer_to_server(servicer, server):
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=tandem__pb_dot_kv__transfer__pb2.ReleaseRequest.FromString,
-                    response_serializer=tandem__pb_dot_kv__transfer__pb2.ReleaseReply.SerializeToString,
-            ),
-            'StillHeld': grpc.unary_unary_rpc_method_handler(
-                    servicer.StillHeld,
                     request_deserializer=tandem__pb_dot_kv__transfer__pb2.ReleaseRequest.FromString,
                     response_serializer=tandem__pb_dot_kv__transfer__pb2.ReleaseReply.SerializeToString,
             ),
@@ -149,33 +132,6 @@ class KVTransfer(object):
             request,
             target,
             '/tandem.v1.KVTransfer/Release',
-            tandem__pb_dot_kv__transfer__pb2.ReleaseRequest.SerializeToString,
-            tandem__pb_dot_kv__transfer__pb2.ReleaseReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StillHeld(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.KVTransfer/StillHeld',
             tandem__pb_dot_kv__transfer__pb2.ReleaseRequest.SerializeToString,
             tandem__pb_dot_kv__transfer__pb2.ReleaseReply.FromString,
             options,

@@ -199,6 +199,7 @@ class LoopbackProducer(Node):
         for sender in self.senders:
             assert sender.num_transfers == 0
             assert sender.pool.used == 0
+            assert sender._holds.num_held == 0
         await until(lambda: all(sender.num_pulls == 0 for sender in self.senders))
 
     async def close(self) -> None:

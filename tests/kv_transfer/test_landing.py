@@ -128,8 +128,11 @@ def test_the_end_of_another_stream_is_refused(landing: Landing) -> None:
         landing.end(chunk(0, 0, 0, kind=ChunkKind.END, blocks_per_chunk=4))
 
 
+HOLD = 5, 77
+
+
 def named(landing: Landing, *words: int) -> Chunk:
-    """A message that names blocks of a peer whose cache is our own, which is full of ones."""
+    """A message that names blocks of a peer whose cache is our own."""
     landing.peer_cache = landing._cache
     header = ChunkHeader(
         kind=ChunkKind.BLOCKS,
@@ -147,10 +150,10 @@ def test_several_chunks_are_named_at_once(cache: RankCache, landing: Landing) ->
     """Group 0 has one block that was asked for, group 1 two; the layers share them."""
     for layer in (0, 1):
         cache.write(1, layer, range(64), [0, 2, 4, 6])
-    assert landing.accept(named(landing, 3, 1, 2, 0, 2, 4, 6)) == 4 * SHAPE.block_bytes
+    assert landing.accept(named(landing, *HOLD, 3, 1, 2, 0, 2, 4, 6)) == 4 * SHAPE.block_bytes
     assert landing.missing == [3]
-    landing.accept(named(landing, 1, 3, 4, 6))
-    assert landing.missing == []
+    landing.accept(named(landing, *HOLD, 1, 3, 4, 6))
+    assert landing.missing == [] and landing.hold == HOLD
     cache.check(1, range(FIRST_TOKEN, NUM_TOKENS), BLOCK_IDS)
 
 
@@ -176,14 +179,22 @@ def test_names_that_make_no_sense_change_nothing(
     cache: RankCache, landing: Landing, words: tuple[int, ...]
 ) -> None:
     before = cache.words.copy()
-    with pytest.raises(CorruptChunk):
-        landing.accept(named(landing, *words))
+    for message in (words, (*HOLD, *words)):
+        with pytest.raises(CorruptChunk):
+            landing.accept(named(landing, *message))
     np.testing.assert_array_equal(cache.words, before)
     assert landing.missing in (None, [0, 1, 2, 3])
+    assert landing.hold is None
+
+
+def test_a_stream_names_blocks_of_one_transfer_only(landing: Landing) -> None:
+    landing.accept(named(landing, *HOLD, 1, 3, 4, 6))
+    with pytest.raises(CorruptChunk, match="two transfers"):
+        landing.accept(named(landing, 5, 78, 1, 1, 4, 6))
 
 
 def test_names_of_a_cache_that_is_not_mapped_are_refused(landing: Landing) -> None:
-    message = named(landing, 1, 1, 4, 6)
+    message = named(landing, *HOLD, 1, 1, 4, 6)
     landing.peer_cache = None
     with pytest.raises(CorruptChunk, match="not mapped"):
         landing.accept(message)

@@ -1,0 +1,67 @@
+"""A hold is seen from outside for exactly as long as it lasts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kv_transfer.block_holds import BlockHolds, HoldsFile
+
+
+def test_a_hold_lasts_until_it_is_let_go() -> None:
+    holds = BlockHolds()
+    first, second = holds.hold(), holds.hold()
+    assert first.slot != second.slot and first.number != second.number
+    assert all(holds.file.is_held(hold.slot, hold.number) for hold in (first, second))
+    first.let_go()
+    assert not holds.file.is_held(first.slot, first.number)
+    assert holds.file.is_held(second.slot, second.number)
+
+
+def test_the_next_one_in_a_slot_is_another() -> None:
+    holds = BlockHolds()
+    first = holds.hold()
+    first.let_go()
+    second = holds.hold()
+    assert second.slot == first.slot and second.number != first.number
+    first.let_go()
+    assert holds.file.is_held(second.slot, second.number)
+    assert not holds.file.is_held(first.slot, first.number)
+    second.let_go()
+    assert holds.num_held == 0
+
+
+def test_other_processes_hold_other_numbers() -> None:
+    """A slot of a process that took the place of a dead one says nothing about the dead one."""
+    assert len({BlockHolds().hold().number for _ in range(8)}) > 1
+
+
+HOLDER = """
+import sys
+from kv_transfer.block_holds import BlockHolds
+holds = BlockHolds()
+hold = holds.hold()
+print(holds.file.fd, hold.slot, hold.number, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_died_holds_nothing() -> None:
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            fd, slot, number = map(int, holder.stdout.readline().split())
+            file = HoldsFile(holder.pid, fd)
+            assert file.is_held(slot, number)
+            assert not file.is_held(slot, number + 1)
+            holder.kill()
+            # Its parent has not asked yet how it ended.
+            os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+            with pytest.raises(OSError):
+                file.is_held(slot, number)
+        finally:
+            holder.kill()
