@@ -19,6 +19,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 from itertools import count
+from weakref import finalize
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.host.memory_file import MemoryFile
@@ -64,6 +65,7 @@ class BlockHolds:
 
     def __init__(self) -> None:
         self._memory = MemoryFile.create("tandem-block-holds", _NUM_SLOTS * _WORD.size)
+        finalize(self, self._memory.close)
         self._free = list(reversed(range(_NUM_SLOTS)))
         # From anywhere, so that the holds of another process are no holds of ours.
         self._numbers = count(secrets.randbelow(_RANGE))

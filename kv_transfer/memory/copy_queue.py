@@ -6,19 +6,21 @@
     3. `await settled()`   all copies issued so far are done
     4. `close()`           waits for the stream
 
-A device is asked again and again while copies are on their way: a few times in a row, because most
-copies take less than the shortest sleep, then once every millisecond.
+A device is asked again and again while copies are on their way. The shortest sleep is longer than
+most copies take, so at first there is none: for as long as the copies of a prompt take between two
+GPUs. Other work of the loop goes on between any two looks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
 from kv_transfer.memory.copy_stream import CopyStream, Fence
 
-_LOOKS_IN_A_ROW = 30
+_LOOK_FOR_S = 0.005
 _PAUSE_S = 0.001
 
 
@@ -65,11 +67,13 @@ class CopyQueue:
         self.stream.close()
 
     async def _poll(self) -> None:
-        looks = 0
+        since = time.monotonic()
         try:
             while self._waiting:
-                looks = 0 if self._call_done() else looks + 1
-                await asyncio.sleep(0 if looks < _LOOKS_IN_A_ROW else _PAUSE_S)
+                now = time.monotonic()
+                if self._call_done():
+                    since = now
+                await asyncio.sleep(0 if now - since < _LOOK_FOR_S else _PAUSE_S)
         except Exception as error:
             self.on_error(error)
 
