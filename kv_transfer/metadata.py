@@ -178,8 +178,13 @@ class TransferStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
-    """`process` counts over ranks and processes: rank * num_processes + index. `sent_at`: on the
-    sender's clock, when it is on another host than the engine core."""
+    """
+    Attributes:
+        process: Counted over ranks and processes: rank * num_processes + index.
+        sent_at: On the sender's clock, when it is on another host than the engine core.
+        num_tokens_kept: Consumer, at the end: leading tokens of the prompt of which this process's
+            share is complete, however it ended.
+    """
 
     kind: TransferEventKind
     transfer_id: str
@@ -189,6 +194,7 @@ class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
     reason: str = ""
     retryable: bool = True
     sent_at: float | None = None
+    num_tokens_kept: int = 0
 
 
 class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):

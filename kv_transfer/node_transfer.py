@@ -8,6 +8,7 @@ is_staged  (producer) every process has copied its share out of the blocks
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 
 from kv_transfer.layer_times import later
@@ -50,6 +51,8 @@ class NodeTransfer:
         self._unstaged = set(range(num_processes)) if is_producer else set()
         self._staged_is_news = is_producer
         self._has_failed = False
+        self.num_tokens_kept = sys.maxsize
+        """Consumer, at the end: the least that any process has of the prompt's beginning."""
 
     @property
     def is_staged(self) -> bool:
@@ -85,6 +88,7 @@ class NodeTransfer:
         self.unended.discard(event.process)
         self._unstaged.discard(event.process)
         self.stats = _merge(self.stats, event.stats)
+        self.num_tokens_kept = min(self.num_tokens_kept, event.num_tokens_kept)
         self._has_failed |= event.kind is TransferEventKind.FAILED
         went_wrong = event.kind in (TransferEventKind.FAILED, TransferEventKind.ABORTED)
         if went_wrong and self.failure is None:

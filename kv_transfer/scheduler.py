@@ -333,6 +333,8 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self._has_output = True
         self._output.stats[transfer_id] = transfer.stats
         self._totals["bytes"] += transfer.stats.num_bytes
+        if not self._is_producer and outcome is not Outcome.DONE:
+            self._output.num_tokens_kept[transfer_id] = transfer.num_tokens_kept
         if outcome is Outcome.ABORTED:
             self._totals["aborts"] += 1
             self._output.aborted.append(transfer_id)
