@@ -46,16 +46,17 @@ class PeerClient:
         """After `greet`: how to read the cache of the rank that answers there; None: not at all."""
         return self._greeted.get((address, peer.engine_id, peer.epoch))
 
+    def has_greeted(self, peer: KVPeer, address: str) -> bool:
+        return (address, peer.engine_id, peer.epoch) in self._greeted
+
     async def greet(self, peer: KVPeer, address: str) -> None:
         """Raises `PeerLost` or `HandshakeMismatch`."""
-        key = (address, peer.engine_id, peer.epoch)
-        if key in self._greeted:
-            return
         # A channel of its own: one that has failed before would answer from its backoff.
         async with new_channel(address, self._credentials) as channel:
             answer = await self._handshake(channel, address)
         check_peer(self._me.layout, peer, peer_from_proto(answer))
         has_cache = answer.HasField("local_cache") and answer.host_id == host_id()
+        key = (address, peer.engine_id, peer.epoch)
         self._greeted[key] = cache_from_proto(answer.local_cache) if has_cache else None
 
     async def release(self, address: str, meta: ReleaseMeta) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 
 from kv_transfer.block_views import BlockViews
@@ -24,6 +24,7 @@ from kv_transfer.chunk_grid import num_streams_for, streams_of
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KVTransferError, PeerLost, TransferTimeout
 from kv_transfer.h2_transport import H2PullTransport
+from kv_transfer.joint_tasks import all_or_none, first_of
 from kv_transfer.landing import Landing
 from kv_transfer.layout import HeadRange, KVLayout, head_sources
 from kv_transfer.metadata import (
@@ -264,19 +265,22 @@ class KVReceiver:
         self._me.layout.check_compatible(meta.peer.layout)
         transfer.streams = self._plan(transfer)
         transfer.is_planned = True
-        addresses = {stream.address for stream in transfer.streams}
-        await _all_or_none([self._peers.greet(meta.peer, address) for address in addresses])
+        await self._greet(meta.peer, {stream.address for stream in transfer.streams})
         self._on_change()
         self._map_peer_caches(transfer)
         for stream in transfer.streams:
             stream.last_heard_at = time.monotonic()
         pulls = [stream.run(self._transport) for stream in transfer.streams]
-        await _first_of(_all_or_none(pulls), self._watch(transfer))
+        await first_of(all_or_none(pulls), self._watch(transfer))
         transfer.received_at = time.monotonic()
         await self._cache.copies.settled()
         transfer.last_byte_at = time.monotonic()
         for stream in transfer.streams:
             stream.check_still_held()
+
+    async def _greet(self, peer: KVPeer, addresses: set[str]) -> None:
+        new = [address for address in addresses if not self._peers.has_greeted(peer, address)]
+        await all_or_none([self._peers.greet(peer, address) for address in new])
 
     def _map_peer_caches(self, transfer: RecvTransfer) -> None:
         """Streams from a cache on this host say where blocks lie; we copy them ourselves."""
@@ -393,25 +397,3 @@ class KVReceiver:
         addresses = {address for rank in lost.meta.peer.endpoints for address in rank}
         self._peers.forget(addresses - busy)
         await self._transport.forget(addresses - busy)
-
-
-async def _all_or_none(parts: list[Coroutine[None, None, None]]) -> None:
-    """Runs all. The first error cancels the rest; returns or raises when all have ended."""
-    if parts:
-        await _run_until([asyncio.create_task(part) for part in parts], asyncio.FIRST_EXCEPTION)
-
-
-async def _first_of(*parts: Coroutine[None, None, None]) -> None:
-    """Runs all. The first that ends cancels the rest; returns or raises when all have ended."""
-    await _run_until([asyncio.create_task(part) for part in parts], asyncio.FIRST_COMPLETED)
-
-
-async def _run_until(tasks: list[asyncio.Task[None]], when: str) -> None:
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=when)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -238,17 +238,22 @@ class SendTransfer:
 
     def _queue_ready(self, layer: int, num_tokens: int) -> None:
         share, num_shares = self._share
-        group = self._next_group[layer]
-        while group < self.grid.num_groups:
-            stop_token = min(self.grid.blocks_of(group).stop * self._block_size, self.num_tokens)
-            if stop_token > num_tokens:
-                break
-            if self.grid.index(layer, group) % num_shares == share:
-                self._ready.append((layer, group))
-                self.layer_times.ready(layer)
-                self._wake_straight(self.grid.index(layer, group))
-            group += 1
-        self._next_group[layer] = group
+        stop_group = self._groups_within(num_tokens)
+        if stop_group <= self._next_group[layer]:
+            return
+        start = self.grid.index(layer, self._next_group[layer])
+        first = start + (share - start) % num_shares
+        for index in range(first, self.grid.index(layer, stop_group), num_shares):
+            self._ready.append(self.grid.position(index))
+            self.layer_times.ready(layer)
+            self._wake_straight(index)
+        self._next_group[layer] = stop_group
+
+    def _groups_within(self, num_tokens: int) -> int:
+        """Leading groups that lie in so many leading tokens; the last one may be short."""
+        if num_tokens >= self.num_tokens:
+            return self.grid.num_groups
+        return num_tokens // (self.grid.blocks_per_chunk * self._block_size)
 
     def _wake_straight(self, index: int) -> None:
         for pull in self.pulls:
