@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from typing import Any
+
+Part = Coroutine[None, None, None]
 
 
-async def all_or_none(parts: list[Coroutine[None, None, None]]) -> None:
-    """Runs all. The first error cancels the rest; returns or raises when all have ended."""
-    if parts:
-        await _run_until([asyncio.create_task(part) for part in parts], asyncio.FIRST_EXCEPTION)
+async def all_or_none(parts: list[Part], guard: Part | None = None) -> None:
+    """Runs all. The first error cancels the rest; returns or raises when all have ended.
 
-
-async def first_of(*parts: Coroutine[None, None, None]) -> None:
-    """Runs all. The first that ends cancels the rest; returns or raises when all have ended."""
-    await _run_until([asyncio.create_task(part) for part in parts], asyncio.FIRST_COMPLETED)
-
-
-async def _run_until(tasks: list[asyncio.Task[None]], when: str) -> None:
+    `guard` runs beside them. It never returns, but may raise.
+    """
+    tasks = [asyncio.create_task(part) for part in parts]
+    guards = [asyncio.create_task(guard)] if guard is not None else []
+    all_of_them = asyncio.gather(*tasks)
+    either: list[asyncio.Future[Any]] = [all_of_them, *guards]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=when)
-        for task in done:
-            task.result()
+        done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
     finally:
-        for task in tasks:
+        for task in (*tasks, *guards):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(all_of_them, *tasks, *guards, return_exceptions=True)

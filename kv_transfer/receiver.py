@@ -24,7 +24,7 @@ from kv_transfer.chunk_grid import num_streams_for, streams_of
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KVTransferError, PeerLost, TransferTimeout
 from kv_transfer.h2_transport import H2PullTransport
-from kv_transfer.joint_tasks import all_or_none, first_of
+from kv_transfer.joint_tasks import all_or_none
 from kv_transfer.landing import Landing
 from kv_transfer.layout import HeadRange, KVLayout, head_sources
 from kv_transfer.metadata import (
@@ -271,7 +271,7 @@ class KVReceiver:
         for stream in transfer.streams:
             stream.last_heard_at = time.monotonic()
         pulls = [stream.run(self._transport) for stream in transfer.streams]
-        await first_of(all_or_none(pulls), self._watch(transfer))
+        await all_or_none(pulls, self._watch(transfer))
         transfer.received_at = time.monotonic()
         await self._cache.copies.settled()
         transfer.last_byte_at = time.monotonic()
@@ -280,7 +280,8 @@ class KVReceiver:
 
     async def _greet(self, peer: KVPeer, addresses: set[str]) -> None:
         new = [address for address in addresses if not self._peers.has_greeted(peer, address)]
-        await all_or_none([self._peers.greet(peer, address) for address in new])
+        if new:
+            await all_or_none([self._peers.greet(peer, address) for address in new])
 
     def _map_peer_caches(self, transfer: RecvTransfer) -> None:
         """Streams from a cache on this host say where blocks lie; we copy them ourselves."""
