@@ -68,6 +68,12 @@ class CudaCopies:
             some = slice(first, first + _MOST_AT_ONCE)
             self._issue_some(targets[some], sources[some], sizes[some], stream)
 
+    def issue_alone(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+        """By a call for each."""
+        single, check = self._single, self._check
+        for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            check("cuMemcpyAsync", single(*copy, stream))
+
     def _issue_some(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
         if self._batch is not None and len(targets) > 1:
             code = self._issue_batch(self._batch, targets, sources, sizes, stream)
@@ -75,9 +81,7 @@ class CudaCopies:
                 self._check(self._name, code)
                 return
             self._batch = None
-        single, check = self._single, self._check
-        for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-            check("cuMemcpyAsync", single(*copy, stream))
+        self.issue_alone(targets, sources, sizes, stream)
 
     def _issue_batch(
         self, batch: Any, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int
