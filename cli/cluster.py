@@ -6,6 +6,7 @@ import random
 import socket
 import sys
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
@@ -44,7 +45,9 @@ class UpSettings(BaseSettings):
     )
     decode: int = Field(default=1, ge=1, description="Decode nodes.")
     tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks of each node.")
-    device: str = Field(default="auto", description="cpu, cuda, or auto: cuda where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute. auto: cuda where there is a GPU, else cpu."
+    )
     gpu_memory_utilization: float | None = Field(
         default=None,
         gt=0,

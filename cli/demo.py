@@ -18,6 +18,7 @@ from cli.cluster import UpSettings
 from cli.openai_client import ApiError, first_model
 from cli.supervisor import ServiceFailed
 from cli.up import StopWish, running_cluster
+from kv_transfer.memory.device import DeviceError
 
 _SYSTEM = "You are a friendly guide to a small village."
 _SINGLE = "Tell me a story about Ada."
@@ -65,6 +66,6 @@ def main(args: list[str]) -> int:
     node_args = [arg for arg in args if arg != "--"]
     try:
         return asyncio.run(_until_stopped(Console(), node_args))
-    except (ServiceFailed, ApiError) as error:
+    except (ServiceFailed, DeviceError, ApiError) as error:
         print(error, file=sys.stderr)
         return 1

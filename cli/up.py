@@ -21,6 +21,7 @@ from rich.console import Console
 from cli.cluster import UpSettings, cluster_specs
 from cli.display import ClusterDisplay
 from cli.supervisor import ServiceFailed, Supervisor
+from kv_transfer.memory.device import DeviceError
 
 _ROUTABLE_POLL_S = 0.05
 _KILL_AGAIN_S = 0.1
@@ -53,6 +54,7 @@ async def running_cluster(
 
     Raises:
         ServiceFailed: a process ended before it was ready.
+        DeviceError: nodes shall compute on GPUs, but the driver does not answer.
     """
     display = ClusterDisplay(console, verbose=settings.verbose)
     supervisor = Supervisor(cluster_specs(settings, node_args), display.listener())
@@ -120,7 +122,7 @@ def main(args: list[str]) -> int:
     console = Console(stderr=True)
     try:
         asyncio.run(_up(settings, node_args, console))
-    except ServiceFailed as error:
+    except (ServiceFailed, DeviceError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -246,14 +246,16 @@ class ProcessExecutor(Executor):
                 if isinstance(reply, WorkerFailed):
                     self._failed[reply.rank] = reply.reason
         killed, failed = [], []
+        alike: dict[str, list[str]] = {}
         for rank, child in enumerate(self._children):
             if (child.exit_code or 0) < 0:
                 killed.append(child.describe_exit())
             elif rank in self._failed:
-                failed.append(f"{child.name}: {self._failed[rank]}")
+                alike.setdefault(self._failed[rank], []).append(child.name)
             elif child.exit_code is not None:
                 failed.append(child.describe_exit())
-        raise EngineDeadError("; ".join(killed + failed))
+        said = [f"{', '.join(names)}: {reason}" for reason, names in alike.items()]
+        raise EngineDeadError("; ".join(killed + said + failed))
 
     def _patience_s(self, since: float) -> float:
         cause_is_known = any((child.exit_code or 0) < 0 for child in self._children)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,7 +32,11 @@ from engine.config import (
     SchedulingPolicy,
 )
 from engine.frontend.command_line import HelpFormatter, describe_errors
-from engine.models.checkpoint import load_model_config, resolve_model
+from engine.models.checkpoint import (
+    check_tensor_parallel,
+    load_model_config,
+    resolve_model,
+)
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
 from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
 from tandem_wire.security_config import SecurityConfig, SecurityError
@@ -298,37 +303,30 @@ class EngineSettings(SecuritySettings):
             max_model_len=self.max_model_len,
             load_format=self.load_format,
         )
+        check_tensor_parallel(model, self.tensor_parallel_size)
         return self._engine_config(model, kv_role)
 
     def _engine_config(self, model: ModelConfig, kv_role: KVRole | None) -> EngineConfig:
         device = self._device_config()
+        scheduler = {**self._named_as_in(SchedulerConfig), "policy": self.scheduling_policy}
+        if self.async_scheduling is None:
+            scheduler["async_scheduling"] = device.device == "cuda"
         return EngineConfig(
             engine_id=f"{kv_role or 'engine'}-{secrets.token_hex(6)}",
             epoch=secrets.randbits(_EPOCH_BITS) | 1,
             model=model,
-            cache=CacheConfig(
-                block_size=self.block_size,
-                enable_prefix_caching=self.enable_prefix_caching,
-                num_blocks=self.num_blocks,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-            ),
+            cache=CacheConfig(**self._named_as_in(CacheConfig)),
             parallel=self._parallel_config(),
-            scheduler=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                enable_chunked_prefill=self.enable_chunked_prefill,
-                long_prefill_token_threshold=self.long_prefill_token_threshold,
-                policy=self.scheduling_policy,
-                async_scheduling=(
-                    device.device == "cuda"
-                    if self.async_scheduling is None
-                    else self.async_scheduling
-                ),
-            ),
+            scheduler=SchedulerConfig(**scheduler),
             device=device,
             kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
         )
+
+    def _named_as_in(self, config: type[Any]) -> dict[str, Any]:
+        """Our values for the fields of a dataclass, by name."""
+        ours = type(self).model_fields
+        names = (field.name for field in fields(config) if field.name in ours)
+        return {name: getattr(self, name) for name in names}
 
     def _parallel_config(self) -> ParallelConfig:
         if self.distributed_executor_backend == "ray" and self.first_gpu:
@@ -336,24 +334,11 @@ class EngineSettings(SecuritySettings):
                 "with ray as --distributed-executor-backend Ray hands out the GPUs: leave "
                 "--first-gpu, and give `ray start` the GPUs to use in CUDA_VISIBLE_DEVICES"
             )
-        return ParallelConfig(
-            tensor_parallel_size=self.tensor_parallel_size,
-            distributed_executor_backend=self.distributed_executor_backend,
-            ray_address=self.ray_address,
-            ray_timeout_s=self.ray_timeout_s,
-        )
+        return ParallelConfig(**self._named_as_in(ParallelConfig))
 
     def _device_config(self) -> DeviceConfig:
-        return DeviceConfig(
-            device=detect_device() if self.device == "auto" else self.device,
-            num_threads=self.num_threads,
-            first_gpu=self.first_gpu,
-            enforce_eager=self.enforce_eager,
-            cudagraph_capture_sizes=self.cudagraph_capture_sizes,
-            attention_backend=self.attention_backend,
-            deterministic=self.deterministic,
-            disabled_fast_paths=self.disabled_fast_paths,
-        )
+        device = detect_device() if self.device == "auto" else self.device
+        return DeviceConfig(**{**self._named_as_in(DeviceConfig), "device": device})
 
     def _kv_transfer_config(self, kv_role: KVRole) -> KVTransferConfig:
         processes = self._kv_processes(kv_role)

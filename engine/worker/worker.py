@@ -62,6 +62,10 @@ _TRANSFER_CONTEXT_BYTES = 600 << 20
 """Each transfer process has a context of its own on the GPU."""
 
 
+class MissingDeviceError(RuntimeError):
+    """This host has fewer GPUs than ranks. Names both, and the cure."""
+
+
 class MissedStepError(RuntimeError):
     """A step message was lost: this rank no longer has the state that the others have."""
 
@@ -102,7 +106,7 @@ class Worker:
         """Meets the other ranks.
 
         Raises:
-            RuntimeError: The device is missing.
+            MissingDeviceError: There is no such GPU.
             ConnectionError: Another rank is.
         """
         torch.set_num_threads(self.config.device.num_threads)
@@ -254,7 +258,7 @@ def _rank_device(config: EngineConfig, rank: int, index: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if index >= count:
-        raise RuntimeError(
+        raise MissingDeviceError(
             f"rank {rank} needs CUDA device {index}, but this host shows {count}; "
             "lower tensor_parallel_size or first_gpu, or use device cpu"
         )

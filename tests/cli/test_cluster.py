@@ -8,9 +8,12 @@ import socket
 
 import pytest
 
+import cli.cluster as cluster_module
 from cli.cluster import UpSettings, cluster_specs, free_ports
 from cli.gpu_placement import placement_args
+from cli.up import main as up_main
 from cli.up import split_node_args
+from kv_transfer.memory.device import DeviceError
 
 
 def option(argv: tuple[str, ...], name: str) -> str:
@@ -102,6 +105,17 @@ def test_nodes_have_gpus_of_their_own_or_share_their_memory(
     assert found == expected
     for flags in placement_args(num_nodes, tp_size, num_gpus, 0.3):
         assert flags[-2:] == ["--gpu-memory-utilization", "0.300"]
+
+
+def test_gpus_that_are_not_there_are_an_error_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_driver() -> None:
+        raise DeviceError("the CUDA driver cannot be loaded; is this a GPU host?")
+
+    monkeypatch.setattr(cluster_module, "cuda_driver", no_driver)
+    assert up_main(["--device", "cuda"]) == 1
+    assert "is this a GPU host?" in capsys.readouterr().err
 
 
 def test_on_cpu_no_node_hears_of_gpus() -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -76,6 +77,19 @@ def test_worker_that_missed_a_step_ends_the_engine() -> None:
         executor.execute_model(SchedulerOutput(3))
         with pytest.raises(EngineDeadError, match="worker 0: MissedStepError: .* expected step 2"):
             collect(executor, 2)
+
+
+def test_workers_that_fail_alike_are_named_together() -> None:
+    context = zmq.Context()
+    executor = MultiprocExecutor(tiny_config(3), context)
+    executor._children = [SimpleNamespace(name=f"worker {rank}", exit_code=1) for rank in range(3)]
+    executor._failed = {0: "no such file", 1: "no such device", 2: "no such file"}
+    with pytest.raises(EngineDeadError) as dead:
+        executor._die()
+    assert str(dead.value) == "worker 0, worker 2: no such file; worker 1: no such device"
+    executor._children = []
+    executor.shutdown()
+    context.destroy()
 
 
 def test_hanging_worker_is_named() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decode_node.config import DecodeNodeSettings
+from engine.config import CacheConfig, DeviceConfig, ParallelConfig, SchedulerConfig
 from engine.frontend import settings as settings_module
 from engine.frontend.settings import EngineSettings, SettingsError, detect_device
+from engine.models.errors import CheckpointError
 from prefill_node.config import PrefillNodeSettings
 from tandem_wire.security_config import PlaintextRefused
 
@@ -81,6 +84,35 @@ def test_engine_config_of_the_demo_checkpoint(demo_checkpoint: Path) -> None:
     assert (again.engine_id, again.epoch) != (config.engine_id, config.epoch)
     assert again.kv_layout == config.kv_layout
     assert settings.to_engine_config(None).kv_transfer is None
+
+
+@pytest.mark.parametrize("part", [CacheConfig, ParallelConfig, DeviceConfig, SchedulerConfig])
+def test_every_part_of_the_engine_can_be_told(part: type[Any]) -> None:
+    names = {field.name for field in fields(part)} - {"policy"}
+    assert names <= EngineSettings.model_fields.keys()
+
+
+def test_values_reach_the_engine(demo_checkpoint: Path) -> None:
+    args = ["--model", str(demo_checkpoint), "--device", "cpu", "--block-size", "32"]
+    args += ["--scheduling-policy", "priority", "--max-num-seqs", "9", "--deterministic"]
+    args += ["--gpu-memory-utilization", "0.3", "--async-scheduling"]
+    config = EngineSettings.from_args("x", args).to_engine_config(None)
+    assert (config.cache.block_size, config.cache.gpu_memory_utilization) == (32, 0.3)
+    scheduler = config.scheduler
+    assert (scheduler.policy, scheduler.max_num_seqs, scheduler.async_scheduling) == (
+        "priority", 9, True,
+    )  # fmt: skip
+    assert (config.device.device, config.device.deterministic) == ("cpu", True)
+    plain = EngineSettings.from_args("x", args[:4]).to_engine_config(None)
+    assert not plain.scheduler.async_scheduling, "only on a GPU"
+
+
+def test_ranks_that_cannot_share_the_model_are_refused_before_any_starts(
+    demo_checkpoint: Path,
+) -> None:
+    args = ["--model", str(demo_checkpoint), "--tensor-parallel-size", "3", "--device", "cpu"]
+    with pytest.raises(CheckpointError, match="3 tensor-parallel ranks cannot share"):
+        EngineSettings.from_args("x", args).to_engine_config(None)
 
 
 def test_auto_device_follows_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
