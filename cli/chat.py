@@ -14,13 +14,17 @@ from rich.console import Console
 
 from cli.openai_client import ApiError, ChatStream, first_model
 from cli.timeline import timeline_table
+from engine.frontend.command_line import parse_settings
 
 
 class ChatSettings(BaseSettings):
     """Talk to a running cluster (or any server with the OpenAI API). End with Ctrl-D."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TANDEM_CHAT_", cli_implicit_flags=True, cli_kebab_case=True
+        env_prefix="TANDEM_CHAT_",
+        cli_implicit_flags=True,
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
     )
 
     url: str = Field(default="http://127.0.0.1:8000", description="Base address, without /v1.")
@@ -106,7 +110,7 @@ def _read_line() -> str | None:
 
 
 def main(args: list[str]) -> int:
-    settings = ChatSettings(_cli_parse_args=args, _cli_prog_name="tandem chat")
+    settings = parse_settings(ChatSettings, "tandem chat", args)
     try:
         asyncio.run(_chat(settings, Console()))
     except KeyboardInterrupt:

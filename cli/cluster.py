@@ -32,7 +32,11 @@ class UpSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="TANDEM_UP_", cli_implicit_flags=True, cli_kebab_case=True
+        env_prefix="TANDEM_UP_",
+        cli_implicit_flags=True,
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
     )
 
     model: CliPositionalArg[str] = Field(

@@ -21,6 +21,7 @@ from rich.console import Console
 from cli.cluster import UpSettings, cluster_specs
 from cli.display import ClusterDisplay
 from cli.supervisor import ServiceFailed, Supervisor
+from engine.frontend.command_line import parse_settings
 from kv_transfer.memory.device import DeviceError
 
 _ROUTABLE_POLL_S = 0.05
@@ -118,7 +119,7 @@ async def _serve(
 def main(args: list[str]) -> int:
     """`args`: settings of the cluster, then `--`, then flags for every node."""
     own, node_args = split_node_args(args)
-    settings = UpSettings(_cli_parse_args=own, _cli_prog_name="tandem up")
+    settings = parse_settings(UpSettings, "tandem up", own)
     console = Console(stderr=True)
     try:
         asyncio.run(_up(settings, node_args, console))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource
+
+S = TypeVar("S", bound=BaseSettings)
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -17,11 +22,30 @@ class HelpFormatter(argparse.HelpFormatter):
         return (action.help or "").replace(" (default: None)", "")
 
 
-def describe_errors(program: str, error: ValidationError) -> str:
+def parse_settings(settings: type[S], program: str, args: list[str] | None) -> S:
+    """Settings from flags and environment. Prints help or what is wrong, and exits on its own.
+
+    `args` None: the process's own.
+    """
+    source: Any = CliSettingsSource(
+        settings,
+        cli_prog_name=program,
+        cli_parse_args=True if args is None else args,
+        formatter_class=HelpFormatter,
+    )
+    try:
+        return settings(_cli_settings_source=source)
+    except ValidationError as error:
+        prefix = str(settings.model_config["env_prefix"])
+        print(_describe_errors(program, prefix, error), file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _describe_errors(program: str, env_prefix: str, error: ValidationError) -> str:
     """One line for each wrong setting."""
     lines = [f"{program}: wrong settings (see --help)"]
     for fault in error.errors():
         name = str(fault["loc"][0]) if fault["loc"] else ""
-        flag, variable = "--" + name.replace("_", "-"), f"TANDEM_{name.upper()}"
+        flag, variable = "--" + name.replace("_", "-"), f"{env_prefix}{name.upper()}"
         lines.append(f"  {flag} (or {variable}): {fault['msg']}")
     return "\n".join(lines)

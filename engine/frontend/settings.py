@@ -14,8 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
-from pydantic_settings import CliSettingsSource, SettingsConfigDict
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 
 from engine.config import (
     AttentionBackend,
@@ -31,7 +31,7 @@ from engine.config import (
     SchedulerConfig,
     SchedulingPolicy,
 )
-from engine.frontend.command_line import HelpFormatter, describe_errors
+from engine.frontend.command_line import parse_settings
 from engine.models.checkpoint import (
     check_tensor_parallel,
     load_model_config,
@@ -270,17 +270,7 @@ class EngineSettings(SecuritySettings):
 
         `args` None: the process's own.
         """
-        source: Any = CliSettingsSource(
-            cls,
-            cli_prog_name=program,
-            cli_parse_args=True if args is None else args,
-            formatter_class=HelpFormatter,
-        )
-        try:
-            return cls(_cli_settings_source=source)
-        except ValidationError as error:
-            print(describe_errors(program, error), file=sys.stderr)
-            raise SystemExit(2) from None
+        return parse_settings(cls, program, args)
 
     def print_checked(self, kv_role: KVRole) -> int:
         """What `--check` does; the exit code. Reads no checkpoint. Secrets are masked."""

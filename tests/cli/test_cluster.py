@@ -49,10 +49,15 @@ def test_settings_come_from_flags_and_environment(monkeypatch: pytest.MonkeyPatc
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", [["--prefill", "-1"], ["--decode", "0"], ["--port", "70000"]])
-def test_impossible_settings_are_refused(bad: list[str]) -> None:
-    with pytest.raises((SystemExit, ValueError)):
-        UpSettings(_cli_parse_args=bad)
+@pytest.mark.parametrize(
+    "bad", [["--prefill", "-1"], ["--decode", "0"], ["--port", "70000"], ["--device", "gpu"]]
+)
+def test_impossible_settings_are_named(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        up_main(bad)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert bad[0] in said and f"TANDEM_UP_{bad[0][2:].upper()}" in said
 
 
 def test_node_arguments_follow_two_dashes() -> None:
