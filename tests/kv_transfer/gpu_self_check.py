@@ -91,7 +91,7 @@ class Child:
 
     def copy_out(self) -> str:
         host = self.host.ctypes.data
-        speeds = [self.timed(self.cache.address, host, piece << 10) for piece in (64, 512, 4096)]
+        speeds = [self.timed(host, self.cache.address, piece << 10) for piece in (64, 512, 4096)]
         layers = self.host.reshape(NUM_LAYERS, -1)
         assert [int(layer[0]) for layer in layers] == [1, 2, 3, 4]
         assert all((layer == layer[0]).all() for layer in layers)
@@ -101,7 +101,7 @@ class Child:
         self.host += 10
         host = self.host.ctypes.data
         return "; ".join(
-            self.timed(host, self.cache.address, piece << 10) for piece in (64, 512, 4096)
+            self.timed(self.cache.address, host, piece << 10) for piece in (64, 512, 4096)
         )
 
     def copy_rows(self) -> str:

@@ -214,7 +214,8 @@ def test_a_killed_transfer_process_maps_everything_again(
     poll_until(lambda: decode.connector.counters["bytes_moved"] > 0, prefill, decode)
     os.kill(victim.connector.process_pids[0], signal.SIGKILL)
     poll_until(lambda: request.transfer_id in decode.done.failed, prefill, decode)
-    poll_until(lambda: request.transfer_id in prefill.done.failed, prefill, decode)
+    ended = prefill.done.failed if role == "prefill" else prefill.done.aborted
+    poll_until(lambda: request.transfer_id in ended, prefill, decode)
     counters = victim.connector
     poll_until(lambda: counters.counters["process_restarts"] == 1, prefill, decode)
     poll_until(lambda: counters.counters["processes_ready"] == 1, prefill, decode)
