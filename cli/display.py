@@ -41,9 +41,11 @@ class ClusterDisplay:
 
     def show_endpoints(self, services: list[Service]) -> None:
         self.end_loading()
-        table = Table("service", "endpoint", "pid")
+        table = Table("service", "endpoint", "pid", "KV cache")
         for service in services:
-            table.add_row(service.spec.name, service.spec.endpoint, str(service.pid))
+            tokens = service.ready_info.get("kv_cache_tokens")
+            room = f"{tokens:,} tokens" if tokens is not None else ""
+            table.add_row(service.spec.name, service.spec.endpoint, str(service.pid), room)
         self.console.print(table)
 
     def on_progress(self, service: Service, stage: str, fraction: float) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.engine_metrics import EngineCollector
 from engine.frontend.node_grpc import NodeGrpcServer
 from engine.frontend.node_http import HttpServer, ProbeServer, listen
-from engine.frontend.node_process import StopSignal, emit, start_engine
+from engine.frontend.node_process import StopSignal, emit_ready, start_engine
 from engine.frontend.node_status import NodeStatus
 from engine.frontend.tokenizer import Tokenizer
 from tandem_pb import node_pb2
@@ -163,7 +162,7 @@ class DecodeNode:
         facts["grpc_address"] = join_address(self._settings.host, self._ports.grpc.port)
         if self._ports.probes is not None:
             facts["metrics_port"] = self._ports.probes.port
-        emit("ready", **facts, pid=os.getpid(), engine_id=self._engine.config.engine_id)
+        emit_ready(self._engine, **facts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.engine_metrics import EngineCollector
 from engine.frontend.node_grpc import NodeGrpcServer
 from engine.frontend.node_http import ProbeServer
-from engine.frontend.node_process import StopSignal, emit, start_engine
+from engine.frontend.node_process import StopSignal, emit_ready, start_engine
 from engine.frontend.node_status import NodeStatus
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.metrics import PrefillMetrics
@@ -87,7 +86,7 @@ async def _serve_engine(
     if probes is not None:
         probes.start(status, metrics.text)
         facts["metrics_port"] = probes.port
-    emit("ready", **facts, pid=os.getpid(), engine_id=engine.config.engine_id)
+    emit_ready(engine, **facts)
     return await _run(settings, engine, status, servicer, stop)
 
 

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import signal
 import sys
 
@@ -25,6 +26,18 @@ _GC_THRESHOLDS = (50_000, 20, 50)
 def emit(event: str, **facts: object) -> None:
     """Tells the supervisor."""
     print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def emit_ready(engine: AsyncLLM, **facts: object) -> None:
+    """The node serves. `facts`: where, and as what."""
+    config = engine.config
+    emit(
+        "ready",
+        **facts,
+        pid=os.getpid(),
+        engine_id=config.engine_id,
+        kv_cache_tokens=engine.ready.num_blocks * config.cache.block_size,
+    )
 
 
 def setup_logging(level: str) -> None:
