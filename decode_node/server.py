@@ -197,7 +197,7 @@ async def serve(settings: DecodeNodeSettings) -> int:
     credentials = Credentials(settings.security_config())
     ports = NodePorts.take(settings, credentials)
     config = settings.to_engine_config("kv_consumer")
-    tokenizer = Tokenizer.from_folder(config.model.path)
+    tokenizer = Tokenizer.of_model(config.model)
     engine = await start_engine(config, tokenizer, stop)
     if engine is None:
         return 0

@@ -79,7 +79,7 @@ class EngineSettings(SecuritySettings):
     )
     load_format: LoadFormat = Field(
         default="safetensors",
-        description="dummy: random weights instead of the checkpoint's, for measurements.",
+        description="dummy: random weights, for measurements; a folder with config.json is enough.",
     )
     max_model_len: int | None = Field(
         default=None,

@@ -4,7 +4,8 @@
     tokenizer_config.json    names of special tokens, and often the chat template
     chat_template.jinja      the chat template, where it has a file of its own
 
-Only the `tokenizers` library is needed, neither torch nor transformers.
+Only the `tokenizers` library is needed, neither torch nor transformers. A model with random
+weights may have no tokenizer; then each token is a word, t0, t1, and so on.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import tokenizers.models
+import tokenizers.pre_tokenizers
 
+from engine.config import ModelConfig
 from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_STAND_IN_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -68,6 +73,23 @@ class Tokenizer:
                 f"{folder}: {error}; copy the checkpoint's files again, or correct the template"
             ) from error
         return cls(backend, template)
+
+    @classmethod
+    def of_model(cls, model: ModelConfig) -> Tokenizer:
+        """The checkpoint's, or a stand-in where weights are random and it has none. Raises
+        `TokenizerError`."""
+        has_own = (Path(model.path) / "tokenizer.json").is_file()
+        if has_own or model.load_format != "dummy":
+            return cls.from_folder(model.path)
+        return cls.stand_in(model.vocab_size)
+
+    @classmethod
+    def stand_in(cls, vocab_size: int) -> Tokenizer:
+        """A word for each token; unknown words are t0. Chats are their contents in a row."""
+        vocabulary = {f"t{i}": i for i in range(vocab_size)}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        return cls(backend, ChatTemplate(_STAND_IN_TEMPLATE, {}))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises TypeError when it holds half a surrogate pair."""

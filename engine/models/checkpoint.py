@@ -60,7 +60,7 @@ def resolve_model(
 
     Args:
         report: Told the finished fraction, 0..1.
-        load_format: `dummy` asks for no weight files.
+        load_format: `dummy` asks for config.json alone.
 
     Raises:
         CheckpointError: No such folder or hub name, or a file is missing or cut off.
@@ -69,7 +69,7 @@ def resolve_model(
     if not folder.is_dir():
         folder = _download(name_or_path, folder, load_format)
     folder = folder.resolve()
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json") if load_format != "dummy" else ("config.json",):
         if not (folder / name).is_file():
             raise CheckpointError(
                 folder / name, "is missing", "name a folder with a complete Hugging Face checkpoint"

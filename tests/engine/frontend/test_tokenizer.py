@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,26 @@ def test_without_a_template_the_message_says_what_to_do(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(save(tmp_path, byte_level_backend()))
     with pytest.raises(TokenizerError, match="/v1/completions"):
         tokenizer.apply_chat_template([])
+
+
+def test_random_weights_need_no_tokenizer(tmp_path: Path) -> None:
+    config = ModelFile(str(tmp_path), vocab_size=300, load_format="dummy")
+    tokenizer = Tokenizer.of_model(config)  # type: ignore[arg-type]
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.encode("t7 t299 hello") == [7, 299, 0]
+    assert tokenizer.decode([7, 299]) == "t7 t299"
+    messages = [{"role": "user", "content": "t1 t2"}, {"role": "assistant", "content": "t3"}]
+    assert tokenizer.encode(tokenizer.apply_chat_template(messages)) == [1, 2, 3]
+    with pytest.raises(TokenizerError, match="does not exist"):
+        Tokenizer.of_model(replace(config, load_format="safetensors"))  # type: ignore[arg-type]
+    save(tmp_path, byte_level_backend())
+    assert Tokenizer.of_model(config).vocab_size != 300, "its own"  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """As much of a `ModelConfig` as a tokenizer needs."""
+
+    path: str
+    vocab_size: int
+    load_format: str

@@ -132,6 +132,7 @@ def test_dummy_needs_no_weights_and_is_the_same_for_every_sharding(
     folder = copy("qwen2")
     (folder / "model.safetensors").unlink()
     (folder / "generation_config.json").unlink()
+    (folder / "tokenizer.json").unlink()
     assert resolve_model(str(folder), load_format="dummy") == folder
     model = load_model_config(folder, load_format="dummy")
     config = EngineConfig(engine_id="dummy", epoch=1, model=model)
