@@ -6,9 +6,10 @@
     3. `await settled()`   all copies issued so far are done
     4. `close()`           waits for the stream
 
-A device is asked again and again while copies are on their way. The shortest sleep is longer than
-most copies take, so at first there is none: for as long as the copies of a prompt take between two
-GPUs. Other work of the loop goes on between any two looks.
+A device is asked again and again while copies are on their way: a few times in a row, because most
+copies take less than the shortest sleep, then once every millisecond. Who waits for 3 has nothing
+else to wait for, and what it copied may take some milliseconds: so long there is no sleep. Other
+work of the loop goes on between any two looks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable
 
 from kv_transfer.memory.copy_stream import CopyStream, Fence
 
+_LOOKS_IN_A_ROW = 30
 _LOOK_FOR_S = 0.005
 _PAUSE_S = 0.001
 
@@ -32,6 +34,8 @@ class CopyQueue:
         self.on_error: Callable[[BaseException], None] = _raise
         self._waiting: deque[tuple[Fence, Callable[[], None]]] = deque()
         self._poller: asyncio.Task[None] | None = None
+        self._settle_until = 0.0
+        """Until then somebody is in a hurry."""
 
     @property
     def num_waiting(self) -> int:
@@ -50,7 +54,9 @@ class CopyQueue:
     async def settled(self) -> None:
         done = asyncio.Event()
         self.then(done.set)
-        await done.wait()
+        if not done.is_set():
+            self._settle_until = time.monotonic() + _LOOK_FOR_S
+            await done.wait()
 
     def wait_for_oldest(self) -> bool:
         """Blocks until the first one in line can be called, and calls it. False: nobody waits.
@@ -67,13 +73,12 @@ class CopyQueue:
         self.stream.close()
 
     async def _poll(self) -> None:
-        since = time.monotonic()
+        looks = 0
         try:
             while self._waiting:
-                now = time.monotonic()
-                if self._call_done():
-                    since = now
-                await asyncio.sleep(0 if now - since < _LOOK_FOR_S else _PAUSE_S)
+                looks = 0 if self._call_done() else looks + 1
+                is_urgent = looks < _LOOKS_IN_A_ROW or time.monotonic() < self._settle_until
+                await asyncio.sleep(0 if is_urgent else _PAUSE_S)
         except Exception as error:
             self.on_error(error)
 
