@@ -26,6 +26,7 @@ from itertools import pairwise
 
 import matplotlib
 
+from bench.name_lists import names_among
 from bench.offline_engine import SHAPES, OfflineEngine, StepResult, offline_engine, shape_config
 from bench.record import RESULTS, write_result
 
@@ -191,7 +192,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument(
-        "--cases", default="decode,short,prefill,throughput", help="comma separated"
+        "--cases", type=names_among(CASES), default=list(CASES), help="comma separated"
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
@@ -217,7 +218,7 @@ def main() -> None:
     name = arguments.name or f"engine-{arguments.shape}{suffix}"
     figures: list[Figure] = []
     results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
-    cases = [case for case in arguments.cases.split(",") if case]
+    cases = arguments.cases
     config = shape_config(
         arguments.shape,
         enforce_eager=arguments.enforce_eager,

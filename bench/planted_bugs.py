@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.name_lists import names_among
 from bench.record import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,10 +229,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="names of bugs, comma separated")
+    every = [bug.name for bug in BUGS]
+    parser.add_argument(
+        "--only", type=names_among(every), default=[], help="names of bugs, comma separated"
+    )
     args = parser.parse_args()
-    names = args.only.split(",") if args.only else [bug.name for bug in BUGS]
-    bugs = tuple(bug for bug in BUGS if bug.name in names)
+    bugs = tuple(bug for bug in BUGS if bug.name in (args.only or every))
     with tempfile.TemporaryDirectory(prefix="tandem-bugs-") as folder:
         tree = Path(folder)
         copy_tree(tree)

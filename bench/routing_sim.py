@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
 from bench.routing_cluster import ClusterShape, Measured, PrefillCost, SimCluster
 from bench.routing_requests import (
@@ -332,12 +333,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--only",
-        default=",".join(GROUPS),
+        type=names_among(GROUPS),
+        default=list(GROUPS),
         help="groups of runs, comma separated; others keep their last result",
     )
     parser.add_argument("--part", type=float, default=1.0, help="of the requests; for a first look")
     args = parser.parse_args()
-    for name in args.only.split(","):
+    for name in args.only:
         results = []
         for case in GROUPS[name]():
             result = run(replace(case, count=int(case.count * args.part)))

@@ -1,0 +1,20 @@
+"""Lists of names on a command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+
+def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For `type` of an argument: comma separated, each of them known. Nothing gives none."""
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        wanted = [name for name in text.split(",") if name]
+        for name in wanted:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(names)}")
+        return wanted
+
+    return parse
