@@ -18,7 +18,8 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.sched.counters import SchedulerCounters
 from engine.sched.offers import is_offer
-from engine.sched.pulls import Pull, Pulls
+from engine.sched.pull import Pull
+from engine.sched.pulls import Pulls
 from engine.sched.request_limits import RequestLimits
 from engine.sched.request_queue import RequestQueue
 from engine.sched.row import Row

@@ -1,22 +1,4 @@
-"""KV that comes in (decode node): one pull for each request, until it enters a row.
-
-    QUEUED ──▶ RECEIVING ──▶ RECEIVED ──(first token known)──▶ ready for a row
-      ▲         │   │         └──────▶ RECLAIMED
-      │  retry, │   └──▶ FAILED ─┐
-      │  local  ▼                │
-      ├────── STOPPING           │
-      └──────────────────────────┘ retry
-
-    1. QUEUED      in the waiting queue; nobody was asked for anything
-    2. RECEIVING   all blocks that the request needs until it runs are allocated, and transfer
-                   processes write them
-    3. STOPPING    called off, for another attempt or to be computed here, which begins when no
-                   writer is left; computing here does not wait long for that
-    4. RECEIVED    complete; the first token may come before, or long after
-    5. FAILED      reported; the node server decides: retry, prefill here, or abort. Tokens from the
-                   prompt's beginning whose KV is complete are kept for whatever comes next
-    6. RECLAIMED   running requests needed the blocks; the prompt is computed here once the first
-                   token is known
+"""KV that comes in (decode node): one `Pull` for each request, moved through its life.
 
 `prefill_locally` ends a pull from anywhere: the request goes on as an ordinary one, behind the
 tokens whose KV is complete.
@@ -25,14 +7,13 @@ tokens whose KV is complete.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from enum import IntEnum
 
 from engine.config import SchedulingPolicy
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import KVTransferResult
 from engine.request import Request, RequestStatus
 from engine.sched.held_blocks import HeldBlocks
+from engine.sched.pull import Pull, PullPhase
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler
@@ -40,37 +21,6 @@ from kv_transfer.metadata import KVTransferParams, TransferStats
 
 _STOP_S = 1.0
 """Writers that were called off answer at once. Who does not, hangs."""
-
-
-class PullPhase(IntEnum):
-    QUEUED = 0
-    RECEIVING = 1
-    STOPPING = 2
-    RECEIVED = 3
-    FAILED = 4
-    RECLAIMED = 5
-
-
-@dataclass(slots=True, eq=False)
-class Pull:
-    """`num_external_tokens` come from the peer, after those that were here. `keeps_part`: FAILED,
-    and the request still has blocks, with KV of `request.num_computed_tokens`."""
-
-    request: Request
-    phase: PullPhase = PullPhase.QUEUED
-    num_external_tokens: int = 0
-    is_retry: bool = False
-    keeps_part: bool = False
-    next_params: KVTransferParams | None = None
-    """While STOPPING: the attempt to begin; None: none, the prompt is computed here."""
-    stop_by: float = 0.0
-    """While STOPPING to be computed here: CLOCK_MONOTONIC seconds."""
-
-    @property
-    def params(self) -> KVTransferParams:
-        params = self.request.kv_transfer_params
-        assert params is not None
-        return params
 
 
 class Pulls:
