@@ -54,6 +54,8 @@ from tandem_wire.credentials import Credentials
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _REPORT_INTERVAL_S = 0.1
+_REPORT_DELAY_S = 0.02
+"""What a change brings with it has to be done first: a transfer begins with one."""
 
 T = TypeVar("T")
 
@@ -243,8 +245,12 @@ class TransferProcess:
         loop.call_soon(drain)
 
     async def _report_forever(self) -> None:
+        """The first one at once: it says that we are ready."""
+        delay_s = 0.0
         while True:
             await self._changed.wait()
+            await asyncio.sleep(delay_s)
+            delay_s = _REPORT_DELAY_S
             self._changed.clear()
             self._events.send(self._encoder.encode(self._report()))
             await asyncio.sleep(_REPORT_INTERVAL_S)
