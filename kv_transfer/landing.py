@@ -87,10 +87,18 @@ class Landing:
         return sorted(self._missing) if self._grid is not None else None
 
     @property
-    def num_tokens_complete(self) -> int:
+    def blocks_per_chunk(self) -> int | None:
+        """Of the sender's grid; None before it has told."""
+        return self._grid.blocks_per_chunk if self._grid is not None else None
+
+    def num_tokens_complete(self, blocks_per_chunk: int | None) -> int:
         """Leading tokens of the prompt of which nothing is missing that this stream carries, in any
-        layer; those that were not asked for among them."""
-        meta, grid = self._meta, self._grid
+        layer; those that were not asked for among them. `blocks_per_chunk`: what other streams of
+        the sender know of its grid."""
+        meta = self._meta
+        if self._grid is None and blocks_per_chunk is not None:
+            self._learn_grid(blocks_per_chunk)
+        grid = self._grid
         if grid is None:
             return meta.first_token
         if not self._missing:
@@ -160,16 +168,20 @@ class Landing:
         if self._grid is None:
             if header.blocks_per_chunk < 1:
                 raise CorruptChunk("the chunk names no grid")
-            self._grid = ChunkGrid(
-                self._theirs.num_layers,
-                self._theirs.num_blocks_for(self._meta.num_tokens),
-                header.blocks_per_chunk,
-                self._meta.first_token // self._theirs.block_size,
-            )
-            self._missing = set(self._grid.stripe(self.stream, self.num_streams))
+            self._learn_grid(header.blocks_per_chunk)
+        assert self._grid is not None
         if self._grid.blocks_per_chunk != header.blocks_per_chunk:
             raise CorruptChunk("the chunk belongs to another grid than its predecessors")
         return self._grid
+
+    def _learn_grid(self, blocks_per_chunk: int) -> None:
+        self._grid = ChunkGrid(
+            self._theirs.num_layers,
+            self._theirs.num_blocks_for(self._meta.num_tokens),
+            blocks_per_chunk,
+            self._meta.first_token // self._theirs.block_size,
+        )
+        self._missing = set(self._grid.stripe(self.stream, self.num_streams))
 
     def _index_of(self, header: ChunkHeader) -> int:
         """The grid position. The first group may hold blocks before those that we asked for."""

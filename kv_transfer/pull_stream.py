@@ -18,6 +18,7 @@ from kv_transfer.block_holds import HoldsFile
 from kv_transfer.cache_view import CacheMap
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.landing import Landing
+from kv_transfer.layout import HeadRange
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.pull_transport import PullTransport
 from kv_transfer.staging import StagedChunk
@@ -79,14 +80,23 @@ class PullStream:
         self._holds = holds
 
     @property
-    def num_tokens_complete(self) -> int:
+    def heads(self) -> HeadRange:
+        """They tell one sender from another."""
+        return self._landing.heads
+
+    @property
+    def blocks_per_chunk(self) -> int | None:
+        """Of the sender; None before it has told."""
+        return self._landing.blocks_per_chunk
+
+    def num_tokens_complete(self, blocks_per_chunk: int | None) -> int:
         """As `Landing` has it, when all copies are done. Of blocks that the peer let go of while
         they were copied nothing counts."""
         try:
             self.check_still_held()
         except PeerLost:
             return self._meta.first_token
-        return self._landing.num_tokens_complete
+        return self._landing.num_tokens_complete(blocks_per_chunk)
 
     def check_still_held(self) -> None:
         """When all copies are done. Raises `PeerLost` if the peer let go of blocks before."""

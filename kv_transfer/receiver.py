@@ -98,7 +98,9 @@ class RecvTransfer:
         """Leading tokens of which our share is in our blocks, when all copies are done."""
         if not self.is_planned:
             return self.meta.first_token
-        complete = (stream.num_tokens_complete for stream in self.streams)
+        known = (stream for stream in self.streams if stream.blocks_per_chunk is not None)
+        grids = {stream.heads: stream.blocks_per_chunk for stream in known}
+        complete = (stream.num_tokens_complete(grids.get(stream.heads)) for stream in self.streams)
         return min(complete, default=self.meta.num_tokens)
 
     def let_go(self) -> None:

@@ -203,25 +203,30 @@ def test_abort_from_either_side(share_node: MakeNode, aborting: str, stage: str)
 def test_failed_attempt_then_retry_into_the_same_blocks(
     make_node: MakeNode, share_node: MakeNode
 ) -> None:
-    """The first peer is gone; the second attempt goes to another one."""
+    """The first peer goes when a part has come; the second attempt gets the rest from another."""
     shape = layout()
     first = make_node("prefill", shape)
     second = share_node("prefill", shape)
     decode = share_node("decode", shape)
-    gone = first.peer
-    first.close()
     target = decode.blocks.take(shape, 50)
-    request = second.offer(50)
+    request = first.offer(50)
     transfer_id = request.transfer_id
-    decode.pull(gone, transfer_id, 50, target)
+    decode.pull(first.peer, transfer_id, 50, target)
+    poll_until(lambda: first.connector.counters["open_pulls"] > 0, first, decode)
+    moved = decode.connector.counters["bytes_moved"]
+    first.step([(request, 6, range(33), first.blocks.take(shape, 50))])
+    whole = 2 * shape.num_layers * shape.block_bytes
+    poll_until(lambda: decode.connector.counters["bytes_moved"] - moved == whole, first, decode)
+    first.close()
     poll_until(lambda: transfer_id in decode.done.failed, decode)
     assert decode.done.failed[transfer_id][1]
+    assert decode.done.num_tokens_kept == {transfer_id: 32}
 
     assert request.kv_transfer_params is not None
     retried = with_fields(request.kv_transfer_params, attempt=1)
     request = FakeRequest("p", 50, retried)
     second.connector.update_state_after_alloc(request, [], 0)
-    decode.pull(second.peer, transfer_id, 50, target, attempt=1)
+    decode.pull(second.peer, transfer_id, 50, target, first_token=32, attempt=1)
     second.prefill(request, 6, second.blocks.take(shape, 50))
     poll_until(lambda: transfer_id in decode.done.received, second, decode)
     decode.check(6, range(50), target)
