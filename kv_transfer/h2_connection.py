@@ -40,8 +40,9 @@ from tandem_wire.credentials import Credentials
 
 HEAD_BYTES = 64
 _SCRATCH_BYTES = 64 << 10
-_AHEAD_BYTES = 128
-"""Read at once where no message is in motion: what belongs to one is not to be copied."""
+_AHEAD_BYTES = 4096
+"""Read at once where no message is in motion: all of a short one, little of a long one, because
+what belongs to it is copied once more."""
 _LOW_WATER_BYTES = 256 << 10
 _MAX_VIEWS = 256
 _MAX_MESSAGE_BYTES = 128 << 20

@@ -182,10 +182,13 @@ class H2ServerConnection:
         if stream == 0 or stream > self._last_stream:
             raise h2.H2Error("data without a call")
         if payload:
-            updates = h2.window_update(0, len(payload))
-            if call is not None and not flags & h2.END_STREAM:
-                updates += h2.window_update(stream, len(payload))
-            self._writer.control(updates)
+            update = h2.window_update(0, len(payload))
+            if call is None:
+                self._writer.control(update)
+            elif flags & h2.END_STREAM:
+                self._writer.queue_control(update)  # The answer takes it along.
+            else:
+                self._writer.control(update + h2.window_update(stream, len(payload)))
         if call is None or call.has_started:
             return
         call.receive(h2.without_padding(payload, flags & h2.PADDED))
