@@ -2,12 +2,12 @@
 """Copies from GPU to GPU by a process without torch: alone, and many by one call of the driver.
 
 A child maps a source and a destination cache by CUDA IPC, as a transfer process of decode does, and
-copies all blocks of all layers in the destination's random order: by one call for each block, and
-by `CudaCopies`. Every byte is compared. GB/s are medians of nine rounds; CPU is the child's, for
+copies all blocks of all layers in the destination's random order: by one call for each block, or
+for so many (`CudaCopies`). Every byte is compared. GB/s are medians of nine rounds; CPU is the child's, for
 one copy. 1 GB = 1e9 bytes.
 
     python -m bench.gpu_copies --gpus 0 1
-    python -m bench.gpu_copies --gpus 0 1 --block-sizes 16 64      tokens of a block, 4 KiB each
+    python -m bench.gpu_copies --block-sizes 64 --at-once 1 8 128      tokens of a block, 4 KiB each
 
 Writes bench/results/gpu_copies.json.
 """
@@ -44,7 +44,7 @@ class Job(msgspec.Struct):
     num_layers: int
     block_bytes: int
     places: list[int]
-    alone: bool
+    at_once: int
 
 
 class Answer(msgspec.Struct):
@@ -55,7 +55,7 @@ class Answer(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class Row:
     block_kib: int
-    alone: bool
+    at_once: int
     gb_per_s: float
     cpu_us_per_copy: float
 
@@ -81,11 +81,16 @@ def work(job: Job) -> Answer:
     targets = target.address + job.block_bytes * (layers + np.array(job.places)).ravel()
     sizes = np.full_like(sources, job.block_bytes)
     stream = driver.new_stream()
-    issue = driver.copies.issue_alone if job.alone else driver.copies.issue
+    if job.at_once == 1:
+        issue, parts = driver.copies.issue_alone, [slice(None)]
+    else:
+        issue = driver.copies.issue
+        parts = [slice(i, i + job.at_once) for i in range(0, len(sizes), job.at_once)]
     rates, costs = [], []
     for _ in range(_ROUNDS):
         cpu, started = time.process_time(), time.perf_counter()
-        issue(targets, sources, sizes, stream)
+        for part in parts:
+            issue(targets[part], sources[part], sizes[part], stream)
         driver.synchronize(stream)
         rates.append(len(sizes) * job.block_bytes / 1e9 / (time.perf_counter() - started))
         costs.append((time.process_time() - cpu) / len(sizes) * 1e6)
@@ -94,7 +99,7 @@ def work(job: Job) -> Answer:
     return Answer(statistics.median(rates), statistics.median(costs))
 
 
-def measure(caches: GpuCaches, alone: bool) -> Row:
+def measure(caches: GpuCaches, at_once: int) -> Row:
     """In the parent, which owns the caches."""
     layout = caches.layout
     job = Job(
@@ -103,7 +108,7 @@ def measure(caches: GpuCaches, alone: bool) -> Row:
         layout.num_layers,
         layout.block_bytes,
         caches.target_blocks,
-        alone,
+        at_once,
     )
     caches.clear()
     child = subprocess.run(
@@ -115,7 +120,7 @@ def measure(caches: GpuCaches, alone: bool) -> Row:
     )
     caches.check_kv(held=0)
     answer = msgspec.json.decode(child.stdout, type=Answer)
-    return Row(layout.block_bytes >> 10, alone, answer.gb_per_s, answer.cpu_us_per_copy)
+    return Row(layout.block_bytes >> 10, at_once, answer.gb_per_s, answer.cpu_us_per_copy)
 
 
 def main() -> None:
@@ -124,6 +129,7 @@ def main() -> None:
     )
     parser.add_argument("--gpus", type=int, nargs=2, default=[0, 1], metavar=("FROM", "TO"))
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128, 256])
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--name", default="gpu_copies", help="of the result; empty: none")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -133,14 +139,14 @@ def main() -> None:
         )
         return
     rows: list[Row] = []
-    print(f"{'KiB':>5} {'':8} {'GB/s':>7} {'CPU us a copy':>14}")
+    print(f"{'KiB':>5} {'at once':>8} {'GB/s':>7} {'CPU us a copy':>14}")
     for block_size in args.block_sizes:
         caches = GpuCaches(llama_8b(block_size), _NUM_TOKENS, tuple(args.gpus))
-        for alone in (True, False):
-            row = measure(caches, alone)
+        for at_once in args.at_once:
+            row = measure(caches, at_once)
             rows.append(row)
-            way = "alone" if alone else "together"
-            print(f"{row.block_kib:5} {way:8} {row.gb_per_s:7.1f} {row.cpu_us_per_copy:14.2f}")
+            figures = f"{row.gb_per_s:7.1f} {row.cpu_us_per_copy:14.2f}"
+            print(f"{row.block_kib:5} {at_once:8} {figures}", flush=True)
         caches.close()
     if args.name:
         write_result(args.name, {"settings": vars(args), "rows": [asdict(row) for row in rows]})
