@@ -3,8 +3,8 @@
 
 A child maps a source and a destination cache by CUDA IPC, as a transfer process of decode does, and
 copies all blocks of all layers in the destination's random order: by one call for each block, or
-for so many (`CudaCopies`). Every byte is compared. GB/s are medians of nine rounds; CPU is the child's, for
-one copy. 1 GB = 1e9 bytes.
+for so many (`CudaCopies`). Every byte is compared. GB/s are medians of nine rounds; CPU is the
+child's, for one copy. 1 GB = 1e9 bytes.
 
     python -m bench.gpu_copies --gpus 0 1
     python -m bench.gpu_copies --block-sizes 64 --at-once 1 8 128      tokens of a block, 4 KiB each
