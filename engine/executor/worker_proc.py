@@ -22,6 +22,7 @@ import threading
 import msgspec
 import zmq
 
+from engine.errors import CannotStartError
 from engine.executor.open_queue import open_queue
 from engine.executor.result_thread import ResultThread
 from engine.executor.worker_messages import (
@@ -73,7 +74,8 @@ class WorkerProc:
             while self._handle(self._next_command()):
                 pass
         except Exception as error:
-            logger.exception("worker %d failed", self._rank)
+            is_explained = isinstance(error, CannotStartError)
+            logger.error("%s", error, exc_info=not is_explained)
             self._reply(WorkerFailed(self._rank, f"{type(error).__name__}: {error}"))
             raise SystemExit(1) from error
         finally:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.errors import CannotStartError
 
-class CheckpointError(Exception):
+
+class CheckpointError(CannotStartError):
     """A checkpoint cannot be served. The message names the path, the fault and the cure."""
 
     def __init__(self, path: Path | str, fault: str, cure: str) -> None:

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.errors import CannotStartError
+
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
@@ -34,7 +36,7 @@ _STEPS = ((64, 8), (256, 16), (512, 32), (1 << 30, 64))
 """(sizes up to, distance between them)"""
 
 
-class GraphCaptureError(Exception):
+class GraphCaptureError(CannotStartError):
     """A step cannot be recorded. Names it, the cause, and how to do without."""
 
 

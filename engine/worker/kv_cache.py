@@ -16,6 +16,7 @@ import os
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import CannotStartError
 from engine.kv_cache.interface import KVCacheSpec
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
@@ -25,7 +26,7 @@ from kv_transfer.host.memory_file import MemoryFile
 _NO_FILE = -1
 
 
-class KVCacheMemoryError(Exception):
+class KVCacheMemoryError(CannotStartError):
     """Not even one sequence of the allowed length would fit. Says both numbers and the cure."""
 
 

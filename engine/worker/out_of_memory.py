@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import CannotStartError
 from engine.worker.memory import MemoryProfiler, format_bytes
 
 
-class DeviceMemoryError(Exception):
+class DeviceMemoryError(CannotStartError):
     """The device had too little memory. Names what for, what was free, and the cure."""
 
 

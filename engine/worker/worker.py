@@ -25,6 +25,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.distributed import TensorParallelGroup
+from engine.errors import CannotStartError
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
 from engine.outputs import ModelRunnerOutput
@@ -62,7 +63,7 @@ _TRANSFER_CONTEXT_BYTES = 600 << 20
 """Each transfer process has a context of its own on the GPU."""
 
 
-class MissingDeviceError(RuntimeError):
+class MissingDeviceError(CannotStartError):
     """This host has fewer GPUs than ranks. Names both, and the cure."""
 
 

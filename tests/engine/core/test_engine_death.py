@@ -101,11 +101,16 @@ async def test_terminated_core_ends_its_workers() -> None:
         assert reason == "the engine core ended with exit code 0"
 
 
-async def test_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+async def test_checkpoint_that_cannot_be_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The reason is enough: nobody need see where in the code it was noticed."""
     config = tiny_config(path=str(tmp_path / "nowhere"), load_format="safetensors")
     async with nothing_started_is_left():
         with pytest.raises(EngineDeadError, match=r"worker 0: CheckpointError: .*nowhere"):
             await AsyncLLM.start(config)
+    said = capfd.readouterr().err
+    assert "nowhere" in said and "Traceback" not in said
 
 
 async def test_start_that_is_called_off() -> None:
