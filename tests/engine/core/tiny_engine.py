@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.async_llm import AsyncLLM
@@ -17,6 +17,7 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.messages import EngineCoreRequest
 from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
+from tests.engine.tiny_model import tiny_model
 
 VOCAB = 211
 MAX_LEN = 96
@@ -24,29 +25,7 @@ NUM_BLOCKS = 96
 MAX_NUM_SEQS = 12
 TIMEOUT_S = 60
 
-TINY = ModelConfig(
-    path="",
-    served_model_name="tiny",
-    architecture="LlamaForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
-    max_model_len=MAX_LEN,
-    eos_token_ids=(0,),
-    dtype="float32",
-    load_format="dummy",
-    model_hash="tiny",
-)
+TINY = tiny_model(vocab_size=VOCAB, max_model_len=MAX_LEN)
 
 
 def tiny_config(tp_size: int = 1, *, async_scheduling: bool = False, **model: Any) -> EngineConfig:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.messages import EngineCoreRequest
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer, KVTransferParams
+from tests.engine.tiny_model import tiny_model
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 64
@@ -24,27 +25,12 @@ def make_config(
     **scheduler: Any,
 ) -> EngineConfig:
     """`scheduler`: fields of `SchedulerConfig`."""
-    model = ModelConfig(
-        path="",
+    model = tiny_model(
         served_model_name="fake",
-        architecture="LlamaForCausalLM",
         vocab_size=VOCAB_SIZE,
-        hidden_size=8,
-        intermediate_size=16,
         num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        qk_norm=False,
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
-        dtype="float32",
-        load_format="dummy",
         model_hash="fake",
     )
     limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}

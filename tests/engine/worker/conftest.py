@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.distributed import TensorParallelGroup
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
@@ -26,6 +26,7 @@ from engine.worker.kv_cache import KVCache, kv_cache_spec
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
+from tests.engine.tiny_model import tiny_model
 from tests.engine.worker.gpu_workers import write_small_weights
 
 BLOCK_SIZE = 8
@@ -35,29 +36,7 @@ NUM_BLOCKS = 64
 VOCAB = 211
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
-TINY = ModelConfig(
-    path="",
-    served_model_name="tiny",
-    architecture="LlamaForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=96,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
-    max_model_len=MAX_LEN,
-    eos_token_ids=(0,),
-    dtype="float32",
-    load_format="safetensors",
-    model_hash="tiny",
-)
+TINY = tiny_model(vocab_size=VOCAB, num_layers=3, max_model_len=MAX_LEN, load_format="safetensors")
 
 
 def tiny_config(folder: Path, tp_size: int = 1, **cache: Any) -> EngineConfig:

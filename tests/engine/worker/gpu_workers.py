@@ -19,7 +19,6 @@ from engine.config import (
     DeviceConfig,
     EngineConfig,
     FastPath,
-    ModelConfig,
     SchedulerConfig,
 )
 from engine.distributed import TensorParallelGroup
@@ -31,6 +30,7 @@ from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
+from tests.engine.tiny_model import tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(seed=5, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -51,26 +51,13 @@ KINDS = [GREEDY, SEEDED, FILTERED, PENALISED]
 ROWS = 6
 ALL_FAST_PATHS: tuple[FastPath, ...] = get_args(FastPath)
 
-MODEL = ModelConfig(
-    path="",
+MODEL = tiny_model(
     served_model_name="small",
-    architecture="LlamaForCausalLM",
-    vocab_size=211,
     hidden_size=256,
     intermediate_size=512,
     num_layers=3,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
-    max_model_len=96,
-    eos_token_ids=(0,),
-    dtype="float32",
     load_format="safetensors",
     model_hash="small",
 )
