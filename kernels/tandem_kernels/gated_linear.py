@@ -21,7 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tandem_kernels.device import has_copy_engine, num_programs
 
 ROWS, COLS, DEPTH = 128, 128, 64
-NUM_WARPS, NUM_STAGES = 8, 4
+NUM_WARPS, NUM_STAGES = 8, 3
+"""More stages take 1 % more time of a whole step, by power."""
 TILES_DOWN = 16
 """Rows of tiles that are computed together, column by column: what they share stays in the L2
 cache."""
@@ -77,7 +78,6 @@ def gated_linear_kernel(
             both = weight.load([0, col, step * DEPTH]).reshape(2 * COLS, DEPTH)
             sums = tl.dot(given, both.T, sums)
         gate, up = tl.split(sums.reshape(ROWS, 2, COLS).permute(0, 2, 1))
-        # Halves of a tile leave room for one more stage.
         gate, more_gate = tl.split(gate.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
         up, more_up = tl.split(up.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
         out.store([row, col], _activated(gate, up, kind, IN_PAIRS))
