@@ -24,7 +24,7 @@ _PREFILLS = ((1, 128), (1, 2048), (1, 8192), (16, 2048), (4, 8192))
 """(prompts at once, tokens of each)"""
 _PROFILED_STEPS = 8
 _GEMM_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
-_ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa")
+_ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa", "flash::")
 _FIRST_KERNEL, _LAST_KERNEL = "prepare_inputs_kernel", "post_update_kernel"
 """Of each step, one of both."""
 
