@@ -57,6 +57,20 @@ BUGS = (
         ("tests/kv_transfer/test_wire.py",),
     ),
     Bug(
+        "part-for-whole", "of a pull that failed, more is kept than has come in every layer",
+        "kv_transfer/landing.py",
+        "group = min(grid.position(index)[1] for index in self._missing)",
+        "group = max(grid.position(index)[1] for index in self._missing)",
+        ("tests/kv_transfer/test_parts_kept.py",),
+    ),
+    Bug(
+        "kept-too-long", "blocks of a part are not given back when others need them",
+        "engine/sched/pulls.py",
+        "if pull.phase is PullPhase.RECEIVED or pull.keeps_part",
+        "if pull.phase is PullPhase.RECEIVED",
+        ("tests/engine/sched/test_pulls_that_fail.py",), hangs=True,
+    ),
+    Bug(
         "no-fencing", "a message of an earlier attempt counts for the one that lives",
         "kv_transfer/state.py",
         "return live.transfer if live is not None and live.attempt == attempt else None",
