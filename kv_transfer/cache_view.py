@@ -143,16 +143,21 @@ class KVCacheView(CacheMap):
         """The blocks one behind the other, `[n, 2, heads, B, D]`; neighbours move together."""
         size = self.shape.num_bytes
         targets = target + size * np.arange(len(block_ids))
-        self._copy_joined(targets, self.addresses_of(layer, block_ids), size)
+        self._copy_joined(targets, self.addresses_of(layer, block_ids), size, in_portions=True)
 
     def write_blocks(
-        self, heads: HeadRange, targets: Numbers, source_shape: BlockShape, sources: Numbers
+        self,
+        heads: HeadRange,
+        targets: Numbers,
+        source_shape: BlockShape,
+        sources: Numbers,
+        from_host: bool,
     ) -> None:
         """These heads of whole blocks into blocks of ours, all by address. Both have equally many
         tokens, so a head lies in one piece, and so do all heads if each side has no others."""
         ours = self.shape
         if source_shape == ours and heads == ours.heads:
-            self._copy_joined(targets, sources, ours.num_bytes)
+            self._copy_joined(targets, sources, ours.num_bytes, from_host)
             return
         parts = np.arange(2)
         targets = targets + ours.offset_of(heads.start)
@@ -161,15 +166,23 @@ class KVCacheView(CacheMap):
             np.add.outer(targets, parts * ours.part_bytes).ravel(),
             np.add.outer(sources, parts * source_shape.part_bytes).ravel(),
             heads.count * ours.head_bytes,
+            from_host,
         )
 
-    def _copy_joined(self, targets: Numbers, sources: Numbers, num_bytes: int) -> None:
+    def _copy_joined(
+        self, targets: Numbers, sources: Numbers, num_bytes: int, in_portions: bool
+    ) -> None:
         """Copies of equal size; those that continue each other on both sides become one."""
-        is_new = (np.diff(targets) != num_bytes) | (np.diff(sources) != num_bytes)
-        bounds = np.concatenate(([0], np.flatnonzero(is_new) + 1, [len(targets)]))
-        if len(targets):
-            first = bounds[:-1]
-            self.copies.stream.copy(targets[first], sources[first], np.diff(bounds) * num_bytes)
+        if not len(targets):
+            return
+        sizes = np.full(len(targets), num_bytes)
+        goes_on = targets[1:] - targets[:-1] == num_bytes
+        goes_on &= sources[1:] - sources[:-1] == num_bytes
+        if goes_on.any():
+            first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+            targets, sources = targets[first], sources[first]
+            sizes = np.diff(first, append=len(sizes)) * num_bytes
+        self.copies.stream.copy(targets, sources, sizes, in_portions)
 
     def write_runs(
         self,

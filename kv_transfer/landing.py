@@ -40,9 +40,16 @@ class _Blocks:
     """From the start of the prompt."""
     addresses: Numbers
     """Where they can be read."""
+    in_host: bool
+    """They have come over the network."""
 
     def where(self, choice: npt.NDArray[np.bool_]) -> _Blocks:
-        return _Blocks(self.layers[choice], self.numbers[choice], self.addresses[choice])
+        layers, numbers, addresses = (
+            self.layers[choice],
+            self.numbers[choice],
+            self.addresses[choice],
+        )
+        return _Blocks(layers, numbers, addresses, self.in_host)
 
 
 class Landing:
@@ -220,7 +227,8 @@ class Landing:
         except ValueError as error:
             raise CorruptChunk(f"the peer's {error}") from error
         layers, numbers, block_ids = _named_blocks(grid, indices, table)
-        self._copy(_Blocks(layers, numbers, peer.addresses_of(layers, block_ids)), peer.shape)
+        sources = peer.addresses_of(layers, block_ids)
+        self._copy(_Blocks(layers, numbers, sources, in_host=False), peer.shape)
         self._missing -= chunks
         self.hold = hold
         return len(block_ids) * self._shape.num_bytes
@@ -230,20 +238,25 @@ class Landing:
         start, size = self._cache.inbox.lend(payload), self._shape.num_bytes
         place = np.arange(header.num_blocks)
         layers = np.full_like(place, header.layer)
-        self._copy(_Blocks(layers, header.first_block + place, start + size * place), self._shape)
+        numbers, sources = header.first_block + place, start + size * place
+        self._copy(_Blocks(layers, numbers, sources, in_host=True), self._shape)
         self._cache.inbox.copies_issued()
 
     def _copy(self, blocks: _Blocks, shape: BlockShape) -> None:
         """Tokens that were asked for, out of blocks that look like `shape`. Whole blocks that fill
         blocks of ours go together, in one call for all layers."""
-        meta, size = self._meta, shape.block_size
-        if size == self._ours.block_size:
-            first = blocks.numbers * size
-            is_whole = (first >= meta.first_token) & (first + size <= meta.num_tokens)
-            whole, blocks = blocks.where(is_whole), blocks.where(~is_whole)
-            targets = self._cache.addresses_of(whole.layers, self._block_ids[whole.numbers])
-            self._cache.write_blocks(self.heads, targets, shape, whole.addresses)
-        self._cache.write_runs(self.heads, shape, self._wanted_runs(blocks))
+        meta, size, whole = self._meta, shape.block_size, blocks
+        if size != self._ours.block_size:
+            self._cache.write_runs(self.heads, shape, self._wanted_runs(blocks))
+            return
+        first = blocks.numbers * size
+        is_whole = (first >= meta.first_token) & (first + size <= meta.num_tokens)
+        if not is_whole.all():
+            whole = blocks.where(is_whole)
+            rest = self._wanted_runs(blocks.where(~is_whole))
+            self._cache.write_runs(self.heads, shape, rest)
+        targets = self._cache.addresses_of(whole.layers, self._block_ids[whole.numbers])
+        self._cache.write_blocks(self.heads, targets, shape, whole.addresses, whole.in_host)
 
     def _is_whole(self, header: ChunkHeader) -> bool:
         """Whether all tokens of its blocks were asked for."""
@@ -279,14 +292,14 @@ def _named_blocks(
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Layer, number and physical block of every block of these chunks. Raises `CorruptChunk`."""
     layers, groups = np.divmod(indices, grid.num_groups)
-    occurring, place = np.unique(groups, return_inverse=True)
-    blocks = [grid.blocks_of(group) for group in occurring.tolist()]
-    counts = np.array([len(some) for some in blocks])
-    if len(table) != counts.sum():
+    occurring = sorted(set(groups.tolist()))
+    blocks = [grid.blocks_of(group) for group in occurring]
+    numbers = np.array([number for some in blocks for number in some])
+    if len(table) != len(numbers):
         raise CorruptChunk("a message names more blocks than its chunks have, or fewer")
-    first = np.array([some.start for some in blocks])
-    in_table = np.cumsum(counts) - counts
-    size = counts[place]
-    within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
-    numbers = np.repeat(first[place], size) + within
-    return np.repeat(layers, size), numbers, table[np.repeat(in_table[place], size) + within]
+    counts = np.array([len(some) for some in blocks])
+    place = np.searchsorted(occurring, groups)
+    begin, size = (np.cumsum(counts) - counts)[place], counts[place]
+    # A chunk's blocks lie one behind the other, in the table and in what is returned.
+    at = np.repeat(begin - (np.cumsum(size) - size), size) + np.arange(size.sum())
+    return np.repeat(layers, size), numbers[at], table[at]

@@ -35,9 +35,15 @@ class CopyStream(ABC):
     """All addresses are those of this process."""
 
     @abstractmethod
-    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+    def copy(
+        self, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool = False
+    ) -> None:
         """In any order among themselves, so no two may write to one place. All areas must stay
-        mapped until a later fence is done."""
+        mapped until a later fence is done.
+
+        `in_portions`: others get their turn in between. Copies to and from the host share their
+        engine with the little that a worker copies in every step.
+        """
 
     @abstractmethod
     def copy_rows(
@@ -73,7 +79,9 @@ _DONE = _DoneFence()
 class HostCopyStream(CopyStream):
     """The processor copies, at once."""
 
-    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+    def copy(
+        self, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool = False
+    ) -> None:
         move = ctypes.memmove
         for target, source, size in zip(
             targets.tolist(), sources.tolist(), sizes.tolist(), strict=True

@@ -19,6 +19,8 @@ _NOT_SUPPORTED = 801
 _SOURCES_IN_STREAM_ORDER = 1
 _MOST_AT_ONCE = 128
 """The device begins when the call returns, so a longer one is no faster, but begins later."""
+_PORTION_BYTES = 512 << 10
+"""Some 10 µs over PCIe."""
 
 _ARRAYS = (c_void_p, c_void_p, c_void_p, c_size_t)
 _ATTRIBUTES = (c_void_p, c_void_p, c_size_t)
@@ -62,11 +64,21 @@ class CudaCopies:
         """For logs."""
         return f"many at once ({self._name})" if self._batch is not None else "one by one"
 
-    def issue(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+    def issue(
+        self,
+        targets: Numbers,
+        sources: Numbers,
+        sizes: Numbers,
+        stream: int,
+        in_portions: bool = False,
+    ) -> None:
         """As `CopyStream.copy`."""
-        for first in range(0, len(targets), _MOST_AT_ONCE):
-            some = slice(first, first + _MOST_AT_ONCE)
-            self._issue_some(targets[some], sources[some], sizes[some], stream)
+        at_once = _MOST_AT_ONCE
+        if in_portions:
+            at_once = max(1, min(at_once, _PORTION_BYTES // int(sizes.max())))
+        is_alone = at_once == 1 or len(targets) == 1
+        if is_alone or not self._issue_batches(targets, sources, sizes, stream, at_once):
+            self.issue_alone(targets, sources, sizes, stream)
 
     def issue_alone(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
         """By a call for each."""
@@ -74,23 +86,26 @@ class CudaCopies:
         for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             check("cuMemcpyAsync", single(*copy, stream))
 
-    def _issue_some(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
-        if self._batch is not None and len(targets) > 1:
-            code = self._issue_batch(self._batch, targets, sources, sizes, stream)
-            if code != _NOT_SUPPORTED:
-                self._check(self._name, code)
-                return
-            self._batch = None
-        self.issue_alone(targets, sources, sizes, stream)
-
-    def _issue_batch(
-        self, batch: Any, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int
-    ) -> int:
-        arguments = [
-            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(targets),
-            byref(self._attributes), byref(self._attribute_of), 1,
-        ]  # fmt: skip
-        if self._name == "cuMemcpyBatchAsync":
-            arguments.append(byref(self._failed))
-        code: int = batch(*arguments, stream)
-        return code
+    def _issue_batches(
+        self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int, at_once: int
+    ) -> bool:
+        """False: the driver or the device does not take them."""
+        if self._batch is None:
+            return False
+        arrays = [array.ctypes.data for array in (targets, sources, sizes)]
+        behind = [byref(self._failed)] if self._name == "cuMemcpyBatchAsync" else []
+        for first in range(0, len(targets), at_once):
+            code = self._batch(
+                *(array + first * targets.itemsize for array in arrays),
+                min(at_once, len(targets) - first),
+                byref(self._attributes),
+                byref(self._attribute_of),
+                1,
+                *behind,
+                stream,
+            )
+            if code == _NOT_SUPPORTED:
+                self._batch = None
+                return False
+            self._check(self._name, code)
+        return True

@@ -64,8 +64,10 @@ class CudaCopyStream(CopyStream):
         self._is_closed = False
         self._idle_events: list[int] = []
 
-    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
-        self._driver.copies.issue(targets, sources, sizes, self._stream)
+    def copy(
+        self, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool = False
+    ) -> None:
+        self._driver.copies.issue(targets, sources, sizes, self._stream, in_portions)
 
     def copy_rows(
         self,

@@ -43,7 +43,9 @@ class LateStream(CopyStream):
             copy()
             self.num_done += 1
 
-    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+    def copy(
+        self, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool = False
+    ) -> None:
         """One after the other, the last first: their order means nothing."""
         for i in reversed(range(len(targets))):
             one = slice(i, i + 1)

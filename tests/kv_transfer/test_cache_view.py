@@ -48,10 +48,12 @@ class CountedStream(HostCopyStream):
 
     num_copies = num_calls = 0
 
-    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+    def copy(
+        self, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool = False
+    ) -> None:
         self.num_copies += len(targets)
         self.num_calls += 1
-        super().copy(targets, sources, sizes)
+        super().copy(targets, sources, sizes, in_portions)
 
 
 @given(st.lists(st.integers(0, 15), unique=True, max_size=16))
@@ -100,7 +102,8 @@ def test_whole_blocks_of_several_layers_are_one_call(heads: HeadRange) -> None:
     blocks = blocks.reshape(8, 2, heads.count, 16, 8)
     layers, block_ids = np.repeat([0, 2], 4), np.array([2, 3, 4, 1] * 2)
     sources = np.arange(8) * source_shape.num_bytes + blocks.ctypes.data
-    view.write_blocks(heads, view.addresses_of(layers, block_ids), source_shape, sources)
+    targets = view.addresses_of(layers, block_ids)
+    view.write_blocks(heads, targets, source_shape, sources, from_host=False)
     before[layers, block_ids, :, heads.start : heads.stop] = blocks
     np.testing.assert_array_equal(cache.words, before)
     assert stream.num_calls == 1

@@ -85,6 +85,17 @@ def test_the_newest_call_that_the_driver_has(names: tuple[str, ...], used: str) 
     assert (used in copies.way) == bool(names)
 
 
+@pytest.mark.parametrize(("size", "calls"), [(64 << 10, 3), (256 << 10, 10), (1 << 20, 20)])
+def test_others_get_their_turn_between_portions(size: int, calls: int) -> None:
+    """512 KiB at once, or one copy if it is larger."""
+    single, many = Call(lambda *arguments: 0), Call(lambda *arguments: 0)
+    copies = CudaCopies(SimpleNamespace(cuMemcpyAsync=single, cuMemcpyBatchAsync_v2=many), check)
+    addresses = np.arange(20)
+    copies.issue(addresses, addresses, np.full(20, size), 7, in_portions=True)
+    assert len(single.calls) + len(many.calls) == calls
+    assert sum(arguments[3] for arguments in many.calls) + len(single.calls) == 20
+
+
 def test_a_device_that_refuses_batches_gets_single_copies() -> None:
     single, refusing = Call(move), Call(lambda *arguments: NOT_SUPPORTED)
     copies = CudaCopies(
