@@ -6,6 +6,7 @@
     1. `announce`   a step (or a cached prefix) will have computed tokens up to here
     2. `advance`    layers of that step are done: whole chunks become ready, layer by layer
     3. `pop_ready` / `add_staged`   by the sender, as staging memory allows
+       `name_ready`                 or at once, if pullers read the blocks themselves
        `pop_ready_for` / `was_sent_straight`   a pull that waits gets a chunk straight from the
                                     blocks; until it is sent it is in `straight`
     4. `Pull`s read staged chunks in the order in which they were staged
@@ -166,10 +167,14 @@ class SendTransfer:
         """Blocks of the chunk that `pop_ready` would return."""
         return len(self.grid.blocks_of(self._ready[0][1]))
 
-    @property
-    def is_pulled_directly(self) -> bool:
-        """Every puller that is here reads blocks itself."""
-        return bool(self.pulls) and all(pull.wish.direct for pull in self.pulls)
+    def name_ready(self) -> bool:
+        """Chunks that are ready need no copy if every puller that is here reads blocks itself:
+        then they are told of them. Whether that is so."""
+        if not self.pulls or not all(pull.wish.direct for pull in self.pulls):
+            return False
+        while self._ready:
+            self.add_staged(self.grid.index(*self._ready.popleft()), None)
+        return True
 
     def pop_ready_for(self, pull: Pull) -> StraightChunk | None:
         """A ready chunk that this pull wants and may have straight from the blocks."""

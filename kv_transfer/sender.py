@@ -160,6 +160,7 @@ class KVSender:
         try:
             self._cache.check_block_ids(meta.block_ids)
             transfer.announce(meta, self._progress)
+            transfer.name_ready()
         except ValueError as error:
             self._end(transfer, Reclaim.ERROR, str(error))
         self._stager.wake()
@@ -172,6 +173,7 @@ class KVSender:
         self._progress = progress
         for transfer in self._transfers:
             transfer.advance(progress)
+            transfer.name_ready()
         self._stager.wake()
 
     def abort(self, meta: AbortMeta) -> None:
@@ -206,6 +208,7 @@ class KVSender:
         goes_straight = self._straight.suits(transfer, wish, first_block)
         pull = Pull(transfer, wish, first_block, goes_straight)
         transfer.pulls.add(pull)
+        transfer.name_ready()
         transfer.num_pulls_seen += 1
         self._transfers.activate(transfer.transfer_id, transfer.attempt)
         self._renew(transfer)

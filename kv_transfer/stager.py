@@ -92,10 +92,7 @@ class Stager:
         self.wake()
 
     def _stage_one(self, transfer: SendTransfer) -> bool:
-        if transfer.is_pulled_directly:
-            while transfer.has_ready:
-                layer, group = transfer.pop_ready()
-                transfer.add_staged(transfer.grid.index(layer, group), None)
+        if transfer.name_ready():
             return True
         if not transfer.pulls and time.monotonic() < transfer.stage_after:
             return False
