@@ -61,14 +61,15 @@ class Sweep:
     at: Callable[[Case, int], Case]
 
 
+def _in_whole_blocks(case: Case) -> Case:
+    """They can be compared byte by byte."""
+    size = case.block_size
+    return replace(case, tokens=-(-case.tokens // size) * size)
+
+
 def _with_processes(case: Case, count: int) -> Case:
     """With two streams each at least."""
     return replace(case, processes=count, streams=max(case.streams, 2 * count))
-
-
-def _with_tokens(case: Case, count: int) -> Case:
-    """Rounded up to whole blocks, which can be compared byte by byte."""
-    return replace(case, tokens=-(-count // case.block_size) * case.block_size)
 
 
 def _with_hits(case: Case, percent: int) -> Case:
@@ -88,7 +89,7 @@ SWEEPS = {
     ),
     "tokens": Sweep(
         "tokens of the prompt", (500, 1000, 2000, 4000, 8000, 16_000, 32_000),
-        _with_tokens,
+        lambda case, n: replace(case, tokens=n),
     ),
     "hit-rate": Sweep("% of the prompt that decode has", (0, 40, 80), _with_hits),
 }  # fmt: skip
@@ -248,7 +249,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sweep", choices=SWEEPS, default="streams")
     parser.add_argument("--points", type=int, nargs="+", help="values of what is swept")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the prompt; 128 KiB each")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="of the prompt; 128 KiB each, whole blocks"
+    )
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--processes", type=int, default=1, help="transfer processes of each side")
@@ -293,7 +296,7 @@ def main() -> None:
     name = default if args.name is None else args.name
     rows: list[Row] = []
     for point in args.points or sweep.points:
-        rows += measure_point(sweep.at(case, point), point, args)
+        rows += measure_point(_in_whole_blocks(sweep.at(case, point)), point, args)
         if name:
             figures = {"settings": vars(args), "rows": [asdict(row) for row in rows]}
             write_result(name, figures)

@@ -42,7 +42,8 @@ class CopyStream(ABC):
         mapped until a later fence is done.
 
         `in_portions`: others get their turn in between. Copies to and from the host share their
-        engine with the little that a worker copies in every step.
+        engine with the little that a worker copies in every step: without portions, the p99 of the
+        time between tokens was 1.08 to 1.11 of that without transfers beside it, instead of 1.03.
         """
 
     @abstractmethod
