@@ -89,6 +89,16 @@ class Landing:
         return self._cache.inbox
 
     @property
+    def block_bytes(self) -> int:
+        """Of the sender's, with the heads of this stream. No message with KV is shorter."""
+        return self._shape.num_bytes
+
+    @property
+    def may_place(self) -> bool:
+        """Whether any message may be received in place."""
+        return self._views is not None
+
+    @property
     def missing(self) -> list[int] | None:
         """Chunk indices that have not arrived; None before the sender has told its grid."""
         return sorted(self._missing) if self._grid is not None else None

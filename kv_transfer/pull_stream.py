@@ -153,11 +153,12 @@ class PullStream:
             self._checksum.extend(part)
 
     def _memory_for(self, num_bytes: int) -> ByteArray:
-        """Pinned memory, if there is any free."""
+        """Pinned memory for KV, if there is any free; whatever else comes is not copied."""
         self._give_back()
-        self._slot = self._landing.inbox.reserve(num_bytes)
-        if self._slot is not None:
-            return self._slot.buffer
+        if num_bytes > self._landing.block_bytes:
+            self._slot = self._landing.inbox.reserve(num_bytes)
+            if self._slot is not None:
+                return self._slot.buffer
         if num_bytes > len(self._buffer):
             self._buffer = np.empty(num_bytes, np.uint8)
         return self._buffer[:num_bytes]
@@ -183,6 +184,8 @@ class PullStream:
             self._give_back()
 
     def _place(self, num_bytes: int) -> tuple[ChunkHeader, list[memoryview]] | None:
+        if not self._landing.may_place:
+            return None
         try:
             header = decode_head(self._head, num_bytes)
             if header.kind is not ChunkKind.DATA:

@@ -233,7 +233,8 @@ class KVReceiver:
         state, reason, retryable = await self._outcome(transfer)
         # Copies into our blocks may be on their way; until they are done, nobody may have them.
         await self._cache.copies.settled()
-        num_tokens_kept = transfer.num_tokens_complete
+        is_done = state is KVTransferState.DONE
+        num_tokens_kept = transfer.meta.num_tokens if is_done else transfer.num_tokens_complete
         for stream in transfer.streams:
             if stream.peer_cache is not None:
                 self._peer_caches.release(stream.peer_cache)
