@@ -2,7 +2,7 @@
 
 1. `add_request` writes the blocks that the request comes with.
 2. `append` adds those that later steps make necessary.
-3. `apply_staged_writes` carries both to the device, once a step.
+3. both are carried to the device with `carried`, once a step.
 4. `remove_request` forgets the row; entries behind the count are never read.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.batch.buffer_utils import StagedWriteTensor
+from engine.batch.buffer_utils import CarriedTensor, StagedWriteTensor
 
 
 class BlockTables:
@@ -36,8 +36,10 @@ class BlockTables:
         self._block_table.stage_write(row, int(self.num_blocks_np[row]), block_ids)
         self.num_blocks_np[row] += len(block_ids)
 
-    def apply_staged_writes(self) -> None:
-        self._block_table.apply()
+    @property
+    def carried(self) -> list[CarriedTensor]:
+        """To be carried over before a step."""
+        return [self._block_table]
 
     def remove_request(self, row: int) -> None:
         self.num_blocks_np[row] = 0

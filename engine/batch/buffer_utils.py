@@ -1,17 +1,17 @@
 """Two kinds of per-row tensors, told apart by who owns the truth.
 
-    HostBackedTensor     the host owns it: write `np`, then `publish()` copies it to the device
-    StagedWriteTensor    the device owns it: the host stages ragged writes, `apply()` carries all
-                         of them over in one operation
+    HostBackedTensor     the host owns it: write `np`, all of which goes to the device
+    StagedWriteTensor    the device owns it: the host stages ragged writes, which go there
 
-Kernels change a `StagedWriteTensor` between two applies (a sampled token is appended, a count
-advances), so the host must never copy the whole of it. All device memory keeps its address.
+`carry_over` takes what has changed in any number of them to the device, in one transfer a step.
+Kernels change a `StagedWriteTensor` in between (a sampled token is appended, a count advances), so
+the host must never copy the whole of it. All device memory keeps its address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +39,8 @@ def to_device_together(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
     """Device copies of several temporary arrays, in one transfer."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
     starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) for array in arrays)]) * _ALIGNMENT
-    packed = np.empty(int(starts[-1]), np.uint8)
+    packed = np.empty(max(int(starts[-1]), 1), np.uint8)  # torch cannot slice an empty one
     for start, array in zip(starts[:-1].tolist(), arrays, strict=True):
         packed[start : start + array.nbytes] = array.view(np.uint8)
     on_device = to_device(packed, device)
@@ -64,38 +62,65 @@ def _staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+class CarriedTensor(Protocol):
+    """What `carry_over` needs of either kind."""
+
+    @property
+    def has_changes(self) -> bool: ...
+    def take_changes(self) -> list[npt.NDArray[Any]]:
+        """Flat arrays; they are known to be on their way from now on."""
+        ...
+
+    def accept(self, changes: Sequence[torch.Tensor]) -> None:
+        """The same, on the device."""
+        ...
+
+
+def carry_over(tensors: Iterable[CarriedTensor], device: torch.device) -> None:
+    """Changes of all of them, in one transfer. No change costs nothing."""
+    changed = [tensor for tensor in tensors if tensor.has_changes]
+    if not changed:
+        return
+    parts = [tensor.take_changes() for tensor in changed]
+    on_device = iter(to_device_together([array for part in parts for array in part], device))
+    for tensor, part in zip(changed, parts, strict=True):
+        tensor.accept([next(on_device) for _ in part])
+
+
 class HostBackedTensor:
-    """`np` is the truth. `tensor` is what kernels of the next step read, after `publish()`."""
+    """`np` is the truth. `tensor` is what kernels of the next step read, once carried over."""
 
     def __init__(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, device: torch.device
     ) -> None:
         self.np: npt.NDArray[Any] = np.zeros(shape, dtype)
         self.tensor = torch.zeros(shape, dtype=_TORCH_DTYPES[self.np.dtype], device=device)
-        self._changed = False
+        self.has_changes = False
 
     def write(self, index: Any, value: Any) -> None:
-        """`np[index] = value`, to be published."""
+        """`np[index] = value`, to be carried over."""
         self.np[index] = value
-        self._changed = True
+        self.has_changes = True
 
-    def publish(self) -> None:
-        if self._changed:
-            upload(self.np, self.tensor)
-            self._changed = False
+    def take_changes(self) -> list[npt.NDArray[Any]]:
+        self.has_changes = False
+        return [self.np.reshape(-1)]
+
+    def accept(self, changes: Sequence[torch.Tensor]) -> None:
+        (whole,) = changes
+        self.tensor.copy_(whole.view(self.tensor.shape))
 
 
 class StagedWriteTensor:
     """`tensor` `[rows, columns]` or `[rows]`; the host knows only what it stages.
 
-    Writes staged between two applies must not overlap: the kernel does them all at once.
+    Writes that are carried over together must not overlap: the kernel does them all at once.
     """
 
     def __init__(
         self, shape: tuple[int, int] | tuple[int], dtype: npt.DTypeLike, device: torch.device
     ) -> None:
         self._dtype = np.dtype(dtype)
-        self._device = device
         self.tensor = torch.zeros(shape, dtype=_TORCH_DTYPES[self._dtype], device=device)
         self._base = self.tensor if len(shape) == 2 else self.tensor.unsqueeze(1)
         self._rows: list[int] = []  # [edits]
@@ -126,15 +151,20 @@ class StagedWriteTensor:
         """`tensor[row] = value`, for a tensor of one column."""
         self.stage_write(row, 0, (value,))
 
-    def apply(self) -> None:
-        """Carries over what was staged. Nothing staged costs nothing."""
-        if not self._rows:
-            return
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._rows)
+
+    def take_changes(self) -> list[npt.NDArray[Any]]:
         edits = (self._rows, self._starts, self._cu_lens)
-        arrays = [np.array(numbers, np.int32) for numbers in edits]
-        arrays.append(np.concatenate(self._values))
-        ops.apply_staged_writes(self._base, *to_device_together(arrays, self._device))
+        changes = [np.array(numbers, np.int32) for numbers in edits]
+        changes.append(np.concatenate(self._values))
         self._rows.clear()
         self._starts.clear()
         self._values.clear()
         self._cu_lens[:] = [0]
+        return changes
+
+    def accept(self, changes: Sequence[torch.Tensor]) -> None:
+        rows, starts, cu_lens, values = changes
+        ops.apply_staged_writes(self._base, rows, starts, cu_lens, values)

@@ -2,7 +2,7 @@
 
 Life of a row:
     1. `add_request` stages the known tokens and counts; the row is live.
-    2. `apply_staged_writes` carries them to the device, once for all requests of a step.
+    2. what `carried` hold of it is carried to the device, once for all requests of a step.
     3. Each step computes `n` tokens of the row: `advance` notes it on the host, and on the device
        `ops.post_update` moves `num_computed` by `n` and appends the sampled token.
     4. `remove_request`: it finished, was aborted, or is preempted. Coming back is 1 again, with
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from engine.batch.block_table import BlockTables
-from engine.batch.buffer_utils import HostBackedTensor, StagedWriteTensor
+from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, StagedWriteTensor
 from engine.sched.output import NewRequestData
 from tandem_kernels.batch_tables import RowTables
 
@@ -64,12 +64,10 @@ class RequestState:
         self.num_computed_np[new.row] = new.num_computed_tokens
         self.is_live_np[new.row] = True
 
-    def apply_staged_writes(self) -> None:
-        self.token_ids.apply()
-        self.num_computed.apply()
-        self.total_len.apply()
-        self.prefill_len.publish()
-        self.max_len.publish()
+    @property
+    def carried(self) -> list[CarriedTensor]:
+        """To be carried over before a step."""
+        return [self.token_ids, self.num_computed, self.total_len, self.prefill_len, self.max_len]
 
     def remove_request(self, row: int) -> None:
         """Raises `RowError` when nobody has the row."""

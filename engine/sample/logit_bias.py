@@ -70,9 +70,10 @@ class LogitBiasStates:
         amounts: list[npt.NDArray[np.float32]] = []
 
         def add(position: int, ids: npt.NDArray[np.int32], values: npt.NDArray[np.float32]) -> None:
-            positions.append(np.full(len(ids), position, np.int32))
-            token_ids.append(ids)
-            amounts.append(values)
+            if len(ids):
+                positions.append(np.full(len(ids), position, np.int32))
+                token_ids.append(ids)
+                amounts.append(values)
 
         for position in np.flatnonzero(self._has_bias[rows]).tolist():
             bias = self._biases[int(rows[position])]
@@ -80,5 +81,7 @@ class LogitBiasStates:
             if seq_lens[position] < bias.min_len:
                 masked = np.full(len(bias.ending_ids), -np.inf, np.float32)
                 add(position, bias.ending_ids, masked)
+        if not positions:
+            return
         entries = [np.concatenate(parts) for parts in (positions, token_ids, amounts)]
         ops.add_sparse(logits, *to_device_together(entries, self._device))

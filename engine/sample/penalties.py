@@ -5,7 +5,7 @@ borrow an entry of a pool, which grows by doubling and starts empty.
 
     1. `add_request` gives the row an entry and counts what is known: the prompt as a bit mask,
        output that exists already (a resumed request has some) as counts.
-    2. `apply_staged_writes` publishes row -> entry and the parameters.
+    2. row -> entry and the parameters are carried to the device with `carried`.
     3. `apply` changes the logits of a batch; `count` adds the tokens sampled from them.
     4. `remove_request` returns the entry.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch.buffer_utils import HostBackedTensor, to_device
+from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, to_device
 from engine.batch.input_batch import Int32Array
 from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
@@ -64,9 +64,10 @@ class PenaltyStates:
         counts = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
         self._output_counts[entry] = to_device(counts, self._device)
 
-    def apply_staged_writes(self) -> None:
-        self._entries.publish()
-        self._params.publish()
+    @property
+    def carried(self) -> list[CarriedTensor]:
+        """To be carried over before a step."""
+        return [self._entries, self._params]
 
     def remove_request(self, row: int) -> None:
         entry = int(self._entries.np[row])

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.batch.buffer_utils import CarriedTensor
 from engine.batch.input_batch import InputBatch, Int32Array
 from engine.sample.logit_bias import LogitBiasStates
 from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
@@ -62,9 +63,10 @@ class Sampler:
         self.penalties.add_request(new.row, new.sampling, prompt, output)
         self._logit_bias.add_request(new.row, new.sampling, new.prompt_len, new.eos_token_ids)
 
-    def apply_staged_writes(self) -> None:
-        self._params.apply_staged_writes()
-        self.penalties.apply_staged_writes()
+    @property
+    def carried(self) -> list[CarriedTensor]:
+        """To be carried over before a step."""
+        return [*self._params.carried, *self.penalties.carried]
 
     def remove_request(self, row: int) -> None:
         self._params.remove_request(row)

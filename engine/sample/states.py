@@ -1,7 +1,7 @@
 """Sampling parameters of each row, and their selection for a batch.
 
 1. `add_request` writes a row on the host.
-2. `apply_staged_writes` publishes what changed.
+2. what changed is carried to the device with `carried`.
 3. `gather` picks the rows of a batch, in batch order.
 4. `remove_request` has nothing to clear: the next owner writes every field.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch.buffer_utils import HostBackedTensor
+from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor
 from engine.batch.input_batch import Int32Array
 from engine.sampling_params import SamplingParams
 
@@ -54,10 +54,10 @@ class SamplingStates:
         asked = sampling.logprobs
         self.num_logprobs_np[row] = NO_LOGPROBS if asked is None else asked
 
-    def apply_staged_writes(self) -> None:
-        self._floats.publish()
-        self._top_k.publish()
-        self._seeds.publish()
+    @property
+    def carried(self) -> list[CarriedTensor]:
+        """To be carried over before a step."""
+        return [self._floats, self._top_k, self._seeds]
 
     def remove_request(self, row: int) -> None:
         self.num_logprobs_np[row] = NO_LOGPROBS

@@ -24,6 +24,7 @@ from collections.abc import Callable
 import torch
 
 from engine.batch.block_table import BlockTables
+from engine.batch.buffer_utils import CarriedTensor, carry_over
 from engine.batch.decode_set import DecodeSet
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.states import RequestState, RowError
@@ -77,6 +78,11 @@ class ModelRunner:
         self.sampler = Sampler(rows, config.model.vocab_size, device, config.device.deterministic)
         self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = self.states.row_tables(self._block_tables)
+        self._carried: list[CarriedTensor] = [
+            *self.states.carried,
+            *self._block_tables.carried,
+            *self.sampler.carried,
+        ]
         self._input_buffers = InputBuffers(
             rows, limits.max_num_batched_tokens, self._block_tables.tensor.shape[1], device
         )
@@ -198,9 +204,7 @@ class ModelRunner:
             self._decode_set.remove_request(row)
         for row in step.decode_add:
             self._start_decoding(row)
-        self.states.apply_staged_writes()
-        self._block_tables.apply_staged_writes()
-        self.sampler.apply_staged_writes()
+        carry_over(self._carried, self._device)
 
     def _add_request(self, new: NewRequestData) -> None:
         self.states.add_request(new)

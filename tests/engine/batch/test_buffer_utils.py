@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch.buffer_utils import HostBackedTensor, StagedWriteTensor
+from engine.batch.buffer_utils import HostBackedTensor, StagedWriteTensor, carry_over
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 5, 9
@@ -39,19 +39,19 @@ def test_staged_writes_equal_assignments(rounds: list[list[tuple[int, int, list[
             staged.stage_write(row, start, values)
             model[row, start : start + len(values)] = values
         assert (staged.tensor.numpy() == before).all()
-        staged.apply()
+        carry_over([staged], CPU)
         assert (staged.tensor.numpy() == model).all()
     assert staged.tensor.data_ptr() == address
 
 
-def test_what_the_device_changed_survives_an_apply() -> None:
+def test_what_the_device_changed_survives() -> None:
     staged = StagedWriteTensor((ROWS,), np.int64, CPU)
     staged.stage_value(1, 10)
     staged.stage_value(3, 1 << 40)
-    staged.apply()
+    carry_over([staged], CPU)
     staged.tensor[1] += 5
     staged.stage_value(4, 7)
-    staged.apply()
+    carry_over([staged], CPU)
     assert staged.tensor.tolist() == [0, 15, 0, 1 << 40, 7]
 
 
@@ -63,15 +63,34 @@ def test_writes_outside_the_table_are_refused(row: int, start: int, values: list
     staged = StagedWriteTensor((ROWS, COLUMNS), np.int32, CPU)
     with pytest.raises(IndexError, match="outside a table of 5 rows and 9 columns"):
         staged.stage_write(row, start, values)
-    staged.apply()
+    carry_over([staged], CPU)
     assert not staged.tensor.any()
 
 
-def test_host_truth_is_seen_after_publishing() -> None:
+def test_host_truth_is_seen_once_carried_over() -> None:
     table = HostBackedTensor((2, 3), np.float32, CPU)
     address = table.tensor.data_ptr()
     table.write((slice(None), 1), (0.5, -2.0))
     assert not table.tensor.any()
-    table.publish()
+    carry_over([table], CPU)
     assert table.tensor.tolist() == [[0.0, 0.5, 0.0], [0.0, -2.0, 0.0]]
     assert table.tensor.data_ptr() == address
+
+
+def test_tensors_of_all_kinds_are_carried_over_together() -> None:
+    counts = StagedWriteTensor((ROWS,), np.int64, CPU)
+    tokens = StagedWriteTensor((ROWS, COLUMNS), np.int32, CPU)
+    floats = HostBackedTensor((2, 3), np.float32, CPU)
+    untouched = HostBackedTensor((ROWS,), np.int32, CPU)
+    untouched.tensor[:] = 3
+    counts.stage_value(2, 1 << 40)
+    tokens.stage_write(0, 1, [4, 5, 6])
+    tokens.stage_write(4, 0, [7])
+    floats.write((1, 2), 0.25)
+    carry_over([counts, tokens, untouched, floats], CPU)
+    assert counts.tensor.tolist() == [0, 0, 1 << 40, 0, 0]
+    assert tokens.tensor[0].tolist() == [0, 4, 5, 6, 0, 0, 0, 0, 0]
+    assert tokens.tensor[4].tolist() == [7] + [0] * 8
+    assert floats.tensor.tolist() == [[0.0] * 3, [0.0, 0.0, 0.25]]
+    assert untouched.tensor.tolist() == [3] * ROWS
+    assert not any(tensor.has_changes for tensor in (counts, tokens, floats))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch.block_table import BlockTables
+from engine.batch.buffer_utils import carry_over
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.states import RequestState, RowError
 from engine.sampling_params import SamplingParams
@@ -52,8 +53,7 @@ class Rows:
                 )
             )
             self.block_tables.add_request(entry.row, entry.blocks)
-        self.states.apply_staged_writes()
-        self.block_tables.apply_staged_writes()
+        carry_over([*self.states.carried, *self.block_tables.carried], CPU)
 
     @property
     def tables(self) -> RowTables:

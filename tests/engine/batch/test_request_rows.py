@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.batch.block_table import BlockTables
+from engine.batch.buffer_utils import carry_over
 from engine.batch.decode_set import DecodeSet
 from engine.batch.states import RequestState, RowError
 from engine.sampling_params import SamplingParams
@@ -112,8 +113,7 @@ class RowMachine(RuleBasedStateMachine):
 
     @rule()
     def apply(self) -> None:
-        self.states.apply_staged_writes()
-        self.block_tables.apply_staged_writes()
+        carry_over([*self.states.carried, *self.block_tables.carried], CPU)
 
     @invariant()
     def rows_equal_the_model(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.batch.block_table import BlockTables
+from engine.batch.buffer_utils import carry_over
 from engine.batch.input_batch import InputBuffers, order_batch
 from engine.batch.states import RequestState
 from engine.outputs import TokenLogprobs
@@ -25,8 +26,8 @@ class SamplerBench:
 
     vocab_size = VOCAB
 
-    def __init__(self) -> None:
-        device = torch.device("cpu")
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.states = RequestState(ROWS, MAX_LEN, device)
         self.block_tables = BlockTables(ROWS, MAX_LEN, 16, device)
         self.buffers = InputBuffers(ROWS, ROWS * MAX_LEN, MAX_LEN // 16, device)
@@ -65,14 +66,14 @@ class SamplerBench:
 
     def step(self, logits: dict[int, torch.Tensor]) -> dict[int, int]:
         """Row to logits [V]; returns row to token."""
-        self.states.apply_staged_writes()
-        self.block_tables.apply_staged_writes()
-        self.sampler.apply_staged_writes()
+        changed = [self.states, self.block_tables, self.sampler]
+        carry_over([tensor for part in changed for tensor in part.carried], self._device)
         tables = self.states.row_tables(self.block_tables)
         order = order_batch(np.array(sorted(logits), np.int32), [], self.states)
         batch = self.buffers.prepare(order, self.states, tables)
         self.rows = batch.rows_np.tolist()
-        output = self.sampler(torch.stack([logits[row] for row in self.rows]), batch)
+        stacked = torch.stack([logits[row] for row in self.rows]).to(self._device)
+        output = self.sampler(stacked, batch)
         ops.post_update(batch.idx_mapping, batch.query_start_loc, output.token_ids, tables)
         self.states.advance(order.rows, order.query_lens)
         self.last = output
@@ -90,9 +91,9 @@ class SamplerBench:
         return self.last.logprobs.to_host().by_row(self.rows)
 
 
-@pytest.fixture
-def bench() -> SamplerBench:
-    return SamplerBench()
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def bench(request: pytest.FixtureRequest) -> SamplerBench:
+    return SamplerBench(torch.device(request.param))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.batch.buffer_utils import carry_over
 from engine.sample.penalties import PenaltyStates
 from engine.sampling_params import SamplingParams
 
@@ -59,7 +60,7 @@ def test_logits_equal_the_definition(requests: list[tuple]) -> None:  # type: ig
         )
         all_params.append(sampling)
         states.add_request(row, sampling, np.array(prompt, np.int32), np.array(known, np.int32))
-    states.apply_staged_writes()
+    carry_over(states.carried, CPU)
     for row, (_, _, sampled, *_) in enumerate(requests):
         for token in sampled:
             states.count(torch.tensor([token]), torch.tensor([row], dtype=torch.int32))
@@ -88,7 +89,7 @@ def test_the_pool_grows_with_need_and_keeps_its_counts() -> None:
     for row in range(ROWS):
         output = np.full(row + 1, row, np.int32)
         states.add_request(row, sampling, np.array([], np.int32), output)
-    states.apply_staged_writes()
+    carry_over(states.carried, CPU)
     assert len(states._output_counts) == ROWS
     logits = torch.zeros(ROWS, VOCAB)
     states.apply(logits, torch.arange(ROWS, dtype=torch.int32))
@@ -103,7 +104,7 @@ def test_an_entry_is_clean_for_its_next_owner() -> None:
         states.add_request(0, sampling, np.arange(30, dtype=np.int32), np.array([1], np.int32))
         states.remove_request(0)
     states.add_request(0, sampling, np.array([40], np.int32), np.array([], np.int32))
-    states.apply_staged_writes()
+    carry_over(states.carried, CPU)
     logits = torch.ones(1, VOCAB)
     states.apply(logits, torch.tensor([0], dtype=torch.int32))
     assert logits[0].tolist() == [1.0] * 40 + [0.5]
