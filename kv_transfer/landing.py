@@ -1,7 +1,8 @@
 """Where arriving chunks of one stream belong, and which of them have arrived.
 
     1. `accept(chunk)`   every field is compared with what was asked for; then copies of its tokens
-                         into our blocks are issued
+                         into our blocks are issued. It may name blocks of the sender's cache, where
+                         that is mapped here: then many chunks at once, all of them or none
        `place(header)`   or: the blocks into which it may be received before it can be checked;
                          `accept_in_place` when it was
     2. `end(chunk)`      the sender's last word: `missing` is what has to come once more
