@@ -23,6 +23,9 @@ NO_LOGPROBS = -1
 _TEMPERATURE, _TOP_P, _MIN_P = range(3)
 _NUM_FLOATS = 3
 
+_COLDEST = 1e-30
+"""Logits over less are too large for float32. It would take the largest anyway, as 0 does."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSamplingParams:
@@ -46,7 +49,8 @@ class SamplingStates:
         self.num_logprobs_np = np.full(max_num_reqs, NO_LOGPROBS, np.int32)
 
     def add_request(self, row: int, sampling: SamplingParams) -> None:
-        floats = (sampling.temperature, sampling.top_p, sampling.min_p)
+        temperature = sampling.temperature if sampling.temperature >= _COLDEST else 0.0
+        floats = (temperature, sampling.top_p, sampling.min_p)
         self._floats.write((slice(None), row), floats)
         self._top_k.write(row, sampling.top_k)
         # The device has no unsigned 64-bit integers; the bits are what counts.

@@ -61,6 +61,16 @@ def test_temperature_near_zero_is_nearly_greedy_and_a_high_one_is_not(bench, mak
     assert len(set(bench.run(1, logits, STEPS))) > 20
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-37, 1e-45])
+def test_the_coldest_draws_take_the_largest(bench, make_logits, temperature) -> None:
+    """Also where its reciprocal is too large for float32."""
+    logits = make_logits()
+    bench.add(0, [1], params(temperature=temperature))
+    bench.add(1, [1], params(temperature=temperature, top_p=0.9))
+    best = int(logits.argmax())
+    assert bench.step({0: logits, 1: logits}) == {0: best, 1: best}
+
+
 def _kept(bench, sampling: SamplingParams, logits: torch.Tensor) -> set[int]:  # type: ignore[no-untyped-def]
     bench.add(0, [1], sampling)
     return set(bench.run(0, logits, STEPS))
