@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
+HOPPER_ALONE = {"gated_linear_kernel"}
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -49,7 +50,8 @@ def test_kernels_compile_ahead_of_time() -> None:
     lines = [line.split(" | ")[:2] for line in out.splitlines()]
     compiled = {(capability, name.split()[0]) for capability, name in lines}
     for kernel in _defined_kernels():
-        assert {("80", kernel), ("90", kernel)} <= compiled, kernel
+        assert ("90", kernel) in compiled, kernel
+        assert ("80", kernel) in compiled or kernel in HOPPER_ALONE, kernel
 
 
 def _defined_kernels() -> list[str]:
