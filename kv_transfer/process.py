@@ -180,17 +180,12 @@ class TransferProcess:
         return StepWatch(marks, num_layers, handle.cuda is not None, sender.progress)
 
     async def _listen(self, sender: KVSender) -> PullServer:
-        """Where settings say, else on the port that we had before a restart if it can be had."""
+        """Where settings say, or on the port that we had before a restart: it is all that peers
+        know. Raises OSError if it cannot be had."""
         transfer, host = self._config.transfer, own_host(self._config, self._gpu)
         service = PullService(transfer, self._me, sender)
         server = new_pull_server(transfer, service, Credentials(transfer.security))
-        fixed_port = self._config.fixed_port
-        try:
-            port = await server.listen(host, fixed_port or self._config.port)
-        except OSError:
-            if fixed_port:
-                raise
-            port = await server.listen(host, 0)
+        port = await server.listen(host, self._config.fixed_port or self._config.port)
         self._address = join_address(host, port)
         return server
 

@@ -6,15 +6,16 @@
     4. `receive` hands out what they said; `reap` restarts the dead and names them
     5. `shutdown`
 
-A producer's process comes back on its old port, so peers need not learn a new one. A process
-that dies young again and again is restarted with a pause that doubles each time; in a pause
-nothing is sent to it.
+A producer's process comes back on its old port, so peers need not learn a new one; meanwhile the
+port is kept from others. A process that dies young again and again is restarted with a pause that
+doubles each time; in a pause nothing is sent to it.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from kv_transfer.host.secure_socket import listen
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ProcessMessage, ProcessReport, TransferCommand, TransferEvent
 from kv_transfer.process_config import TransferProcessConfig, local_events_address
+from tandem_wire.address import split_address
 
 _START_TIMEOUT_S = 60.0
 _STABLE_S = 10.0
@@ -65,6 +67,7 @@ class _TransferProcess:
         self._host = host
         self._context = context
         self._commands: CommandSender | None = None
+        self._port_holder: socket.socket | None = None
         self._started_at = 0.0
         self._num_young_deaths = 0
 
@@ -92,6 +95,7 @@ class _TransferProcess:
         if report.generation == self.config.generation and self._commands is not None:
             self.report = report
             self.address = report.address
+            self._let_port_go()
             self._commands.accept(report)
 
     def restart(self) -> HostedProcess:
@@ -100,12 +104,20 @@ class _TransferProcess:
             self.child.stop()
         self.close()
         self._remember()
+        if self.address and self.config.link is None:
+            self._port_holder = _hold_port(self.address)
         return self.start()
 
     def close(self) -> None:
+        self._let_port_go()
         if self._commands is not None:
             self._commands.close()
             self._commands = None
+
+    def _let_port_go(self) -> None:
+        if self._port_holder is not None:
+            self._port_holder.close()
+            self._port_holder = None
 
     def _remember(self) -> None:
         port = self.config.port
@@ -127,6 +139,24 @@ class _TransferProcess:
         if self._num_young_deaths == 1:
             return 0.0
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._num_young_deaths - 2))
+
+
+def _hold_port(address: str) -> socket.socket | None:
+    """Bound to it and deaf, so that no connection of this host leaves from it; who listens there
+    can share it. None: somebody was quicker, or it is a name."""
+    host, port = split_address(address)
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        holder = socket.socket(infos[0][0], socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(infos[0][4])
+    except OSError:
+        holder.close()
+        return None
+    return holder
 
 
 def _on_our_clock(event: TransferEvent) -> TransferEvent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -248,8 +249,6 @@ def test_full_local_hit_releases_the_peer_at_once(share_node: MakeNode) -> None:
     prefill = share_node("prefill", layout())
     decode = share_node("decode", layout())
     request = prefill.offer(48, held=48)
-    # Who lets go of what is not offered yet has given up.
-    poll_until(lambda: prefill.connector.counters["process_transfers"] > 0, prefill)
     decode.pull(prefill.peer, request.transfer_id, 48, [1, 2, 3], first_token=48)
     poll_until(lambda: request.transfer_id in prefill.done.released, prefill, decode)
     assert request.transfer_id in prefill.done.sent
@@ -301,8 +300,10 @@ def test_a_process_that_cannot_start_says_so(make_node: MakeNode) -> None:
 
 
 def test_processes_that_keep_dying_are_started_with_growing_pauses(make_node: MakeNode) -> None:
-    """While one is down, transfers fail at once instead of waiting for it."""
+    """While one is down, transfers fail at once instead of waiting for it, and nobody else gets
+    its port."""
     node = make_node("prefill", layout())
+    ((address,),) = endpoints = node.peer.endpoints
     for restarts in (1, 2):
         os.kill(node.connector.process_pids[0], signal.SIGKILL)
         poll_until(lambda: node.connector.counters["process_restarts"] == restarts, node)  # noqa: B023
@@ -311,10 +312,13 @@ def test_processes_that_keep_dying_are_started_with_growing_pauses(make_node: Ma
     request = node.offer(20)
     poll_until(lambda: request.transfer_id in node.done.failed, node)
     assert "is being restarted" in node.done.failed[request.transfer_id][0]
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
     poll_until(lambda: node.connector.counters["processes_ready"] == 1, node)
     node.connector.abort(node.offer(20))
     poll_until(lambda: len(node.done.aborted) == 1, node)
     until_empty(node)
+    assert node.peer.endpoints == endpoints
 
 
 def test_a_process_that_does_not_understand_its_node_ends_and_is_replaced(
