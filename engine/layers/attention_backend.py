@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.errors import CannotStartError
 from engine.layers import flash_attention
 from engine.layers.cudnn_prompts import CudnnPrompts
 from engine.layers.flash_attention import FlashPrompts
@@ -42,8 +44,12 @@ class AttentionBackend:
 OWN_ATTENTION = AttentionBackend()
 
 
+class AttentionBackendError(CannotStartError):
+    """This machine or model does not have the kernels that the setting wants."""
+
+
 def choose_attention(config: EngineConfig, device: torch.device) -> AttentionBackend:
-    """Raises `RuntimeError` when the setting wants what this machine does not have."""
+    """Raises `AttentionBackendError`."""
     wanted = config.device.attention_backend
     if config.device.deterministic:
         wanted = "triton"
@@ -74,12 +80,19 @@ def _whole_prompts(dtype: torch.dtype, head_dim: int, device: torch.device) -> W
 
 def _check_flash_attention(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
     if not flash_attention.is_installed():
-        raise RuntimeError(
+        raise AttentionBackendError(
             f"attention_backend flash-attn needs the package {flash_attention.PACKAGE} "
             "(FlashAttention 3 for Hopper); install it, or choose auto or triton"
         )
     if not flash_attention.is_available(dtype, head_dim, device):
-        raise RuntimeError(
+        raise AttentionBackendError(
             f"FlashAttention 3 does not compute {dtype} with heads of {head_dim} on {device}; "
             "choose auto or triton as attention_backend"
         )
+    try:
+        importlib.import_module(flash_attention.PACKAGE)
+    except (ImportError, OSError) as error:
+        raise AttentionBackendError(
+            f"{flash_attention.PACKAGE} is installed but does not load: {error}; install it for "
+            f"torch {torch.__version__}, or choose auto or triton as attention_backend"
+        ) from error

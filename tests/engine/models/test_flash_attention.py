@@ -14,7 +14,11 @@ from torch import Tensor
 
 from engine.config import DeviceConfig, EngineConfig
 from engine.layers import flash_attention
-from engine.layers.attention_backend import OWN_ATTENTION, choose_attention
+from engine.layers.attention_backend import (
+    OWN_ATTENTION,
+    AttentionBackendError,
+    choose_attention,
+)
 from engine.layers.flash_attention import PROMPTS_PACKAGE, FlashPrompts
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
@@ -87,7 +91,7 @@ def test_the_choice_is_logged_and_says_what_is_missing(tmp_path, caplog) -> None
         assert choose_attention(config(tmp_path), CPU) is OWN_ATTENTION
     assert "attention: torch" in caplog.text
     wanted = config(tmp_path, attention_backend="flash-attn")
-    with pytest.raises(RuntimeError, match="needs the package flash_attn_interface"):
+    with pytest.raises(AttentionBackendError, match="needs the package flash_attn_interface"):
         choose_attention(wanted, CPU)
     ordered = config(tmp_path, attention_backend="flash-attn", deterministic=True)
     assert choose_attention(ordered, CPU) is OWN_ATTENTION
@@ -95,7 +99,16 @@ def test_the_choice_is_logged_and_says_what_is_missing(tmp_path, caplog) -> None
 
 def test_what_it_cannot_compute_is_refused(installed, tmp_path) -> None:
     wanted = config(tmp_path, attention_backend="flash-attn")
-    with pytest.raises(RuntimeError, match="does not compute torch.float32"):
+    with pytest.raises(AttentionBackendError, match="does not compute torch.float32"):
+        choose_attention(wanted, CPU)
+
+
+def test_one_that_does_not_load_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / f"{flash_attention.PACKAGE}.py").write_text("raise ImportError('no symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
+    wanted = config(tmp_path, attention_backend="flash-attn")
+    with pytest.raises(AttentionBackendError, match=r"does not load: no symbol; install it for"):
         choose_attention(wanted, CPU)
 
 
