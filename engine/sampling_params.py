@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_LOGPROBS = 20
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Validated at the edge (`engine.frontend.input_processor`); inside, taken as correct.

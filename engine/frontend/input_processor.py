@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.config import EngineConfig
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from kv_transfer.metadata import KVTransferParams
 from tandem_wire.trace_context import TraceContext
 
@@ -23,7 +23,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 20
 _SEED_BITS = 64
 
 

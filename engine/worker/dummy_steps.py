@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
 """In a step with so many, attention has tiles that depend on the context."""
 _FEWEST_PROMPTS = 16
-_NUM_LOGPROBS = (0, 1, 2, 5, 10, 20)
+_NUM_LOGPROBS = (0, 1, 2, 5, 10, MAX_LOGPROBS)
 """One for each power of two of what a request may ask for."""
 _SMALL_BATCHES = (1, 2, 4, 8)
 """Parameters of a batch lie behind each other; these sizes show all their alignments."""
@@ -57,13 +57,13 @@ def warm_up_steps(max_num_reqs: int, longest: int, max_model_len: int) -> list[D
         num_prompts *= 2
     for count in _SMALL_BATCHES:
         if count <= max_num_reqs and 2 * count <= longest:
-            steps.append(DummyStep([2] * count, _everything(num_logprobs=0)))
+            steps.append(DummyStep([2] * count, everything(num_logprobs=0)))
             steps.append(DummyStep([1] * count, unfiltered))
-    steps += [DummyStep([1], _everything(num)) for num in _NUM_LOGPROBS[1:]]
+    steps += [DummyStep([1], everything(num)) for num in _NUM_LOGPROBS[1:]]
     return steps
 
 
-def _everything(num_logprobs: int) -> SamplingParams:
+def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> SamplingParams:
     """A request that leaves nothing of the sampler out."""
     return SamplingParams(
         top_k=5,
@@ -72,4 +72,5 @@ def _everything(num_logprobs: int) -> SamplingParams:
         repetition_penalty=1.1,
         logit_bias={0: 1.0},
         logprobs=num_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )

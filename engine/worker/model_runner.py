@@ -33,7 +33,7 @@ from engine.layers.attention_backend import choose_attention
 from engine.models.llama import LlamaForCausalLM
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.worker.async_output import AsyncOutput, OutputStream
 from engine.worker.cudagraph_utils import (
@@ -42,7 +42,7 @@ from engine.worker.cudagraph_utils import (
     default_capture_sizes,
     prompt_keys,
 )
-from engine.worker.dummy_steps import DummyStep, dummy_lengths, warm_up_steps
+from engine.worker.dummy_steps import DummyStep, dummy_lengths, everything, warm_up_steps
 from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
 
@@ -164,12 +164,13 @@ class ModelRunner:
 
     def dummy_run(self, num_tokens: int) -> None:
         """A step of `num_tokens` tokens of nobody, in rows that must be free: as many requests
-        as there are rows, one token each, and the rest of the tokens in few long prompts. Warms
-        up, and takes as much memory as any step may. Overwrites block 0 of the cache."""
+        as there are rows, one token each, and the rest of the tokens in few long prompts; all want
+        all that the sampler can do. Warms up, and takes as much memory as any step may.
+        Overwrites block 0 of the cache."""
         lengths = dummy_lengths(
             num_tokens, self.states.max_num_reqs, self._config.model.max_model_len
         )
-        self._dummy_step(DummyStep(lengths, SamplingParams(top_p=0.5)))
+        self._dummy_step(DummyStep(lengths, everything(MAX_LOGPROBS, MAX_LOGPROBS)))
 
     def _dummy_step(self, dummy: DummyStep) -> None:
         block_size = self._config.cache.block_size

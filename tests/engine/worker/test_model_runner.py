@@ -9,7 +9,7 @@ import torch
 
 from engine.batch.states import RowError
 from engine.sample import prompt_logprobs
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.worker.kv_connector import ActiveKVConnector
 from kv_transfer.fake_connector import FakeConnectorWorker
@@ -235,6 +235,23 @@ def test_a_dummy_run_leaves_nothing_behind(runner, driver, make_prompt) -> None:
         assert not runner.states.is_live_np.any()
     assert runner.sampler.penalties.num_used_entries == 0
     assert generate(driver, prompt, 5, PENALISED) == before
+
+
+def test_the_largest_step_wants_all_that_requests_may(runner, monkeypatch) -> None:
+    """Memory is measured by it, so that none is missing once the cache has taken the rest."""
+    asked: list[SamplingParams] = []
+    add_request = runner.sampler.add_request
+    monkeypatch.setattr(
+        runner.sampler, "add_request", lambda new: (asked.append(new.sampling), add_request(new))
+    )
+    runner.dummy_run(160)
+    assert len(asked) == runner.states.max_num_reqs
+    assert all(
+        sampling.needs_penalties
+        and sampling.logit_bias
+        and sampling.logprobs == sampling.prompt_logprobs == MAX_LOGPROBS
+        for sampling in asked
+    )
 
 
 def test_warm_up_leaves_nothing_behind(runner, driver, make_prompt) -> None:
