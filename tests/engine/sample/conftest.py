@@ -88,7 +88,10 @@ class SamplerBench:
         assert self.last is not None
         if self.last.logprobs is None:
             return {}
-        return self.last.logprobs.to_host().by_row(self.rows)
+        on_host = self.last.logprobs.to_host()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return on_host.by_row(self.rows)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
