@@ -20,7 +20,7 @@ def test_chosen_and_top_tokens_of_those_who_asked(bench, make_logits) -> None:
         expected = logits[row].log_softmax(dim=-1)
         top = logits[row].topk(asked[row]).indices.tolist()
         assert result.token_ids == [tokens[row], *top]
-        assert result.logprobs == pytest.approx(expected[result.token_ids].tolist(), abs=1e-5)
+        assert result.logprobs == pytest.approx(expected[result.token_ids].tolist(), abs=5e-5)
         assert result.rank == 1 + int((logits[row] > logits[row][tokens[row]]).sum())
 
 
@@ -36,7 +36,7 @@ def test_raw_logits_count_not_the_processed_ones(bench, make_logits) -> None:
     expected = logits.log_softmax(dim=-1)
     found = bench.logprobs()
     assert found[0].token_ids == [7, *logits.topk(2).indices.tolist()]
-    assert found[0].logprobs == pytest.approx(expected[found[0].token_ids].tolist(), abs=1e-5)
+    assert found[0].logprobs == pytest.approx(expected[found[0].token_ids].tolist(), abs=5e-5)
     assert found[0].rank > 1
     assert found[1].token_ids == [best, best]
     assert found[1].rank == 1
