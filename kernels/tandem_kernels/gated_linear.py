@@ -78,10 +78,7 @@ def gated_linear_kernel(
             both = weight.load([0, col, step * DEPTH]).reshape(2 * COLS, DEPTH)
             sums = tl.dot(given, both.T, sums)
         gate, up = tl.split(sums.reshape(ROWS, 2, COLS).permute(0, 2, 1))
-        gate, more_gate = tl.split(gate.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
-        up, more_up = tl.split(up.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
         out.store([row, col], _activated(gate, up, kind, IN_PAIRS))
-        out.store([row, col + COLS // 2], _activated(more_gate, more_up, kind, IN_PAIRS))
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -92,7 +89,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     gated_linear_kernel[(num_programs(x.device, 1),)](
         TensorDescriptor.from_tensor(x, [ROWS, DEPTH]),
         TensorDescriptor.from_tensor(weight.view(2, width, inner), [2, COLS, DEPTH]),
-        TensorDescriptor.from_tensor(out, [ROWS, COLS // 2]),
+        TensorDescriptor.from_tensor(out, [ROWS, COLS]),
         num_rows,
         width,
         inner,

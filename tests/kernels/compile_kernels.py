@@ -129,7 +129,7 @@ def gated_cases(capability: int) -> Iterator[Case]:
     """For Hopper alone."""
     tiles = gated_linear.ROWS, gated_linear.COLS, gated_linear.DEPTH
     rows, cols, depth = tiles
-    boxes = {"x": [rows, depth], "weight": [2, cols, depth], "out": [rows, cols // 2]}
+    boxes = {"x": [rows, depth], "weight": [2, cols, depth], "out": [rows, cols]}
     if capability >= 90:
         yield Case(
             gated_linear.gated_linear_kernel,
