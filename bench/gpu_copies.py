@@ -24,10 +24,9 @@ from dataclasses import asdict, dataclass
 import msgspec
 import numpy as np
 
-from bench.kv_pair import GpuCaches
+from bench.kv_pair import GpuCaches, llama_8b
 from bench.record import write_result
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cuda_driver import cuda_driver
 from kv_transfer.memory.devices import device_of
 
@@ -58,18 +57,6 @@ class Row:
     at_once: int
     gb_per_s: float
     cpu_us_per_copy: float
-
-
-def llama_8b(block_size: int) -> KVLayout:
-    return KVLayout(
-        model_hash="bench",
-        dtype="bfloat16",
-        num_layers=32,
-        num_kv_heads=8,
-        head_dim=128,
-        block_size=block_size,
-        tp_size=1,
-    )
 
 
 def work(job: Job) -> Answer:

@@ -47,6 +47,18 @@ class Case:
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
+def llama_8b(block_size: int) -> KVLayout:
+    return KVLayout(
+        model_hash="bench",
+        dtype="bfloat16",
+        num_layers=32,
+        num_kv_heads=8,
+        head_dim=128,
+        block_size=block_size,
+        tp_size=1,
+    )
+
+
 @dataclass(slots=True)
 class Prompt:
     """All that a connector reads of a request."""

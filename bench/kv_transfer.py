@@ -36,11 +36,10 @@ from pathlib import Path
 
 import matplotlib
 
-from bench.kv_pair import Caches, Case, HostCaches, KVPair, make_caches
+from bench.kv_pair import Caches, Case, HostCaches, KVPair, llama_8b, make_caches
 from bench.kv_turns import Row, Turn, measure, summarise
 from bench.raw_tcp import RawTcp
 from bench.record import RESULTS, write_result
-from kv_transfer.layout import KVLayout
 from tandem_wire.security_config import SecurityConfig
 
 matplotlib.use("Agg")
@@ -95,25 +94,15 @@ SWEEPS = {
 }  # fmt: skip
 
 
-def layout_of(case: Case) -> KVLayout:
-    return KVLayout(
-        model_hash="bench",
-        dtype="bfloat16",
-        num_layers=32,
-        num_kv_heads=8,
-        head_dim=128,
-        block_size=case.block_size,
-        tp_size=1,
-    )
-
-
 class RawPart:
     """Raw TCP between memory files of the size of the caches; these themselves when they are."""
 
     def __init__(self, caches: Caches, case: Case) -> None:
         self._is_own = not isinstance(caches, HostCaches)
         self._files = (
-            caches if isinstance(caches, HostCaches) else HostCaches(layout_of(case), case.tokens)
+            caches
+            if isinstance(caches, HostCaches)
+            else HostCaches(llama_8b(case.block_size), case.tokens)
         )
         self._chunk_bytes = case.chunk_bytes
         self._tcp = RawTcp(
@@ -174,7 +163,7 @@ def take_turns(
 
 def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]:
     gpus = tuple(args.gpus) if args.gpus else None
-    caches = make_caches(layout_of(case), case.tokens, gpus)
+    caches = make_caches(llama_8b(case.block_size), case.tokens, gpus)
     pairs: dict[str, KVPair] = {}
     raw = None
     try:

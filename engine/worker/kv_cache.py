@@ -72,7 +72,7 @@ def check_one_sequence_fits(
         f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}, "
         f"{format_bytes(num_blocks * block_bytes)}), but max_model_len is "
         f"{config.model.max_model_len}, which takes {needed} blocks "
-        f"({format_bytes(needed * block_bytes)}); {shorter}raise {_size_setting(config)}"
+        f"({format_bytes(needed * block_bytes)}); {shorter}raise {size_setting(config)}"
         + (f"; {budget}" if budget is not None else "")
     )
 
@@ -87,14 +87,15 @@ def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
     )
 
 
-def _size_setting(config: EngineConfig) -> str:
+def size_setting(config: EngineConfig) -> str:
+    """What decides how large the cache is, and how it is set."""
     cache = config.cache
     if cache.num_blocks is not None:
         return f"num_blocks (now {cache.num_blocks})"
     if cache.kv_cache_memory_bytes is not None:
         return f"kv_cache_memory_bytes (now {cache.kv_cache_memory_bytes})"
     if config.device.device == "cuda":
-        return f"gpu_memory_utilization (now {cache.gpu_memory_utilization})"
+        return f"gpu_memory_utilization (now {cache.gpu_memory_utilization:g})"
     return "kv_cache_memory_bytes (unset: a tenth of free memory)"
 
 

@@ -9,6 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CannotStartError
+from engine.worker.kv_cache import size_setting
 from engine.worker.memory import MemoryProfiler, format_bytes
 
 
@@ -52,12 +53,7 @@ def cure_of_largest_step(config: EngineConfig) -> str:
 
 def cure_of_full_cache(config: EngineConfig) -> str:
     """For what comes after the KV cache has taken its part."""
-    cache = config.cache
-    if cache.num_blocks is not None:
-        return f"lower num_blocks (now {cache.num_blocks})"
-    if cache.kv_cache_memory_bytes is not None:
-        return f"lower kv_cache_memory_bytes (now {cache.kv_cache_memory_bytes})"
-    return f"lower gpu_memory_utilization (now {cache.gpu_memory_utilization:g})"
+    return f"lower {size_setting(config)}"
 
 
 def cure_of_graphs(config: EngineConfig) -> str:

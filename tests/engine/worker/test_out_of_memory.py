@@ -65,6 +65,7 @@ def test_the_cure_is_what_set_the_size(make_config) -> None:
     by_bytes = make_config(num_blocks=None, kv_cache_memory_bytes=5000)
     assert "kv_cache_memory_bytes (now 5000)" in cure_of_full_cache(by_bytes)
     measured = make_config(num_blocks=None, gpu_memory_utilization=0.8)
+    measured = replace(measured, device=replace(measured.device, device="cuda"))
     assert "gpu_memory_utilization (now 0.8)" in cure_of_full_cache(measured)
     assert "enforce_eager" in cure_of_graphs(measured)
 
