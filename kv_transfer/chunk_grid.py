@@ -56,10 +56,15 @@ class ChunkGrid:
     def stripe(self, stream: int, num_streams: int) -> Iterator[int]:
         """Indices that stream `stream` of `num_streams` carries, in order."""
         stop_group = self.num_groups if self.first_block < self.num_blocks else self.first_group
+        groups = range(self.first_group, stop_group)
         for layer in range(self.num_layers):
-            start = self.index(layer, self.first_group)
-            first = start + (stream - start) % num_streams
-            yield from range(first, self.index(layer, stop_group), num_streams)
+            yield from self.striped(layer, groups, stream, num_streams)
+
+    def striped(self, layer: int, groups: range, share: int, num_shares: int) -> range:
+        """Of adjacent groups in a layer, the indices i with i % `num_shares` == `share`."""
+        start = self.index(layer, groups.start)
+        first = start + (share - start) % num_shares
+        return range(first, self.index(layer, groups.stop), num_shares)
 
 
 def blocks_per_chunk(chunk_bytes: int, block_bytes: int) -> int:

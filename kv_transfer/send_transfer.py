@@ -242,17 +242,14 @@ class SendTransfer:
         return tokens
 
     def _queue_ready(self, layer: int, num_tokens: int) -> None:
-        share, num_shares = self._share
-        stop_group = self._groups_within(num_tokens)
-        if stop_group <= self._next_group[layer]:
+        groups = range(self._next_group[layer], self._groups_within(num_tokens))
+        if not groups:
             return
-        start = self.grid.index(layer, self._next_group[layer])
-        first = start + (share - start) % num_shares
-        for index in range(first, self.grid.index(layer, stop_group), num_shares):
+        for index in self.grid.striped(layer, groups, *self._share):
             self._ready.append(self.grid.position(index))
             self.layer_times.ready(layer)
             self._wake_straight(index)
-        self._next_group[layer] = stop_group
+        self._next_group[layer] = groups.stop
 
     def _groups_within(self, num_tokens: int) -> int:
         """Leading groups that lie in so many leading tokens; the last one may be short."""
