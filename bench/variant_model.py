@@ -82,9 +82,9 @@ class VariantModel:
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths]) + num_cached
         metadata = self._metadata([n + num_cached for n in lengths], list(lengths))
         apart_from = backend.whole_prompts_from
-        is_apart = apart_from is not None and num_cached == 0
-        apart = tuple(n for n in lengths if is_apart and n >= (apart_from or 0))
-        metadata = replace(metadata, whole_prompt_lens=apart)
+        if apart_from is not None and num_cached == 0:
+            apart = tuple(n for n in lengths if n >= apart_from)
+            metadata = replace(metadata, whole_prompt_lens=apart)
         step = self._step(positions, metadata, backend)
         last = metadata.query_start_loc[1:].long() - 1
         return lambda: self.model.compute_logits(step().index_select(0, last))

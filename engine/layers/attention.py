@@ -32,8 +32,13 @@ class AttentionInputs:
     backend: AttentionBackend = OWN_ATTENTION
 
     @cached_property
+    def decodes(self) -> AttentionMetadata:
+        """Made once a step, where whole prompts are attended apart."""
+        return self.metadata.decodes()
+
+    @cached_property
     def behind_whole_prompts(self) -> AttentionMetadata:
-        """Made once a step."""
+        """Made once a step, likewise."""
         return self.metadata.behind_whole_prompts()
 
 
@@ -90,8 +95,7 @@ class Attention(nn.Module):
         num_decodes, end = metadata.num_decodes, metadata.whole_prompts_end
         if num_decodes > 0:
             q = heads[:num_decodes, : self.num_heads]
-            decodes = metadata.decodes()
-            attended[:num_decodes] = backend.paged(q, kv_cache, decodes, self.scale)
+            attended[:num_decodes] = backend.paged(q, kv_cache, inputs.decodes, self.scale)
         if end < len(heads):
             q = heads[end:, : self.num_heads]
             others = inputs.behind_whole_prompts
