@@ -19,7 +19,13 @@ from kv_transfer.metadata import KVPeer
 from tandem_pb import prefill_pb2
 from tandem_wire.trace_file import TraceFile
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
-from tests.prefill_node.prefill_fakes import TIMEOUT_S, ServedPrefill, served_prefill, until
+from tests.prefill_node.prefill_fakes import (
+    TIMEOUT_S,
+    FakePrompt,
+    ServedPrefill,
+    served_prefill,
+    until,
+)
 
 TRANSFER = "0123456789abcdef" * 2
 
@@ -42,6 +48,15 @@ def request(node: ServedPrefill, **fields: Any) -> prefill_pb2.PrefillRequest:
 async def read(call: Any) -> Any:
     async with asyncio.timeout(TIMEOUT_S):
         return await call.read()
+
+
+async def accepted(
+    node: ServedPrefill, metadata: Any = None, **fields: Any
+) -> tuple[Any, FakePrompt]:
+    """A call that was accepted, and the prompt as the engine has it."""
+    call = node.stub.Prefill(request(node, **fields), metadata=metadata)
+    assert (await read(call)).WhichOneof("event") == "accepted"
+    return call, await node.engine.added()
 
 
 async def refusal(node: ServedPrefill, **fields: Any) -> tuple[prefill_pb2.PrefillEvent, Any]:
@@ -91,9 +106,7 @@ async def test_the_usual_way() -> None:
 
 async def test_the_node_tells_which_prompts_it_has_computed() -> None:
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node, prefix_hash=77))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node, prefix_hash=77)
         assert node.status.prefixes_since(0) == ([], 0)
         node.engine.samples(prompt)
         await read(call)
@@ -103,9 +116,7 @@ async def test_the_node_tells_which_prompts_it_has_computed() -> None:
 
 async def test_no_logprobs_unless_asked_for() -> None:
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node)
         node.engine.samples(prompt)
         assert not (await read(call)).first_token.HasField("logprobs")
         call.cancel()
@@ -114,9 +125,7 @@ async def test_no_logprobs_unless_asked_for() -> None:
 @pytest.mark.parametrize("moment", ["accepted", "token", "done"])
 async def test_cancelling_aborts_at_any_moment(moment: str) -> None:
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node)
         if moment != "accepted":
             node.engine.samples(prompt)
             await read(call)
@@ -129,9 +138,7 @@ async def test_cancelling_aborts_at_any_moment(moment: str) -> None:
 
 async def test_one_token_alone_offers_no_kv() -> None:
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node, first_token_only=True))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node, first_token_only=True)
         assert prompt.request.kv_transfer_params is None
         node.engine.samples(prompt)
         assert (await read(call)).first_token.token_id == 42
@@ -144,9 +151,7 @@ async def test_one_token_alone_offers_no_kv() -> None:
 async def test_a_token_that_ends_the_answer_is_a_success(puller_leaves_first: bool) -> None:
     """The caller sees the end token too, and calls off whatever is on its way."""
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node)
         node.engine.samples(prompt, finish_reason="stop")
         await read(call)
         if puller_leaves_first:
@@ -159,9 +164,7 @@ async def test_a_token_that_ends_the_answer_is_a_success(puller_leaves_first: bo
 
 async def test_kv_that_nobody_takes_fails_the_call() -> None:
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node)
         node.engine.samples(prompt)
         await read(call)
         node.engine.kv_is_taken(prompt, ok=False)
@@ -174,9 +177,7 @@ async def test_kv_that_nobody_takes_fails_the_call() -> None:
 
 async def test_kv_that_is_not_wanted_any_more_has_not_failed() -> None:
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node)
         node.engine.samples(prompt)
         await read(call)
         node.engine.kv_is_taken(prompt, ok=False, is_called_off=True)
@@ -187,9 +188,7 @@ async def test_kv_that_is_not_wanted_any_more_has_not_failed() -> None:
 @pytest.mark.parametrize("has_token", [True, False])
 async def test_an_engine_that_dies_fails_open_calls(has_token: bool) -> None:
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node)
         if has_token:
             node.engine.samples(prompt)
             await read(call)
@@ -256,9 +255,7 @@ async def test_wrong_requests(fields: dict[str, Any]) -> None:
 
 async def test_stopping_in_the_end_fails_what_is_open() -> None:
     async with served_prefill() as node:
-        call = node.stub.Prefill(request(node))
-        await read(call)
-        await node.engine.added()
+        call, _ = await accepted(node)
         node.servicer.abort_all()
         assert (await read(call)).WhichOneof("event") == "failed"
         assert await read(call) is grpc.aio.EOF
@@ -299,11 +296,9 @@ async def test_resumed_output_is_sampled_behind_as_output() -> None:
     async with served_prefill() as node:
         sampling = SamplingParams(max_tokens=9, seed=5, min_tokens=3)
         tokens = [1, 2, 3, 7, 8]
-        call = node.stub.Prefill(
-            request(node, prompt_token_ids=tokens, num_resumed_tokens=2, sampling=sampling)
+        call, prompt = await accepted(
+            node, prompt_token_ids=tokens, num_resumed_tokens=2, sampling=sampling
         )
-        await read(call)
-        prompt = await node.engine.added()
         assert prompt.request.prompt_token_ids == tokens
         assert prompt.request.num_resumed_tokens == 2
         assert (prompt.request.sampling.max_tokens, prompt.request.sampling.min_tokens) == (3, 3)
@@ -326,9 +321,7 @@ async def test_the_trace_of_a_prompt_has_every_layer(tmp_path: Path) -> None:
     trace = "0af7651916cd43dd8448eb211c80319c"
     async with served_prefill(traces) as node:
         parent = f"00-{trace}-b7ad6b7169203331-01"
-        call = node.stub.Prefill(request(node), metadata=(("traceparent", parent),))
-        await read(call)
-        prompt = await node.engine.added()
+        call, prompt = await accepted(node, metadata=(("traceparent", parent),))
         node.engine.samples(prompt)
         await read(call)
         node.engine.kv_is_taken(prompt)

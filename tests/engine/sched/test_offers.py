@@ -14,11 +14,6 @@ from tests.engine.sched.remote_requests import finish, prompt
 from tests.engine.sched.step_machine import StepMachine
 
 
-@pytest.fixture
-def machine(request: pytest.FixtureRequest) -> StepMachine:
-    return StepMachine(make_config(), num_blocks=32, depth=2)
-
-
 def offered(name: str, length: int = 10) -> Request:
     tokens = prompt(length, ord(name[0]))
     return make_request(name, tokens, kv=remote_decode(f"t-{name}"), max_tokens=1)

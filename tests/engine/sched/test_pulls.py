@@ -14,11 +14,6 @@ from tests.engine.sched.remote_requests import add_and_ask, finish, prompt, pull
 from tests.engine.sched.step_machine import StepMachine
 
 
-@pytest.fixture
-def machine(request: pytest.FixtureRequest) -> StepMachine:
-    return StepMachine(make_config(), num_blocks=32, depth=2)
-
-
 @pytest.mark.parametrize("token_first", [True, False])
 def test_kv_and_first_token_in_either_order(machine: StepMachine, token_first: bool) -> None:
     client = add_and_ask(machine, pulled("a"))

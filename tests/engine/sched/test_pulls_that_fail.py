@@ -14,11 +14,6 @@ from tests.engine.sched.remote_requests import add_and_ask, finish, prompt, pull
 from tests.engine.sched.step_machine import StepMachine
 
 
-@pytest.fixture
-def machine(request: pytest.FixtureRequest) -> StepMachine:
-    return StepMachine(make_config(), num_blocks=32, depth=2)
-
-
 @pytest.mark.parametrize("has_part", [True, False])
 def test_a_failed_pull_is_reported_and_tried_again(machine: StepMachine, has_part: bool) -> None:
     """What came of it stays, if it is known to be complete."""
