@@ -62,21 +62,25 @@ def summary(answer: Any) -> tuple[Any, ...]:
 async def test_decode_nodes_that_die_freeze_and_stop_cost_no_token(
     cluster: Any, complete: Any, http: Any, expected: list[Any], router_metrics: Any
 ) -> None:
-    num_events = 0
+    num_events = num_begun = 0
     total = sum(answer.num_events for answer in expected)
     kill, freeze, drain = cluster.decodes
     frozen: list[int] = []
+    drained: list[int] = []
 
-    def on_event(_: int) -> None:
-        """Thirds of the way."""
-        nonlocal num_events
+    def on_event(nth: int) -> None:
+        """Thirds of the way. The last node goes when all answers have begun: they wait for another,
+        and a request that has not begun would be refused, if none has come back yet."""
+        nonlocal num_events, num_begun
         num_events += 1
+        num_begun += nth == 1
         if num_events == total // 6:
             os.kill(kill.pid, signal.SIGKILL)
         elif num_events == total // 3:
             frozen.append(freeze.pid)
             os.kill(freeze.pid, signal.SIGSTOP)
-        elif num_events == total // 2:
+        elif num_events >= total // 2 and num_begun == NUM_STREAMS and not drained:
+            drained.append(drain.pid)
             os.kill(drain.pid, signal.SIGTERM)
 
     try:
@@ -84,6 +88,7 @@ async def test_decode_nodes_that_die_freeze_and_stop_cost_no_token(
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
+    assert frozen and drained
     metrics = await router_metrics(http, cluster.url)
     assert metrics["tandem_router_migrations_total"] >= 3
     for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):

@@ -103,11 +103,19 @@ async def test_trickling_heads_are_closed_and_others_are_served(cluster: Cluster
     node = await cluster.decode(handler=TokenHandler())
     router = await cluster.router(node, header_timeout_s=0.5)
     silent, _ = await connect(router)
-    others = [await connect(router) for _ in range(50)]
+    first, *rest = b"GET /health HTTP/1.1\r\nhost: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+
+    async def begin() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """With a byte at once: who sends nothing for so long gets no answer."""
+        reader, writer = await connect(router)
+        writer.write(bytes([first]))
+        return reader, writer
+
+    others = [await begin() for _ in range(50)]
 
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         reading = asyncio.create_task(reader.read())
-        for byte in b"GET /health HTTP/1.1\r\nhost: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa":
+        for byte in rest:
             writer.write(bytes([byte]))
             if reading.done():
                 break
