@@ -38,14 +38,15 @@ def write_result(name: str, figures: Mapping[str, object] | Sequence[object]) ->
 
 def command_line() -> str:
     """How the benchmark was called, from the repository's root; keys are left out."""
-    module = Path(sys.argv[0]).stem
+    program = Path(sys.argv[0])
+    folder = "" if program.parent.name == "bench" else f"{program.parent.name}."
     arguments = list(sys.argv[1:])
     for index, word in enumerate(arguments):
         if word == "--api-key" and index + 1 < len(arguments):
             arguments[index + 1] = "…"
         elif word.startswith("--api-key="):
             arguments[index] = "--api-key=…"
-    return " ".join(["python", "-m", f"bench.{module}", *arguments])
+    return " ".join(["python", "-m", f"bench.{folder}{program.stem}", *arguments])
 
 
 def machine() -> dict[str, object]:

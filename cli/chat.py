@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cli.openai_client import ApiError, ChatStream, first_model
 from cli.timeline import timeline_table
-from engine.frontend.command_line import parse_settings
+from engine.node.command_line import parse_settings
 
 
 class ChatSettings(BaseSettings):

@@ -13,9 +13,9 @@ from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
 from cli.gpu_placement import placement_args
 from cli.supervisor import ServiceSpec
-from engine.frontend.settings import detect_device
+from edge.address import join_address
+from engine.node.settings import detect_device
 from kv_transfer.memory.cuda_driver import cuda_driver
-from tandem_wire.address import join_address
 
 _LOWEST_PORT = 10_000
 _held: list[int] = []

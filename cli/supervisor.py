@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.host.child_process import die_with_parent
+from host.child_process import die_with_parent
 
 _LAST_WORDS = 25
 _STOP_TIMEOUT_S = 20.0

@@ -21,7 +21,7 @@ from rich.console import Console
 from cli.cluster import UpSettings, cluster_specs
 from cli.display import ClusterDisplay
 from cli.supervisor import ServiceFailed, Supervisor
-from engine.frontend.command_line import parse_settings
+from engine.node.command_line import parse_settings
 from kv_transfer.memory.device import DeviceError
 
 _ROUTABLE_POLL_S = 0.05

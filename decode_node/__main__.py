@@ -8,13 +8,13 @@ import uvloop
 
 from decode_node.config import DecodeNodeSettings
 from decode_node.server import serve
+from edge.security.config import SecurityError
 from engine.errors import EngineDeadError
-from engine.frontend.node_grpc import PortInUse
-from engine.frontend.node_process import setup_logging
-from engine.frontend.settings import SettingsError
 from engine.frontend.tokenizer import TokenizerError
 from engine.models.checkpoint import CheckpointError
-from tandem_wire.security_config import SecurityError
+from engine.node.grpc_server import PortInUse
+from engine.node.process import setup_logging
+from engine.node.settings import SettingsError
 
 
 def main() -> int:

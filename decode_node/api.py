@@ -31,9 +31,9 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.protocol import BodyT, ChatCompletionRequest, CompletionRequest, parse_body
 from decode_node.responses import Model, ModelList
 from decode_node.serving import OpenAIServing, RequestContext
+from edge.tracing.context import TraceContext
 from engine.config import ModelConfig
-from engine.frontend.node_http import METRICS_TYPE
-from tandem_wire.trace_context import TraceContext
+from engine.node.http_server import METRICS_TYPE
 
 logger = logging.getLogger(__name__)
 

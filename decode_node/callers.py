@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 
 from decode_node.errors import PermissionDenied, Unauthorized
-from tandem_wire.credentials import CallerRefused, Credentials
-from tandem_wire.security_config import Role
+from edge.security.config import Role
+from edge.security.credentials import CallerRefused, Credentials
 
 _ROUTERS = frozenset({Role.ROUTER})
 

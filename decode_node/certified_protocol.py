@@ -6,7 +6,7 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tandem_wire.tls_files import certificate_names
+from edge.security.tls_files import certificate_names
 
 NAMES = "certificate_names"
 """In the state of each request: DNS names, or None."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
-from engine.frontend.settings import EngineSettings
+from engine.node.settings import EngineSettings
 
 
 class DecodeNodeSettings(EngineSettings):

@@ -10,8 +10,9 @@ from decode_node.generation import Choice
 from decode_node.proxy import DisaggProxy
 from decode_node.request_spans import spans_of
 from decode_node.timeline import RequestRecord
+from edge.tracing.file import TraceFile
 from engine.config import EngineConfig
-from engine.frontend.engine_metrics import (
+from engine.node.metrics import (
     ITL_BUCKETS,
     LABELS,
     LATENCY_BUCKETS,
@@ -19,7 +20,6 @@ from engine.frontend.engine_metrics import (
     TTFT_BUCKETS,
     metric_labels,
 )
-from tandem_wire.trace_file import TraceFile
 
 _GB_PER_S_BUCKETS = (
     0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0

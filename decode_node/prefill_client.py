@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 import grpc
 
+from edge.security.config import PlaintextRefused, Role
+from edge.security.credentials import Credentials
+from edge.security.renewed_channel import RenewedChannel
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.wire import (
     logprobs_from_message,
@@ -27,12 +30,9 @@ from engine.frontend.wire import (
 )
 from engine.outputs import PromptLogprobs, TokenLogprobs
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
+from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
-from tandem_wire.credentials import Credentials
-from tandem_wire.renewed_channel import RenewedChannel
-from tandem_wire.security_config import PlaintextRefused, Role
 
 _CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),

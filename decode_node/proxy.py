@@ -33,8 +33,8 @@ from decode_node.remote_prefill import (
 )
 from decode_node.timeline import RequestRecord
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.open_requests import OpenRequests
 from engine.frontend.output_processor import OutputStream, RequestOutput
+from engine.node.open_requests import OpenRequests
 from engine.outputs import SchedulerStats
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from decode_node.timeline import RequestRecord
-from tandem_wire.trace_file import Span
+from edge.tracing.file import Span
 
 
 def spans_of(record: RequestRecord) -> list[Span]:

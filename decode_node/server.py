@@ -29,19 +29,19 @@ from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
 from decode_node.serving import OpenAIServing
+from edge.address import join_address
+from edge.security.certificate_metrics import CertificateCollector
+from edge.security.credentials import Credentials
+from edge.security.tls_http import TlsConfig
+from edge.tracing.file import TraceFile
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.engine_metrics import EngineCollector
-from engine.frontend.node_grpc import NodeGrpcServer
-from engine.frontend.node_http import HttpServer, ProbeServer, listen
-from engine.frontend.node_process import StopSignal, emit_ready, start_engine
-from engine.frontend.node_status import NodeStatus
 from engine.frontend.tokenizer import Tokenizer
+from engine.node.grpc_server import NodeGrpcServer
+from engine.node.http_server import HttpServer, ProbeServer, listen
+from engine.node.metrics import EngineCollector
+from engine.node.process import StopSignal, emit_ready, start_engine
+from engine.node.status import NodeStatus
 from tandem_pb import node_pb2
-from tandem_wire.address import join_address
-from tandem_wire.certificate_metrics import CertificateCollector
-from tandem_wire.credentials import Credentials
-from tandem_wire.tls_http import TlsConfig
-from tandem_wire.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 

@@ -28,12 +28,12 @@ from decode_node.proxy import DisaggProxy
 from decode_node.response_format import ChatFormat, CompletionFormat, FormatOptions, ResponseFormat
 from decode_node.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.timeline import RequestRecord
+from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplateError
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, InvalidRequest
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
-from tandem_wire.trace_context import TraceContext
 
 _LONG_TEXT = 16_384
 """Characters from which tokenising has a thread of its own."""

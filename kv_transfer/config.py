@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem_wire.security_config import SecurityConfig
+from edge.security.config import SecurityConfig
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 PullTransportName = Literal["h2", "grpcio"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.host.process_host import ProcessHost
 from kv_transfer.layout import KVLayout
 
 
@@ -26,7 +26,7 @@ def create_scheduler_connector(
     Raises:
         KVTransferError: A transfer process did not start; says which and why.
     """
-    from kv_transfer.scheduler import GrpcConnectorScheduler
+    from kv_transfer.control.scheduler import GrpcConnectorScheduler
 
     return GrpcConnectorScheduler(config, engine_id, epoch, layout, handles, hosts)
 
@@ -39,6 +39,6 @@ def create_worker_connector(
         from kv_transfer.no_connector import NoConnectorWorker
 
         return NoConnectorWorker(rank)
-    from kv_transfer.worker import GrpcConnectorWorker
+    from kv_transfer.producer.worker import GrpcConnectorWorker
 
     return GrpcConnectorWorker(config, engine_id, rank)

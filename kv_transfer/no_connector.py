@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
-from kv_transfer.cache_handle import handle_of_tensors
+from kv_transfer.memory.cache_handle import handle_of_tensors
 from kv_transfer.metadata import KVConnectorMetadata
 
 

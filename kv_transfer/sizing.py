@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kv_transfer.host.network import Network
+from host.network import Network
 
 MOST_PROCESSES = 4
 """Of a rank, when nobody asks for more."""

@@ -6,15 +6,15 @@ import sys
 
 import uvloop
 
+from edge.security.config import SecurityError
 from engine.errors import EngineDeadError
-from engine.frontend.node_grpc import PortInUse
-from engine.frontend.node_process import setup_logging
-from engine.frontend.settings import SettingsError
 from engine.frontend.tokenizer import TokenizerError
 from engine.models.checkpoint import CheckpointError
+from engine.node.grpc_server import PortInUse
+from engine.node.process import setup_logging
+from engine.node.settings import SettingsError
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.server import serve
-from tandem_wire.security_config import SecurityError
 
 
 def main() -> int:

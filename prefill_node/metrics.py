@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from engine.config import EngineConfig
-from engine.frontend.engine_metrics import (
+from engine.node.metrics import (
     ITL_BUCKETS,
     LABELS,
     LATENCY_BUCKETS,

@@ -9,8 +9,8 @@ A layer is saved from when it was computed until all of its KV had left the bloc
 
 from __future__ import annotations
 
+from edge.tracing.file import Span
 from kv_transfer.metadata import TransferStats
-from tandem_wire.trace_file import Span
 
 
 def spans_of(

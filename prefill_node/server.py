@@ -12,20 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from edge.address import join_address
+from edge.security.certificate_metrics import CertificateCollector
+from edge.security.credentials import Credentials
+from edge.tracing.file import TraceFile
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.engine_metrics import EngineCollector
-from engine.frontend.node_grpc import NodeGrpcServer
-from engine.frontend.node_http import ProbeServer
-from engine.frontend.node_process import StopSignal, emit_ready, start_engine
-from engine.frontend.node_status import NodeStatus
+from engine.node.grpc_server import NodeGrpcServer
+from engine.node.http_server import ProbeServer
+from engine.node.metrics import EngineCollector
+from engine.node.process import StopSignal, emit_ready, start_engine
+from engine.node.status import NodeStatus
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
-from tandem_wire.address import join_address
-from tandem_wire.certificate_metrics import CertificateCollector
-from tandem_wire.credentials import Credentials
-from tandem_wire.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,9 @@ from typing import Protocol
 import grpc
 import msgspec
 
+from edge.security.config import Role
+from edge.tracing.context import TraceContext
+from edge.tracing.file import TraceFile
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import (
@@ -33,8 +36,6 @@ from engine.frontend.input_processor import (
     InvalidRequest,
     check_sampling,
 )
-from engine.frontend.node_status import NodeStatus
-from engine.frontend.open_requests import OpenRequests
 from engine.frontend.output_processor import OutputStream, RequestOutput
 from engine.frontend.wire import (
     logprobs_to_message,
@@ -42,17 +43,16 @@ from engine.frontend.wire import (
     sampling_from_message,
 )
 from engine.messages import EngineReady, KVTransferResult
+from engine.node.open_requests import OpenRequests
+from engine.node.status import NodeStatus
 from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
+from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.prompt_spans import spans_of
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
-from tandem_wire.security_config import Role
-from tandem_wire.trace_context import TraceContext
-from tandem_wire.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ import sys
 import uvloop
 from pydantic import ValidationError
 
-from router.api_keys import ApiKeys
+from edge.security.config import SecurityError
 from router.config import RouterSettings
+from router.edge.api_keys import ApiKeys
 from router.errors import ConfigurationError
 from router.garbage import settle
-from router.node_address import NodeRole, parse_node_list
+from router.nodes.address import NodeRole, parse_node_list
 from router.server import RouterServer, bind, configure_logging, https_files
-from tandem_wire.security_config import SecurityError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,42 +23,42 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan
 
-from router.admin_api import admin_routes, probe_routes, readiness
+from edge.security.certificate_metrics import CertificateCollector
+from edge.security.credentials import Credentials
+from edge.tracing.file import TraceFile
 from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.gate_metrics import GateCollector
-from router.api import PROXIED_PATHS, ProxyEndpoint, model_routes
-from router.api_keys import ApiKeyGate, ApiKeys
-from router.attempts import Attempts
-from router.client_connection import request_headers, request_id
-from router.closing_connections import ClosingConnections
 from router.config import RouterSettings
-from router.decision_log import DecisionLog
-from router.discovery import Discovery, Resolver, Watcher, resolve_host
+from router.edge.admin_api import admin_routes, probe_routes, readiness
+from router.edge.api import PROXIED_PATHS, ProxyEndpoint, model_routes
+from router.edge.api_keys import ApiKeyGate, ApiKeys
+from router.edge.client_connection import request_headers, request_id
+from router.edge.closing_connections import ClosingConnections
 from router.errors import RouterError, error_body
-from router.forward import Forwarder
-from router.health import EjectionPolicy
 from router.kubernetes.api_client import EndpointSliceApi, KubernetesAccess
 from router.kubernetes.endpoint_slices import Endpoints
 from router.kubernetes.slice_watch import SliceWatch
-from router.load_monitor import LoadMonitor
-from router.metrics import RouterMetrics
-from router.migration import Migrations
-from router.models_catalog import ModelCatalog
-from router.node import Patience
-from router.node_address import NodeRole, parse_node_list
-from router.node_registry import NodeRegistry
+from router.nodes.address import NodeRole, parse_node_list
+from router.nodes.discovery import Discovery, Resolver, Watcher, resolve_host
+from router.nodes.health import EjectionPolicy
+from router.nodes.load_monitor import LoadMonitor
+from router.nodes.models_catalog import ModelCatalog
+from router.nodes.node import Patience
+from router.nodes.registry import NodeRegistry
+from router.nodes.transport import HttpTransport, Transport
+from router.observe.decision_log import DecisionLog
+from router.observe.metrics import RouterMetrics
+from router.observe.status_page import RouterView
+from router.observe.traffic_meter import TrafficMeter
 from router.placement.base_policy import BasePolicy
 from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.tandem_policy import TandemParameters
-from router.retry_budget import RetryBudget
-from router.silence_watch import SilenceWatch
-from router.status_page import RouterView
-from router.tenants import ANYONE
-from router.traffic_meter import TrafficMeter
-from router.transport import HttpTransport, Transport
-from tandem_wire.certificate_metrics import CertificateCollector
-from tandem_wire.credentials import Credentials
-from tandem_wire.trace_file import TraceFile
+from router.relay.attempts import Attempts
+from router.relay.forward import Forwarder
+from router.relay.migration import Migrations
+from router.relay.retry_budget import RetryBudget
+from router.relay.silence_watch import SilenceWatch
+from router.request.tenants import ANYONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

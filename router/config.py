@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from tandem_wire.security_settings import SecuritySettings
+from edge.security.settings import SecuritySettings
 
 
 class RouterSettings(SecuritySettings):

@@ -22,13 +22,13 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from edge.address import join_address
+from edge.security.tls_files import TlsFiles
+from edge.security.tls_http import TlsConfig
 from router.app import OuterWorld, Services, create_admin_app, create_app
 from router.config import RouterSettings
+from router.edge.guarded_protocol import ConnectionLimits, guarded_protocol
 from router.errors import ConfigurationError
-from router.guarded_protocol import ConnectionLimits, guarded_protocol
-from tandem_wire.address import join_address
-from tandem_wire.tls_files import TlsFiles
-from tandem_wire.tls_http import TlsConfig
 
 logger = logging.getLogger(__name__)
 

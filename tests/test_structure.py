@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 RANKS = {
     "tandem_pb": 0,
-    "tandem_wire": 0,
+    "edge": 0,
+    "host": 0,
     "tandem_kernels": 0,
     "kv_transfer": 1,
     "engine": 2,
@@ -30,7 +31,6 @@ RANKS = {
 }
 SOURCE_ROOTS = {
     "tandem_pb": ROOT / "proto",
-    "tandem_wire": ROOT / "proto",
     "tandem_kernels": ROOT / "kernels",
 }
 
@@ -46,17 +46,18 @@ ENGINE_ORDER = [
     {"executor"},
     {"core"},
     {"frontend"},
+    {"node"},
 ]
 
 TORCH_FREE = [
-    "tandem_wire",
+    "edge",
+    "host",
     "router",
     "prefill_node",
     "decode_node",
     "cli",
-    "kv_transfer.host",
     "kv_transfer.memory",
-    "kv_transfer.process",
+    "kv_transfer.control",
     "kv_transfer.base",
     "kv_transfer.metadata",
     "kv_transfer.layout",
@@ -72,6 +73,7 @@ TORCH_FREE = [
     "engine.sched",
     "engine.core",
     "engine.frontend",
+    "engine.node",
     "engine.models.checkpoint",
 ]
 
@@ -160,7 +162,7 @@ def test_router_knows_only_the_wire() -> None:
     for module in modules():
         if module.startswith("router"):
             packages = {name.partition(".")[0] for name in project_imports(module)}
-            assert packages <= {"router", "tandem_pb", "tandem_wire"}, module
+            assert packages <= {"router", "tandem_pb", "edge"}, module
             assert not library_imports(module) & LIBRARIES_ROUTER_MAY_NOT_USE, module
 
 
@@ -307,7 +309,7 @@ def test_services_open_ports_and_connections_in_one_place() -> None:
         for module, path in modules().items()
         if any(word in path.read_text(encoding="utf-8") for word in words)
     ]
-    assert wrong == ["tandem_wire.credentials"]
+    assert wrong == ["edge.security.credentials"]
 
 
 def test_every_kernel_has_a_reference_and_a_test() -> None:
@@ -334,7 +336,7 @@ def test_every_kernel_has_a_reference_and_a_test() -> None:
 
 def test_environment_is_read_only_by_settings() -> None:
     """Every setting has one definition; a stray os.environ would be a second."""
-    allowed = {"kv_transfer.host.child_process"}
+    allowed = {"host.child_process"}
     wrong = [
         module
         for module, path in modules().items()

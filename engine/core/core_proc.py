@@ -36,9 +36,9 @@ from engine.messages import (
     ToEngineCore,
 )
 from engine.outputs import SchedulerStats
-from kv_transfer.host.child_process import read_config
-from kv_transfer.host.local_socket import connect_socket
-from kv_transfer.host.termination import termination_fd
+from host.child_process import read_config
+from host.local_socket import connect_socket
+from host.termination import termination_fd
 
 _STATS_INTERVAL_S = 0.1
 """While busy. An engine that becomes idle reports at once."""

@@ -18,8 +18,8 @@ import zmq
 
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
+from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.host.process_host import ProcessHost
 
 ReportProgress = Callable[[str, float], None]
 """(stage, fraction in 0..1)"""

@@ -6,7 +6,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
-from kv_transfer.host.local_socket import Context
+from host.local_socket import Context
 
 
 def create_executor(config: EngineConfig, context: Context) -> Executor:

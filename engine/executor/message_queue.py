@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from engine.executor.shm_broadcast import Place, RingError, RingHandle, ShmRingBuffer
-from kv_transfer.host.local_socket import Context, bind_socket, connect_socket
+from host.local_socket import Context, bind_socket, connect_socket
 
 _LIVENESS_INTERVAL_S = 1.0
 _SPIN_S = 50e-6

@@ -9,8 +9,8 @@ from engine.executor.abstract import ReportProgress
 from engine.executor.message_queue import MessageQueueWriter
 from engine.executor.process_executor import ProcessExecutor, log_level
 from engine.executor.worker_messages import WorkerProcConfig
-from kv_transfer.host.local_socket import Context
-from kv_transfer.host.process_host import LocalHost, ProcessHost
+from host.local_socket import Context
+from host.process_host import LocalHost, ProcessHost
 
 
 class MultiprocExecutor(ProcessExecutor):

@@ -44,9 +44,9 @@ from engine.executor.worker_messages import (
 )
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
-from kv_transfer.host.child_process import HostedProcess, ipc_address, stop_all
-from kv_transfer.host.local_socket import Context, bind_socket
-from kv_transfer.host.process_host import ProcessHost
+from host.child_process import HostedProcess, ipc_address, stop_all
+from host.local_socket import Context, bind_socket
+from host.process_host import ProcessHost
 
 _WORKER_MODULE = "engine.executor.worker_proc"
 _STOP_TIMEOUT_S = 5.0

@@ -32,7 +32,7 @@ from engine.config import Device, ParallelConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
 from engine.executor.ray_host import HostFacts, RankActor, RayHost
-from kv_transfer.host.secure_socket import HostLink, LinkKey
+from host.secure_socket import HostLink, LinkKey
 
 _CONNECT_TIMEOUT_S = 5.0
 _ACTOR_TIMEOUT_S = 120.0

@@ -28,9 +28,9 @@ from engine.executor.ray_cluster import RayCluster
 from engine.executor.ray_host import RayHost, describe
 from engine.executor.remote_queue import RemoteQueueWriter
 from engine.executor.worker_messages import WorkerProcConfig
-from kv_transfer.host.local_socket import Context
-from kv_transfer.host.process_host import ProcessHost
-from kv_transfer.host.secure_socket import LinkKey, listen
+from host.local_socket import Context
+from host.process_host import ProcessHost
+from host.secure_socket import LinkKey, listen
 
 
 class RayExecutor(ProcessExecutor):

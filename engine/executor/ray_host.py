@@ -9,7 +9,7 @@
 
 An actor does nothing but start, watch and end children: the worker itself, and the transfer
 processes that map its memory. They end with it, since the kernel ends children with their parent
-(`kv_transfer.host.child_process`). Ray carries no step, no token and no KV.
+(`host.child_process`). Ray carries no step, no token and no KV.
 
 Ray pickles what it carries. Here that is text, numbers and bytes, nothing else.
 """
@@ -30,8 +30,8 @@ import msgspec
 import ray
 from ray.actor import ActorHandle
 
-from kv_transfer.host.child_process import ChildProcess, HostedProcess, describe_exit
-from kv_transfer.host.secure_socket import HostLink
+from host.child_process import ChildProcess, HostedProcess, describe_exit
+from host.secure_socket import HostLink
 
 _NAMESPACES = ("pid", "net", "user")
 _KILL_TIMEOUT_S = 5.0

@@ -25,8 +25,8 @@ from enum import IntEnum
 
 import msgspec
 
-from kv_transfer.host.futex import FutexWord
-from kv_transfer.host.memory_file import MemoryFile
+from host.futex import FutexWord
+from host.memory_file import MemoryFile
 
 _LINE_BYTES = 64
 _SLOT_HEADER_BYTES = 32

@@ -9,8 +9,8 @@ from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
+from host.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.host.secure_socket import HostLink
 
 
 class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):

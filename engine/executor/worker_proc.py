@@ -39,9 +39,9 @@ from engine.executor.worker_messages import (
 )
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
-from kv_transfer.host.child_process import read_config
-from kv_transfer.host.local_socket import Context, connect_socket
-from kv_transfer.host.secure_socket import connect_secure
+from host.child_process import read_config
+from host.local_socket import Context, connect_socket
+from host.secure_socket import connect_secure
 
 logger = logging.getLogger(__name__)
 

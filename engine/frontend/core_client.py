@@ -18,8 +18,8 @@ import zmq
 from engine.config import EngineConfig
 from engine.core.core_config import CORE_MODULE, CoreProcConfig
 from engine.messages import EngineDead, FromEngineCore, ShutdownEngine, ToEngineCore
-from kv_transfer.host.child_process import ChildProcess, ipc_address
-from kv_transfer.host.local_socket import bind_socket
+from host.child_process import ChildProcess, ipc_address
+from host.local_socket import bind_socket
 
 _LAST_WORDS_S = 0.3
 """A process that has ended may have said why, and the message may still be on its way."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from kv_transfer.metadata import KVTransferParams
-from tandem_wire.trace_context import TraceContext
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256

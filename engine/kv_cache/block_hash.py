@@ -5,8 +5,8 @@ tokens and all tokens before them are equal. The chain starts from the extra key
 so tenants with different salts never share a block.
 
 SHA-256 and not a faster hash: whoever could craft two prompts with equal hashes could be served
-another tenant's KV, and beside packing the tokens the difference is small (bench/scheduler.py
-reports both).
+another tenant's KV, and beside packing the tokens the difference is small
+(bench/engine/scheduler.py reports both).
 """
 
 from __future__ import annotations

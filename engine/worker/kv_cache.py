@@ -20,8 +20,8 @@ from engine.errors import CannotStartError
 from engine.kv_cache.interface import KVCacheSpec
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
+from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.host.memory_file import MemoryFile
 
 _NO_FILE = -1
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.host.memory_file import MemoryFile
 from kv_transfer.memory.copy_stream import CopyStream, HostCopyStream
 from kv_transfer.memory.device import Mapping, MemoryDevice
 

@@ -25,7 +25,7 @@ import numpy as np
 from kv_transfer.errors import StagingFull
 from kv_transfer.memory.copy_queue import CopyQueue
 from kv_transfer.memory.device import MemoryDevice
-from kv_transfer.staging import ByteArray, StagedChunk, StagingPool
+from kv_transfer.memory.staging import ByteArray, StagedChunk, StagingPool
 
 
 class Inbox:

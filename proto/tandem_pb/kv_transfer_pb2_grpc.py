@@ -60,7 +60,7 @@ class KVTransferServicer(object):
         """The puller has everything, or wants nothing more: staged KV is dropped.
         PullKV(PullRequest) returns a stream of raw chunks. It is registered by hand without a
         response serializer, so that no protobuf stands around the payload: see
-        kv_transfer/wire.py for the chunk header.
+        kv_transfer/wire/chunk.py for the chunk header.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

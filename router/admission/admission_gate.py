@@ -23,9 +23,9 @@ from router.admission.retry_after import RetryAfter
 from router.admission.tenant_limits import TenantLimits
 from router.admission.waiting_line import Waiting, WaitingLine
 from router.errors import Overloaded, RateLimited
-from router.policy import Placement
-from router.request_info import RequestInfo
-from router.tenants import Priority
+from router.placement.policy import Placement
+from router.request.info import RequestInfo
+from router.request.tenants import Priority
 
 _SLACK = 1.2
 _SMOOTHING = 0.05

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from router.admission.retry_after import RetryAfter
 from router.admission.token_bucket import TokenBucket
 from router.errors import RateLimited
-from router.request_info import RequestInfo
-from router.tenants import Tenant
+from router.request.info import RequestInfo
+from router.request.tenants import Tenant
 
 _BURST_S = 10.0
 _DEFAULT_ANSWER = 400

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from router.admission.admission_gate import AdmissionGate
-from router.policy import Placement
-from router.request_info import RequestInfo
+from router.placement.policy import Placement
+from router.request.info import RequestInfo
 
 
 class Ticket:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.admission.tenant_limits import token_cost
-from router.request_info import RequestInfo
+from router.request.info import RequestInfo
 
 
 @dataclass(slots=True, eq=False)

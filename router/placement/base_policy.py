@@ -12,14 +12,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from router.errors import ModelNotFound, NoNodeAvailable
-from router.node import Node, NodeState
-from router.node_address import NodeRole
-from router.node_registry import NodeRegistry
+from router.nodes.address import NodeRole
+from router.nodes.node import Node, NodeState
+from router.nodes.registry import NodeRegistry
 from router.placement.decode_choice import DecodeChoice, OutputLengths, without
 from router.placement.node_pool import NodeGroup, NodePool
-from router.policy import Placement, PrefillChoice
-from router.prefill_outcome import PrefillOutcome
-from router.request_info import RequestInfo
+from router.placement.policy import Placement, PrefillChoice
+from router.placement.prefill_outcome import PrefillOutcome
+from router.request.info import RequestInfo
 
 logger = logging.getLogger(__name__)
 

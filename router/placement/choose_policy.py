@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from enum import StrEnum
 
-from router.node_registry import NodeRegistry
+from router.nodes.registry import NodeRegistry
 from router.placement.base_policy import BasePolicy
 from router.placement.simple_policies import LeastLoadedPolicy, RoundRobinPolicy, StickyPolicy
 from router.placement.tandem_policy import TandemParameters, TandemPolicy

@@ -15,9 +15,9 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from router.node import Node
+from router.nodes.node import Node
 from router.placement.prefill_candidates import accepting
-from router.request_info import RequestInfo
+from router.request.info import RequestInfo
 
 _MANY_NODES = 32
 _TOKENS_PER_SEQUENCE = 1000

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.node import Node
+from router.nodes.node import Node
 
 _DISTURBANCE = 1.3
 """A prompt takes so much longer between decode steps."""

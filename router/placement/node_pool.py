@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from router.node import Node
-from router.node_address import NodeRole
-from router.node_registry import NodeRegistry
-from router.session import Rendezvous
+from router.nodes.address import NodeRole
+from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
+from router.nodes.session import Rendezvous
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from heapq import nsmallest
 from operator import attrgetter
 
-from router.node import Node
+from router.nodes.node import Node
 from router.placement.node_pool import NodeGroup
 from router.placement.prefix_index import PrefixMatch
 

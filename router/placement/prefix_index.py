@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from router.node import Node
+from router.nodes.node import Node
 
 _MAX_ENDS = 1000
 """Of each node: more prompts than a cache of some millions of tokens holds."""

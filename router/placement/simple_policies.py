@@ -11,12 +11,12 @@ import itertools
 from heapq import nsmallest
 from operator import attrgetter
 
-from router.node import Node
+from router.nodes.node import Node
 from router.placement.base_policy import BasePolicy, RankedPrefills
 from router.placement.node_pool import NodeGroup
+from router.placement.policy import PrefillChoice
 from router.placement.prefill_candidates import accepting
-from router.policy import PrefillChoice
-from router.request_info import RequestInfo
+from router.request.info import RequestInfo
 
 
 class RoundRobinPolicy(BasePolicy):

@@ -15,20 +15,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.node import Node
-from router.node_address import NodeRole
-from router.node_registry import NodeRegistry
+from router.nodes.address import NodeRole
+from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
 from router.placement.base_policy import BasePolicy, RankedPrefills
 from router.placement.local_prefill import LocalPrefillRule
 from router.placement.node_pool import NodeGroup
+from router.placement.policy import Placement, PrefillChoice
 from router.placement.prefill_candidates import prefill_candidates
+from router.placement.prefill_outcome import PrefillOutcome
 from router.placement.prefix_index import PrefixIndex, PrefixMatch
 from router.placement.service_time import ServiceTimeFit
 from router.placement.spill import MARGINS, SpillRule
 from router.placement.ttft_estimate import TtftEstimator
-from router.policy import Placement, PrefillChoice
-from router.prefill_outcome import PrefillOutcome
-from router.request_info import RequestInfo
+from router.request.info import RequestInfo
 
 _KNOWN_PREFIX = 0.25
 """A request that finds so much of its prompt cached counts as a later turn."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from router.node import Node
+from router.nodes.node import Node
 from router.placement.service_time import ServiceTimeFit
 
 _FRESH_S = 1.0

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import record
-from bench.openai_stream import Outcome
-from bench.prompts import Conversation, PromptStyle
-from bench.serving import parse_arguments, run
-from bench.serving_report import Slo, Span, distribution_ms, percentile, plot, summarize
+from bench.serving.load import parse_arguments, run
+from bench.serving.openai_stream import Outcome
+from bench.serving.prompts import Conversation, PromptStyle
+from bench.serving.report import Slo, Span, distribution_ms, percentile, plot, summarize
 from bench.workload import PRESETS, Preset, Quantiles, Session, Turn, exactly, sessions
-from tests.router.router_fakes import FakeDecodeNode, break_after, open_stream
+from tests.router.fakes import FakeDecodeNode, break_after, open_stream
 
 SLO = Slo(ttft_ms=150, tpot_ms=20)
 
@@ -227,11 +227,13 @@ def test_results_are_written_with_their_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setattr("sys.argv", ["bench/serving.py", "--api-key", "secret", "--rates", "1"])
+    monkeypatch.setattr(
+        "sys.argv", ["bench/serving/load.py", "--api-key", "secret", "--rates", "1"]
+    )
     path = record.write_result("x", {"a": 1})
     written = json.loads(path.read_text())
     assert written["figures"] == {"a": 1}
-    assert written["command"] == "python -m bench.serving --api-key … --rates 1"
+    assert written["command"] == "python -m bench.serving.load --api-key … --rates 1"
     assert written["machine"]["cores"] >= 1
     assert "secret" not in path.read_text()
 

@@ -23,10 +23,10 @@ from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
 from decode_node.server import create_metrics, create_node_app, read_api_keys
+from edge.security.credentials import Credentials
 from engine.frontend.chat_template import ChatTemplate
-from engine.frontend.node_http import HttpServer, listen
 from engine.frontend.tokenizer import Tokenizer
-from tandem_wire.credentials import Credentials
+from engine.node.http_server import HttpServer, listen
 from tests.decode_node.decode_fakes import TIMEOUT_S, FakeEngine, FakePrefillNodes
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.engine.frontend.small_tokenizers import byte_level_backend

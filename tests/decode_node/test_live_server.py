@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from engine.frontend.node_grpc import PortInUse
-from engine.frontend.node_http import listen
+from engine.node.grpc_server import PortInUse
+from engine.node.http_server import listen
 from tests.decode_node.decode_fakes import token_at, until
 from tests.decode_node.http_node import MODEL, http_node, live
 

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from decode_node.prefill_client import FirstToken, KVTaken, PrefillClient, PrefillError
+from edge.security.credentials import Credentials
+from edge.tracing.context import TraceContext
 from engine.frontend.input_processor import GenerationRequest
 from engine.sampling_params import SamplingParams
-from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer, KVTransferParams
+from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import node_pb2, prefill_pb2, prefill_pb2_grpc
-from tandem_wire.credentials import Credentials
-from tandem_wire.trace_context import TraceContext
 from tests.decode_node.decode_fakes import kv_peer, until
 from tests.engine.core.tiny_engine import tiny_config
 

@@ -13,9 +13,9 @@ import pytest
 from decode_node.metrics import DecodeMetrics
 from decode_node.request_spans import spans_of
 from decode_node.timeline import RequestRecord
+from edge.tracing.context import TraceContext
+from edge.tracing.file import Span, TraceFile
 from kv_transfer.metadata import TransferStats
-from tandem_wire.trace_context import TraceContext
-from tandem_wire.trace_file import Span, TraceFile
 from tests.decode_node.http_node import http_node
 from tests.engine.core.tiny_engine import tiny_config
 

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from bench.node_metrics import held, read_metrics
+from bench.serving.node_metrics import held, read_metrics
 from cli.cluster import free_ports
 from cli.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
 from tests.processes import descendants, find_processes, is_alive

@@ -21,9 +21,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from engine.frontend.settings import EngineSettings
-from kv_transfer.handshake import peer_to_proto
+from engine.node.settings import EngineSettings
 from kv_transfer.metadata import KVPeer
+from kv_transfer.wire.handshake import peer_to_proto
 from tandem_pb import kv_transfer_pb2 as pb
 from tandem_pb import node_pb2, prefill_pb2
 

@@ -12,13 +12,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from decode_node.metrics import DecodeMetrics
-from engine.frontend.engine_metrics import EngineCollector
+from edge.security.certificate_metrics import CertificateCollector
+from engine.node.metrics import EngineCollector
 from engine.outputs import SchedulerStats
-from kv_transfer.scheduler import GrpcConnectorScheduler
+from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from prefill_node.metrics import PrefillMetrics
 from router.app import OuterWorld, make_services
 from router.config import RouterSettings
-from tandem_wire.certificate_metrics import CertificateCollector
 
 
 @cache

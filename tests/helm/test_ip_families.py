@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from router.kubernetes.endpoint_slices import EndpointSlice, EndpointSlices
-from router.node_address import NodeRole, parse_node_entry
+from router.nodes.address import NodeRole, parse_node_entry
 from tests.helm.helm_engine import HelmSdk, Rendered
 from tests.helm.scenarios import overlay, values_of
 from tests.helm.service_settings import check, containers

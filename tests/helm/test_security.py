@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from tandem_wire.security_config import Role
+from edge.security.config import Role
 from tests.helm.helm_engine import HelmCli, HelmSdk, Manifest, Rendered
 from tests.helm.scenarios import (
     SCENARIOS,

@@ -165,8 +165,8 @@ class Child:
 def parent() -> bool:
     import torch
 
-    from kv_transfer.cache_handle import handle_of_tensors
-    from kv_transfer.layer_marks import LayerMarks, StreamMarker
+    from kv_transfer.memory.cache_handle import handle_of_tensors
+    from kv_transfer.producer.layer_marks import LayerMarks, StreamMarker
 
     print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(), flush=True)
     layers = torch.zeros((NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device="cuda")

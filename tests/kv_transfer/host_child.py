@@ -10,10 +10,10 @@ import time
 
 import msgspec
 
-from kv_transfer.host.child_process import ChildProcess, read_config
-from kv_transfer.host.futex import FutexWord
-from kv_transfer.host.memory_file import MemoryFile
-from kv_transfer.host.termination import termination_fd
+from host.child_process import ChildProcess, read_config
+from host.futex import FutexWord
+from host.memory_file import MemoryFile
+from host.termination import termination_fd
 
 MODULE = "tests.kv_transfer.host_child"
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.host.memory_file import MemoryFile
 from kv_transfer.layout import DTYPE_BYTES, HeadRange, KVLayout
 
 UNTOUCHED = 0xA5

@@ -13,9 +13,11 @@ from collections.abc import Callable
 
 from kv_caches import Blocks, RankCache
 
-from kv_transfer.cache_view import KVCacheView
+from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig, KVTransportName, PullTransportName
+from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.layout import KVLayout
+from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.metadata import (
     AbortMeta,
@@ -28,11 +30,9 @@ from kv_transfer.metadata import (
     TransferEvent,
     TransferEventKind,
 )
-from kv_transfer.pull_server import PullServer, new_pull_server
-from kv_transfer.pull_service import PullService
-from kv_transfer.receiver import KVReceiver
-from kv_transfer.sender import KVSender
-from tandem_wire.credentials import Credentials
+from kv_transfer.producer.pull_server import PullServer, new_pull_server
+from kv_transfer.producer.pull_service import PullService
+from kv_transfer.producer.sender import KVSender
 
 TIMEOUT_S = 60.0
 _ENDS = set(TransferEventKind) - {TransferEventKind.STAGED, TransferEventKind.FIRST_BYTE}

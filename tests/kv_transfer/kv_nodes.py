@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 from kv_caches import UNTOUCHED, Blocks, RankCache
 
+from host.process_host import ProcessHost
 from kv_transfer.base import ChunkLike, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from kv_transfer.factory import create_worker_connector
-from kv_transfer.host.process_host import ProcessHost
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
-from kv_transfer.scheduler import GrpcConnectorScheduler
 
 TIMEOUT_S = 60.0
 

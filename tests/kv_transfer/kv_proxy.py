@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from kv_transfer.metadata import KVPeer
-from kv_transfer.wire import MAGIC
+from kv_transfer.wire.chunk import MAGIC
 
 _KIND_AT = 5
 _PIECE = 1 << 16

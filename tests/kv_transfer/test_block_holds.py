@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kv_transfer.block_holds import BlockHolds, HoldsFile
+from kv_transfer.memory.block_holds import BlockHolds, HoldsFile
 
 
 def test_a_hold_lasts_until_it_is_let_go() -> None:
@@ -41,7 +41,7 @@ def test_other_processes_hold_other_numbers() -> None:
 
 HOLDER = """
 import sys
-from kv_transfer.block_holds import BlockHolds
+from kv_transfer.memory.block_holds import BlockHolds
 holds = BlockHolds()
 hold = holds.hold()
 print(holds.file.fd, hold.slot, hold.number, flush=True)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_caches import RankCache, layout
 
+from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.cache_handle import handle_of_tensors
-from kv_transfer.cache_view import BlockShape, KVCacheView, token_runs
-from kv_transfer.host.memory_file import MemoryFile
 from kv_transfer.layout import HeadRange
+from kv_transfer.memory.cache_handle import handle_of_tensors
+from kv_transfer.memory.cache_view import BlockShape, KVCacheView, token_runs
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
 
 sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 64])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.chunk_grid import ChunkGrid, blocks_per_chunk, num_streams_for, streams_of
+from kv_transfer.wire.chunk_grid import ChunkGrid, blocks_per_chunk, num_streams_for, streams_of
 
 grids = st.builds(
     ChunkGrid,

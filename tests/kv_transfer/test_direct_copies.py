@@ -17,10 +17,10 @@ from late_device import LateDevice
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.consumer.peer_caches import PeerCaches
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, TransferEventKind
-from kv_transfer.peer_caches import PeerCaches
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
@@ -157,7 +157,7 @@ async def test_the_holder_aborts_before_the_last_layer() -> None:
 
 HOLDER = """
 import sys
-from kv_transfer.host.memory_file import MemoryFile
+from host.memory_file import MemoryFile
 memory = MemoryFile.create("test-kv", int(sys.argv[1]))
 print(memory.fd, flush=True)
 sys.stdin.read()

@@ -16,9 +16,9 @@ from gpu_caches import SLOW_CYCLES, GpuRankCache, gpu_layout
 from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
 
 from kv_transfer.config import KVTransferConfig, KVTransportName
-from kv_transfer.layer_marks import LayerMarks, StreamMarker
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import StepProgress
+from kv_transfer.producer.layer_marks import LayerMarks, StreamMarker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 

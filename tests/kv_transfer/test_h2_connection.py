@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer import h2_frames as h2
 from kv_transfer.errors import CorruptChunk, PeerLost
-from kv_transfer.h2_connection import _WINDOW_UPDATE_BYTES as TOLD_AT_ONCE
-from kv_transfer.h2_connection import HEAD_BYTES, CallRefused, H2Connection
+from kv_transfer.h2 import frames as h2
+from kv_transfer.h2.connection import _WINDOW_UPDATE_BYTES as TOLD_AT_ONCE
+from kv_transfer.h2.connection import HEAD_BYTES, CallRefused, H2Connection
 
 DATA, HEADERS = h2.FrameKind.DATA, h2.FrameKind.HEADERS
 OK_HEADERS = h2.frame(HEADERS, h2.END_HEADERS, 1, b"\x88")

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_loopback import until
 
-from kv_transfer import h2_frames as h2
-from kv_transfer.h2_server import H2Server
-from kv_transfer.out_message import OutMessage
-from kv_transfer.rpc_method import RpcMethod, ServerCall
+from kv_transfer.h2 import frames as h2
+from kv_transfer.h2.server import H2Server
+from kv_transfer.wire.out_message import OutMessage
+from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 
 HEADERS, DATA = h2.FrameKind.HEADERS, h2.FrameKind.DATA
 OPENING = h2.PREFACE + h2.settings_frame({})

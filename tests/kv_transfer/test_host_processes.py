@@ -16,10 +16,10 @@ import msgspec
 import pytest
 import zmq
 
-from kv_transfer.host.child_process import ChildProcess, ipc_address, stop_all
-from kv_transfer.host.futex import FutexWord
-from kv_transfer.host.local_socket import bind_socket, connect_socket
-from kv_transfer.host.memory_file import MemoryFile
+from host.child_process import ChildProcess, ipc_address, stop_all
+from host.futex import FutexWord
+from host.local_socket import bind_socket, connect_socket
+from host.memory_file import MemoryFile
 from tests.kv_transfer.host_child import MODULE, ChildConfig
 
 TIMEOUT_S = 60

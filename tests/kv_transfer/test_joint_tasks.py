@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kv_transfer.joint_tasks import all_or_none
+from kv_transfer.consumer.joint_tasks import all_or_none
 
 
 class Part:

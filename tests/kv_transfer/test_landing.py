@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from kv_caches import RankCache, layout, prompt_kv
 
-from kv_transfer.cache_view import KVCacheView
+from kv_transfer.consumer.landing import Landing
 from kv_transfer.errors import CorruptChunk
-from kv_transfer.landing import Landing
 from kv_transfer.layout import HeadRange
+from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import KVPeer, RecvMeta
-from kv_transfer.wire import Chunk, ChunkHeader, ChunkKind, decode_chunk, encode_chunk
+from kv_transfer.wire.chunk import Chunk, ChunkHeader, ChunkKind, decode_chunk, encode_chunk
 
 SHAPE = layout(num_layers=2)
 HEADS = HeadRange(0, 2)

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
+from kv_transfer.control.node_transfer import NodeTransfer, Outcome
 from kv_transfer.metadata import (
     KVTransferParams,
     TransferEvent,
     TransferEventKind,
     TransferStats,
 )
-from kv_transfer.node_transfer import NodeTransfer, Outcome
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 PARAMS = KVTransferParams(transfer_id="0" * 32)

@@ -8,8 +8,8 @@ import pytest
 from kv_caches import layout
 from kv_nodes import KVNode, poll_until, until_empty
 
+from edge.security.config import SecurityConfig
 from kv_transfer.config import KVTransferConfig
-from tandem_wire.security_config import SecurityConfig
 from tests.network_namespaces import Switch, switched
 
 NUM_TOKENS = 100

@@ -8,13 +8,13 @@ import grpc
 import grpc.aio
 from kv_caches import layout
 
-from kv_transfer.channels import CONTROL
+from edge.security.config import SecurityConfig
+from edge.security.credentials import Credentials
+from kv_transfer.consumer.peer_client import PeerClient
 from kv_transfer.metadata import KVPeer, ReleaseMeta
-from kv_transfer.peer_client import PeerClient
-from kv_transfer.pull_service import SERVICE
+from kv_transfer.producer.pull_service import SERVICE
+from kv_transfer.wire.channels import CONTROL
 from tandem_pb import kv_transfer_pb2 as pb
-from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import SecurityConfig
 
 PEER = KVPeer(engine_id="prefill", epoch=7, layout=layout())
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kv_caches import layout
 
 from kv_transfer.layout import HeadRange
+from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
-from kv_transfer.pull_wish import PullWish
-from kv_transfer.send_transfer import Pull, SendTransfer
-from kv_transfer.staging import StagedChunk
+from kv_transfer.producer.send_transfer import Pull, SendTransfer
+from kv_transfer.wire.pull_wish import PullWish
 
 NONE_YET = StepProgress(0, 0)
 SHAPE = layout(num_layers=2)

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from kv_caches import layout
 
+from edge.security.config import SecurityConfig
+from edge.security.credentials import Credentials
+from host.network import Network, interfaces_by_address
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.dial import dial
+from kv_transfer.control.own_host import own_host, source_host
+from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.errors import PeerLost
-from kv_transfer.host.network import Network, interfaces_by_address
-from kv_transfer.own_host import own_host, source_host
-from kv_transfer.process_config import TransferProcessConfig
+from kv_transfer.h2.dial import dial
 from kv_transfer.sizing import available_cores, choose_num_processes, choose_num_streams
-from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import SecurityConfig
 
 ROOT_A, ROOT_B = "pci0000:16", "pci0000:97"
 GPU = "0000:19:00.0"

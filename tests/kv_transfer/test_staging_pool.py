@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kv_transfer.errors import StagingFull
-from kv_transfer.staging import StagedChunk, StagingPool
+from kv_transfer.memory.staging import StagedChunk, StagingPool
 
 SLOTS, SLOT_BYTES, RESERVE = 6, 16, 2
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.layer_marks import LayerMarks
 from kv_transfer.metadata import StepProgress
-from kv_transfer.step_watch import StepWatch
+from kv_transfer.producer.layer_marks import LayerMarks
+from kv_transfer.producer.step_watch import StepWatch
 
 LAYERS = 4
 

@@ -10,7 +10,7 @@ from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, new_transf
 from kv_proxy import Proxy
 
 from kv_transfer.metadata import TransferEventKind
-from kv_transfer.out_message import OutMessage
+from kv_transfer.wire.out_message import OutMessage
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 

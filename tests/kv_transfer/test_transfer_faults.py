@@ -20,8 +20,8 @@ from kv_proxy import Proxy
 from msgspec.structs import replace as with_fields
 
 from kv_transfer.config import PullTransportName
-from kv_transfer.handshake import peer_to_proto
 from kv_transfer.metadata import KVPeer, Reclaim, TransferEventKind
+from kv_transfer.wire.handshake import peer_to_proto
 from tandem_pb import kv_transfer_pb2 as pb
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind

@@ -13,11 +13,11 @@ from kv_caches import UNTOUCHED, layout
 from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
 from msgspec.structs import replace as with_fields
 
+from host.child_process import ipc_address
+from host.local_socket import connect_socket
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.host.child_process import ipc_address
-from kv_transfer.host.local_socket import connect_socket
+from kv_transfer.control.transfer_processes import TransferProcessFailed
 from kv_transfer.layout import KVLayout
-from kv_transfer.transfer_processes import TransferProcessFailed
 from tests.processes import is_gone
 
 MakeNode = Callable[..., KVNode]

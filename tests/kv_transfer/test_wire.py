@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.errors import CorruptChunk
-from kv_transfer.wire import (
+from kv_transfer.wire.chunk import (
     DTYPE_CODES,
     HEADER,
     Chunk,

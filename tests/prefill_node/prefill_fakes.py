@@ -10,20 +10,20 @@ from typing import Any
 
 import grpc
 
+from edge.security.credentials import Credentials
+from edge.tracing.file import TraceFile
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.node_grpc import NodeGrpcServer
-from engine.frontend.node_status import NodeStatus
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.request_stream import RequestState, RequestStream
 from engine.messages import EngineReady, KVTransferResult
+from engine.node.grpc_server import NodeGrpcServer
+from engine.node.status import NodeStatus
 from engine.outputs import SchedulerStats, TokenLogprobs
 from kv_transfer.metadata import KVPeer, TransferStats
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
-from tandem_wire.credentials import Credentials
-from tandem_wire.trace_file import TraceFile
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 
 TIMEOUT_S = 60.0

@@ -11,13 +11,13 @@ import grpc
 import msgspec
 import pytest
 
+from edge.tracing.file import TraceFile
 from engine.frontend.wire import sampling_to_message
 from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
-from kv_transfer.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.metadata import KVPeer
+from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import prefill_pb2
-from tandem_wire.trace_file import TraceFile
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
 from tests.prefill_node.prefill_fakes import (
     TIMEOUT_S,

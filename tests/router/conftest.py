@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.router.router_cluster import Cluster, run_cluster
+from tests.router.cluster import Cluster, run_cluster
 
 
 @pytest.fixture

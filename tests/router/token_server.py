@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.router.router_fakes import FakeDecodeNode
+from tests.router.fakes import FakeDecodeNode
 
 Fault = Callable[["Writer"], Awaitable[None]]
 """Called before each event is written; may do anything to the connection or the process."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import trustme
 
-from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import Role, SecurityConfig, TlsIdentity
+from edge.security.config import Role, SecurityConfig, TlsIdentity
+from edge.security.credentials import Credentials
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 from cli.cluster import free_ports
+from edge.security.config import Role
 from router.config import RouterSettings
-from tandem_wire.security_config import Role
 from tests.decode_node.node_processes import TIMEOUT_S, node_process
-from tests.router.router_cluster import run_router
+from tests.router.cluster import run_router
 from tests.security.authority import Authority
 
 COMPUTED = re.compile(r"^vllm:time_to_first_token_seconds_count.* 1\.0$", re.MULTILINE)

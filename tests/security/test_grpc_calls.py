@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from tandem_wire.address import join_address
-from tandem_wire.call_guard import OPEN_SERVICES, CallGuard
-from tandem_wire.credentials import Credentials
-from tandem_wire.renewed_channel import RenewedChannel
-from tandem_wire.security_config import Role, SecurityConfig
+from edge.address import join_address
+from edge.security.call_guard import OPEN_SERVICES, CallGuard
+from edge.security.config import Role, SecurityConfig
+from edge.security.credentials import Credentials
+from edge.security.renewed_channel import RenewedChannel
 from tests.security.authority import Authority, move_service, tls_config
 from tests.security.loopback import LOOPBACK_HOSTS
 

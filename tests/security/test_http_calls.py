@@ -14,15 +14,15 @@ from starlette.types import Receive, Scope, Send
 from decode_node.callers import ApiKeys, CallerCheck
 from decode_node.certified_protocol import CertifiedProtocol
 from decode_node.edge import EdgeMiddleware
-from engine.frontend.node_http import HttpServer, listen
+from edge.address import join_address
+from edge.security.config import Role, SecurityConfig
+from edge.security.credentials import Credentials
+from edge.security.tls_http import TlsConfig
+from engine.node.http_server import HttpServer, listen
 from router.config import RouterSettings
 from router.errors import NodeLost, NodeUnreachable
-from router.transport import HttpTransport
-from tandem_wire.address import join_address
-from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import Role, SecurityConfig
-from tandem_wire.tls_http import TlsConfig
-from tests.router.router_cluster import run_router
+from router.nodes.transport import HttpTransport
+from tests.router.cluster import run_router
 from tests.security.authority import Authority, move_service, tls_config
 from tests.security.loopback import LOOPBACK_HOSTS
 

@@ -11,20 +11,20 @@ from functools import cache
 
 import pytest
 
+from edge.address import join_address
+from edge.security.config import PlaintextRefused, Role, SecurityConfig
+from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.consumer.h2_transport import H2PullTransport
+from kv_transfer.consumer.pull_transport import GrpcPullTransport
 from kv_transfer.errors import KVTransferError, PeerLost
-from kv_transfer.h2_connection import HEAD_BYTES
-from kv_transfer.h2_transport import H2PullTransport
-from kv_transfer.out_message import OutMessage
-from kv_transfer.pull_server import new_pull_server
-from kv_transfer.pull_service import PULL_PATH
-from kv_transfer.pull_transport import GrpcPullTransport
-from kv_transfer.rpc_method import RpcMethod, ServerCall
-from kv_transfer.tls_socket import TlsSocket
+from kv_transfer.h2.connection import HEAD_BYTES
+from kv_transfer.h2.tls_socket import TlsSocket
+from kv_transfer.producer.pull_server import new_pull_server
+from kv_transfer.producer.pull_service import PULL_PATH
+from kv_transfer.wire.out_message import OutMessage
+from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 from tandem_pb import kv_transfer_pb2 as pb
-from tandem_wire.address import join_address
-from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig
 from tests.security.authority import Authority, move_service, tls_config
 from tests.security.loopback import NEEDS_IPV6
 

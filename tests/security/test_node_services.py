@@ -9,19 +9,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.frontend.node_grpc import NodeGrpcServer
-from engine.frontend.node_http import ProbeServer
-from engine.frontend.node_status import NodeStatus
+from edge.address import join_address
+from edge.security.config import PlaintextRefused, Role, SecurityConfig
+from edge.security.credentials import Credentials
+from engine.node.grpc_server import NodeGrpcServer
+from engine.node.http_server import ProbeServer
+from engine.node.status import NodeStatus
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from router.config import RouterSettings
 from tandem_pb import node_pb2, node_pb2_grpc, prefill_pb2_grpc
 from tandem_pb.prefill_pb2 import HelloRequest
-from tandem_wire.address import join_address
-from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig
 from tests.prefill_node.prefill_fakes import FakePrefillEngine
-from tests.router.router_cluster import eventually, run_router
+from tests.router.cluster import eventually, run_router
 from tests.security.authority import Authority
 from tests.security.loopback import LOOPBACK_HOSTS
 

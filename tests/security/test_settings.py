@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from tandem_wire.address import is_loopback, join_address, split_address
-from tandem_wire.certificate import expires_at
-from tandem_wire.certificate_metrics import CertificateCollector
-from tandem_wire.cluster_token import TOKEN_HEADER
-from tandem_wire.credentials import CallerRefused, Credentials
-from tandem_wire.security_config import PlaintextRefused, Role, SecurityConfig, SecurityError
+from edge.address import is_loopback, join_address, split_address
+from edge.security.certificate import expires_at
+from edge.security.certificate_metrics import CertificateCollector
+from edge.security.cluster_token import TOKEN_HEADER
+from edge.security.config import PlaintextRefused, Role, SecurityConfig, SecurityError
+from edge.security.credentials import CallerRefused, Credentials
 from tests.security.authority import Authority, move_service, tls_config
 
 SECRET, OTHER = "a" * 32, "b" * 32

@@ -2,7 +2,7 @@
 
 Processes are stopped (SIGSTOP) to hold a request at the point in question. Leases and timeouts take
 an hour here, so that nothing but the abort itself can free what is free in the end: how busy the
-machine is does not matter. How long it takes is measured by `bench.abort_points`.
+machine is does not matter. How long it takes is measured by `bench.serving.abort_points`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.engine_metrics import EngineCollector
+from engine.node.metrics import EngineCollector
 from kv_transfer.metadata import Reclaim
 from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, until, until_empty

@@ -9,8 +9,8 @@ import msgspec
 import zmq
 
 from engine.executor.message_queue import MessageQueueHandle, MessageQueueReader
-from kv_transfer.host.child_process import read_config
-from kv_transfer.host.local_socket import connect_socket
+from host.child_process import read_config
+from host.local_socket import connect_socket
 
 
 class ReaderConfig(msgspec.Struct):

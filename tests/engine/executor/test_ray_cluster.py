@@ -13,7 +13,7 @@ from engine.errors import EngineDeadError
 from engine.executor import ray_cluster
 from engine.executor.ray_cluster import RayCluster
 from engine.executor.ray_host import HostFacts
-from kv_transfer.host.secure_socket import LinkKey
+from host.secure_socket import LinkKey
 
 OWN = HostFacts(address="10.0.0.11", node_id="b", sharing="kernel 1", version="1")
 

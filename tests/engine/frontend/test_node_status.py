@@ -12,15 +12,15 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from edge.security.config import Role
+from edge.security.credentials import Credentials
 from engine.config import EngineConfig
-from engine.frontend.node_grpc import NodeGrpcServer, PortInUse
-from engine.frontend.node_status import NodeStatus, fingerprint
-from engine.frontend.open_requests import OpenRequests
 from engine.messages import EngineReady
+from engine.node.grpc_server import NodeGrpcServer, PortInUse
+from engine.node.open_requests import OpenRequests
+from engine.node.status import NodeStatus, fingerprint
 from engine.outputs import SchedulerStats
 from tandem_pb import node_pb2, node_pb2_grpc
-from tandem_wire.credentials import Credentials
-from tandem_wire.security_config import Role
 from tests.engine.core.tiny_engine import tiny_config
 
 LONG_S = 60.0

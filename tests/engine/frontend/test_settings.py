@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from decode_node.config import DecodeNodeSettings
+from edge.security.config import PlaintextRefused
 from engine.config import CacheConfig, DeviceConfig, ParallelConfig, SchedulerConfig
-from engine.frontend import settings as settings_module
-from engine.frontend.settings import EngineSettings, SettingsError, detect_device
 from engine.models.errors import CheckpointError
+from engine.node import settings as settings_module
+from engine.node.settings import EngineSettings, SettingsError, detect_device
 from prefill_node.config import PrefillNodeSettings
-from tandem_wire.security_config import PlaintextRefused
 
 ALL = [EngineSettings, PrefillNodeSettings, DecodeNodeSettings]
 

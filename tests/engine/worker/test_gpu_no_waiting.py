@@ -18,8 +18,8 @@ from engine.sched.output import SchedulerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.layer_marks import LayerMarks
 from kv_transfer.metadata import KVConnectorMetadata, StepProgress
+from kv_transfer.producer.layer_marks import LayerMarks
 from tests.engine.worker.gpu_workers import (
     ALL_FAST_PATHS,
     MODEL,

@@ -20,7 +20,7 @@ from engine.worker.kv_cache import (
     check_one_sequence_fits,
     kv_cache_spec,
 )
-from kv_transfer.host.memory_file import MemoryFile
+from host.memory_file import MemoryFile
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.worker.kv_cache import KVCacheMemoryError
 from engine.worker.worker import MissedStepError, Worker
+from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.host.memory_file import MemoryFile
 
 SEEDED = SamplingParams(
     seed=5, temperature=0.8, top_k=20, frequency_penalty=0.2, logprobs=2, prompt_logprobs=1

@@ -1,0 +1,262 @@
+"""Serving-shaped inputs of each operation, with the bytes and FLOPs that it cannot avoid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.engine.kernel_timing import rotations
+from engine.layers.flash_attention import FlashPrompts
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.batch_tables import RowTables, StepInputs
+
+BF16 = torch.bfloat16
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 32, 8, 128, 4096, 14336, 128256
+SCALE = HEAD_DIM**-0.5
+
+
+@dataclass
+class Case:
+    """`calls` run over different buffers; `bytes` and `flops` count one call."""
+
+    op: str
+    shape: str
+    calls: list[Callable[[], object]]
+    bytes: float
+    flops: float = 0.0
+    others: dict[str, list[Callable[[], object]]] = field(default_factory=dict)
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+@dataclass
+class PagedInputs:
+    q: Tensor
+    kv_caches: list[Tensor]
+    metadata: AttentionMetadata
+    kv_bytes: float
+
+    def calls(self) -> list[Callable[[], object]]:
+        return [
+            partial(ops.paged_attention, self.q, cache, self.metadata, SCALE)
+            for cache in self.kv_caches
+        ]
+
+
+def paged_inputs(
+    seq_lens: list[int], query_lens: list[int], block_size: int = 128, most_caches: int = 32
+) -> PagedInputs:
+    """Scattered blocks; several caches, as the layers of a model have."""
+    blocks = [-(-n // block_size) for n in seq_lens]
+    num_blocks = sum(blocks) + 1
+    order = torch.randperm(num_blocks, device="cuda").int()
+    tables = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32, device="cuda")
+    taken = 0
+    for r, n in enumerate(blocks):
+        tables[r, :n] = order[taken : taken + n]
+        taken += n
+    kv_bytes = 2 * sum(seq_lens) * NUM_KV_HEADS * HEAD_DIM * 2
+    caches = [
+        randn(num_blocks, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
+        for _ in range(rotations(kv_bytes, most_caches))
+    ]
+    bounds = torch.tensor([0, *query_lens], device="cuda").cumsum(0).int()
+    metadata = AttentionMetadata(
+        block_tables=tables,
+        query_start_loc=bounds,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
+        num_decodes=next((r for r, n in enumerate(query_lens) if n > 1), len(query_lens)),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+    )
+    q = randn(sum(query_lens), NUM_Q_HEADS, HEAD_DIM)
+    return PagedInputs(q, caches, metadata, kv_bytes)
+
+
+def decode_attention_cases() -> Iterator[Case]:
+    """Blocks of 128 tokens unless the shape says otherwise."""
+    for batch, context in itertools.product((1, 16, 64, 128, 256), (1024, 8192)):
+        given = paged_inputs([context] * batch, [1] * batch)
+        yield Case("decode attention", f"{batch} x {context}", given.calls(), given.kv_bytes)
+    for block_size in (16, 64):
+        given = paged_inputs([1024] * 64, [1] * 64, block_size)
+        label = f"64 x 1024, blocks of {block_size}"
+        yield Case("decode attention", label, given.calls(), given.kv_bytes)
+    given = paged_inputs([200 + 120 * i for i in range(64)], [1] * 64)
+    yield Case("decode attention", "64 x 200..7760", given.calls(), given.kv_bytes)
+
+
+def attention_flops(seq_lens: list[int], query_lens: list[int]) -> float:
+    pairs = sum(q * (n - q) + q * (q + 1) / 2 for n, q in zip(seq_lens, query_lens, strict=True))
+    return 4.0 * NUM_Q_HEADS * HEAD_DIM * pairs
+
+
+def dense_attention(
+    num_prompts: int, length: int, bounds: Tensor
+) -> dict[str, list[Callable[[], object]]]:
+    """What libraries make of prompts without a prefix, on dense queries, keys and values."""
+    sizes = [NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+    heads = randn(num_prompts * length, sum(sizes), HEAD_DIM)
+    q, k, v = (
+        part.unflatten(0, (num_prompts, length)).transpose(1, 2)
+        for part in torch.split(heads, sizes, dim=1)
+    )
+
+    def run(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    others: dict[str, list[Callable[[], object]]] = {
+        "sdpa flash": [lambda: run(SDPBackend.FLASH_ATTENTION)],
+        "sdpa cudnn": [lambda: run(SDPBackend.CUDNN_ATTENTION)],
+    }
+    package = FlashPrompts.package(BF16, HEAD_DIM, heads.device)
+    if package is not None:
+        lengths = torch.empty(num_prompts, device=heads.device)
+        whole = AttentionMetadata(
+            lengths, bounds, lengths, 0, length, length, whole_prompt_lens=(length,) * num_prompts
+        )
+        flash = FlashPrompts(package)
+        others["FlashAttention 3"] = [lambda: flash.attend(heads, NUM_Q_HEADS, whole, SCALE)]
+    return others
+
+
+def prefill_attention_cases() -> Iterator[Case]:
+    """Blocks of 128 tokens unless the shape says otherwise."""
+    for label, seq_lens, query_lens, block_size in [
+        ("512", [512], [512], 128),
+        ("2048", [2048], [2048], 128),
+        ("8192", [8192], [8192], 128),
+        ("8192, blocks of 64", [8192], [8192], 64),
+        ("8192, blocks of 16", [8192], [8192], 16),
+        ("32768", [32768], [32768], 128),
+        ("8 x 1024", [1024] * 8, [1024] * 8, 128),
+        ("4 x 2048", [2048] * 4, [2048] * 4, 128),
+        ("2048 behind 8192", [10240], [2048], 128),
+        ("256 behind 8192", [8448], [256], 128),
+        ("64 decodes + 2048", [1024] * 64 + [2048], [1] * 64 + [2048], 128),
+    ]:
+        given = paged_inputs(seq_lens, query_lens, block_size)
+        flops = attention_flops(seq_lens, query_lens)
+        others = {}
+        if block_size == 128 and seq_lens == query_lens:
+            bounds = given.metadata.query_start_loc
+            others = dense_attention(len(seq_lens), seq_lens[0], bounds)
+        moved = given.kv_bytes + 2 * given.q.nbytes
+        yield Case("prefill attention", label, given.calls(), moved, flops, others)
+
+
+def elementwise_cases() -> Iterator[Case]:
+    weight = randn(HIDDEN)
+    for tokens in (1, 16, 64, 256, 2048, 8192):
+        row = tokens * HIDDEN * 2
+        xs = [randn(tokens, HIDDEN) for _ in range(rotations(2 * row))]
+        residuals = [torch.randn_like(x) for x in xs]
+        yield Case(
+            "add + rms norm",
+            f"{tokens}",
+            [
+                partial(ops.fused_add_rms_norm, x, r, weight, 1e-5)
+                for x, r in zip(xs, residuals, strict=True)
+            ],
+            4 * row,
+        )
+        gates = [
+            randn(tokens, 2 * INTERMEDIATE) for _ in range(rotations(tokens * INTERMEDIATE * 4))
+        ]
+        yield Case(
+            "silu * mul",
+            f"{tokens}",
+            [partial(ops.silu_and_mul, x) for x in gates],
+            3 * tokens * INTERMEDIATE * 2,
+        )
+        yield rope_case(tokens)
+
+
+def rope_case(tokens: int) -> Case:
+    block_size = 64
+    heads = NUM_Q_HEADS + 2 * NUM_KV_HEADS
+    sets = rotations(tokens * heads * HEAD_DIM * 2)
+    projections = [randn(tokens, heads, HEAD_DIM) for _ in range(sets)]
+    caches = [
+        randn(-(-tokens // block_size), 2, NUM_KV_HEADS, block_size, HEAD_DIM) for _ in range(sets)
+    ]
+    positions = torch.arange(tokens, device="cuda")
+    table = randn(8192, HEAD_DIM, dtype=torch.float32)
+    calls = []
+    for projection, cache in zip(projections, caches, strict=True):
+        q, k, v = projection.split([NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
+        calls.append(partial(ops.rope_and_cache, q, k, v, positions, table, cache, positions))
+    moved = tokens * HEAD_DIM * (2 * heads * 2 + 4)
+    return Case("rope + kv write", f"{tokens}", calls, moved)
+
+
+def sampling_cases() -> Iterator[Case]:
+    """Peaked logits have a few likely tokens, as a language model's; flat ones are the worst."""
+    for rows in (1, 16, 64, 256):
+        sets = rotations(rows * VOCAB * 4, 8)
+        flat = [randn(rows, VOCAB, dtype=torch.float32) * 2 for _ in range(sets)]
+        peaked = [x.clone() for x in flat]
+        for x in peaked:
+            x[:, torch.randperm(VOCAB)[:64]] += torch.linspace(18, 6, 64, device="cuda")
+        ones, zeros = torch.ones(rows, device="cuda"), torch.zeros(rows, device="cuda")
+        no_k = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        keys = torch.arange(rows, device="cuda")
+        for label, parameters, filters in [
+            ("greedy", (zeros, no_k, ones, zeros), False),
+            ("temperature", (ones, no_k, ones, zeros), False),
+            ("top-p 0.9", (ones, no_k, ones * 0.9, zeros), True),
+            ("top-k 20, top-p 0.95", (ones, no_k + 20, ones * 0.95, zeros), True),
+        ]:
+            for shape, logits in {"flat": flat, "peaked": peaked}.items():
+                calls = [partial(ops.sample, x, *parameters, keys, keys, filters) for x in logits]
+                yield Case("sample", f"{rows} {shape}, {label}", calls, rows * VOCAB * 4)
+        calls = [partial(ops.topk_logprobs, x, keys, 5) for x in flat]
+        yield Case("top-5 logprobs", f"{rows}", calls, rows * VOCAB * 4)
+
+
+def batch_cases() -> Iterator[Case]:
+    """Bookkeeping of a decode step of 256 requests, and the copy of KV blocks."""
+    rows, max_len, block_size = 1024, 8192, 64
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    tables = RowTables(
+        token_ids=torch.randint(0, VOCAB, (rows, max_len), **ints),
+        prefill_len=torch.full((rows,), 1000, **ints),
+        num_computed=torch.full((rows,), 1000, **ints),
+        total_len=torch.full((rows,), 1001, **ints),
+        max_len=torch.full((rows,), max_len, **ints),
+        block_table=torch.randint(0, 1000, (rows, max_len // block_size), **ints),
+        block_size=block_size,
+    )
+    out = StepInputs(
+        torch.zeros(8192, **ints),
+        torch.zeros(8192, dtype=torch.int64, device="cuda"),
+        torch.zeros(8192, dtype=torch.int64, device="cuda"),
+        torch.zeros(rows, **ints),
+        torch.zeros(rows, max_len // block_size, **ints),
+    )
+    mapping = torch.randperm(rows, device="cuda")[:256].int()
+    bounds = torch.arange(257, **ints)
+    sampled = torch.full((256,), -1, device="cuda")
+    prepare = [partial(ops.prepare_inputs, mapping, bounds, tables, out)]
+    yield Case("prepare inputs", "256 decodes", prepare, 256 * 100)
+    update = [partial(ops.post_update, mapping, bounds, sampled, tables)]
+    yield Case("post update", "256 decodes", update, 256 * 40)
+    cache = randn(4096, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
+    block_ids = torch.randperm(4096, device="cuda")[:512].int()
+    moved = 512 * cache[0].nbytes
+    gather = [partial(ops.gather_kv_blocks, cache, block_ids)]
+    yield Case("gather kv blocks", "512 x 256 KiB", gather, 2 * moved)
+    blocks = ops.gather_kv_blocks(cache, block_ids)
+    scatter = [partial(ops.scatter_kv_blocks, cache, block_ids, blocks)]
+    yield Case("scatter kv blocks", "512 x 256 KiB", scatter, 2 * moved)

@@ -1,0 +1,100 @@
+"""Every kernel at serving shapes (Llama-3.1-8B, bf16) over its floor, in one run.
+
+    python -m bench.engine.kernels [--only "decode attention"]
+
+The floor of a call is the larger of its unavoidable bytes over this device's copy bandwidth and
+its FLOPs over this device's matrix rate, both measured at the start of the run. Calls run back to
+back in a CUDA graph over buffers that together exceed the cache. Writes bench/results/kernels.json
+and kernels.png and prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+
+from bench.engine.kernel_cases import (
+    Case,
+    batch_cases,
+    decode_attention_cases,
+    elementwise_cases,
+    prefill_attention_cases,
+    sampling_cases,
+)
+from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, matmul_flops_per_us
+from bench.record import write_result
+
+FAMILIES = [
+    decode_attention_cases,
+    prefill_attention_cases,
+    elementwise_cases,
+    sampling_cases,
+    batch_cases,
+]
+
+
+def measure(case: Case, bytes_per_us: float, flops_per_us: float) -> dict[str, object]:
+    us = graph_us(case.calls)
+    floor = max(case.bytes / bytes_per_us, case.flops / flops_per_us)
+    row: dict[str, object] = {
+        "op": case.op,
+        "shape": case.shape,
+        "us": round(us, 2),
+        "floor_us": round(floor, 2),
+        "share_of_floor": round(floor / us, 3),
+        "TB/s": round(case.bytes / us / 1e6, 3),
+    }
+    if case.flops:
+        row["TFLOP/s"] = round(case.flops / us / 1e6, 1)
+    for name, calls in case.others.items():
+        try:
+            row[f"{name} us"] = round(graph_us(calls), 2)
+        except RuntimeError as error:
+            row[f"{name} us"] = f"failed: {str(error).splitlines()[0][:80]}"
+    return row
+
+
+def draw(rows: list[dict[str, object]], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 0.22 * len(rows) + 1.5))
+    names = [f"{row['op']}  {row['shape']}" for row in rows]
+    axis.barh(names, [float(str(row["share_of_floor"])) for row in rows], color="#3b6ea5")
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.1)
+    axis.set_xlabel("floor / measured time (1 = at the machine's limit)")
+    axis.set_title(title, fontsize=9)
+    axis.tick_params(axis="y", labelsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="measure operations whose name contains this")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench/engine/kernels.py measures a CUDA device; this machine has none")
+
+    bytes_per_us, flops_per_us = copy_bytes_per_us(), matmul_flops_per_us()
+    ceilings = {"copy TB/s": bytes_per_us / 1e6, "bf16 matmul TFLOP/s": flops_per_us / 1e6}
+    print({name: round(value, 2) for name, value in ceilings.items()}, flush=True)
+    rows = []
+    for case in itertools.chain.from_iterable(family() for family in FAMILIES):
+        if arguments.only in case.op:
+            rows.append(measure(case, bytes_per_us, flops_per_us))
+            print(" | ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    path = write_result("kernels", {"ceilings": ceilings, "rows": rows})
+    name = torch.cuda.get_device_name()
+    draw(rows, f"{name}, torch {torch.__version__}", path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+#!/usr/bin/env python3
+"""What one step costs the scheduler: microseconds and message bytes at steady decode.
+
+No worker and no model: results are made up as fast as they can be read. Each batch decodes for
+some hundred steps, with requests at random distances from their next block, as in service. A step
+is `schedule` and `update_from_output`; encoding of the step message is timed apart, because it is
+the executor's. Depth 2 is asynchronous scheduling. Every case is measured in several rounds, of
+which the one with the lowest median counts: other programs can only make it slower.
+
+    python -m bench.engine.scheduler
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import matplotlib
+import msgspec
+import xxhash
+
+from bench.record import RESULTS, write_result
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.kv_cache.block_hash import extend_block_hashes, hash_block_tokens, pack_tokens
+from engine.messages import EngineCoreRequest
+from engine.outputs import ModelRunnerOutput
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.sched.output import SchedulerOutput
+from engine.sched.scheduler import Scheduler
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+_BATCHES = (32, 128, 256, 512)
+_PROMPT_LENGTHS = (64, 512)
+_MAX_MODEL_LEN = 4096
+_MAX_NUM_BATCHED_TOKENS = 8192
+_WARM_UP_STEPS = 100
+_ROUNDS = 3
+
+
+@dataclass(slots=True)
+class StepCost:
+    """One batch size. Times in microseconds, over all measured steps."""
+
+    batch: int
+    block_size: int
+    depth: int
+    aligned: bool
+    schedule_us: float
+    update_us: float
+    step_us: float
+    step_p99_us: float
+    step_max_us: float
+    encode_us: float
+    message_bytes: float
+    message_bytes_max: int
+
+
+def make_config(batch: int, block_size: int) -> EngineConfig:
+    model = ModelConfig(
+        path="",
+        served_model_name="none",
+        architecture="LlamaForCausalLM",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        qk_norm=False,
+        max_model_len=_MAX_MODEL_LEN,
+        eos_token_ids=(128_001, 128_009),
+        dtype="bfloat16",
+        load_format="dummy",
+        model_hash="none",
+    )
+    return EngineConfig(
+        engine_id="bench",
+        epoch=1,
+        model=model,
+        cache=CacheConfig(block_size=block_size),
+        scheduler=SchedulerConfig(
+            max_num_seqs=batch, max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS
+        ),
+    )
+
+
+class Workers:
+    """Answers each step with one token for every row that samples."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._rows: dict[int, tuple[int, int]] = {}
+        """row -> (epoch, prefill tokens not computed yet)."""
+        self._decode: set[int] = set()
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for row in step.finished_rows:
+            del self._rows[row]
+            self._decode.discard(row)
+        for new in step.new_reqs:
+            left = len(new.prefill_token_ids) // 4 - new.num_computed_tokens
+            self._rows[new.row] = (new.epoch, left)
+        self._decode.update(step.decode_add)
+        self._decode.difference_update(step.decode_remove)
+        rows = sorted(self._decode)
+        for row, count in step.prefill_chunks:
+            epoch, left = self._rows[row]
+            self._rows[row] = (epoch, left - count)
+            if left == count:
+                rows.append(row)
+        tokens = [self._rng.randrange(100_000) for _ in rows]
+        return ModelRunnerOutput(step.step_id, rows, [self._rows[row][0] for row in rows], tokens)
+
+
+@dataclass(slots=True)
+class Samples:
+    """One entry for each measured step. Times in microseconds."""
+
+    schedule: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    encode: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+
+def add_requests(
+    scheduler: Scheduler, config: EngineConfig, batch: int, rng: random.Random, aligned: bool
+) -> None:
+    """`aligned`: equal prompts that all fit in one step, so that all rows need their next block
+    in the same step: the largest message."""
+    for index in range(batch):
+        length = _MAX_NUM_BATCHED_TOKENS // batch if aligned else rng.randint(*_PROMPT_LENGTHS)
+        message = EngineCoreRequest(
+            request_id=f"{index:032x}",
+            prompt_token_ids=[rng.randrange(100_000) for _ in range(length)],
+            sampling=SamplingParams(max_tokens=_MAX_MODEL_LEN - length),
+            eos_token_ids=config.model.eos_token_ids,
+            arrival_time=time.monotonic(),
+        )
+        scheduler.add_request(Request(message))
+
+
+def run_steps(scheduler: Scheduler, workers: Workers, depth: int, num_steps: int) -> Samples:
+    """Steps until all prompts are computed are not measured."""
+    encoder = msgspec.msgpack.Encoder()
+    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+    samples = Samples()
+    gc.collect()
+    for number in range(_WARM_UP_STEPS + num_steps):
+        started = time.perf_counter()
+        step = scheduler.schedule()
+        scheduled = time.perf_counter()
+        assert step is not None
+        message = encoder.encode(step)
+        encoded = time.perf_counter()
+        in_flight.append((step, workers.execute(step)))
+        begun = time.perf_counter()
+        if len(in_flight) == depth:
+            scheduler.update_from_output(*in_flight.popleft())
+        updated = time.perf_counter()
+        if number >= _WARM_UP_STEPS:
+            samples.schedule.append(1e6 * (scheduled - started))
+            samples.encode.append(1e6 * (encoded - scheduled))
+            samples.update.append(1e6 * (updated - begun))
+            samples.sizes.append(len(message))
+    return samples
+
+
+def measure(
+    batch: int, block_size: int, depth: int, num_steps: int, *, aligned: bool = False
+) -> StepCost:
+    rounds = [_measure_once(batch, block_size, depth, num_steps, aligned) for _ in range(_ROUNDS)]
+    return min(rounds, key=lambda cost: cost.step_us)
+
+
+def _measure_once(
+    batch: int, block_size: int, depth: int, num_steps: int, aligned: bool
+) -> StepCost:
+    rng = random.Random(batch)
+    config = make_config(batch, block_size)
+    scheduler = Scheduler(config, batch * -(-_MAX_MODEL_LEN // block_size), None)
+    add_requests(scheduler, config, batch, rng, aligned)
+    samples = run_steps(scheduler, Workers(rng), depth, num_steps)
+    stats = scheduler.stats()
+    assert stats.num_running == batch
+    assert stats.num_preemptions == 0
+    total = sorted(s + u for s, u in zip(samples.schedule, samples.update, strict=True))
+    return StepCost(
+        batch=batch,
+        block_size=block_size,
+        depth=depth,
+        aligned=aligned,
+        schedule_us=round(statistics.median(samples.schedule), 1),
+        update_us=round(statistics.median(samples.update), 1),
+        step_us=round(statistics.median(total), 1),
+        step_p99_us=round(total[int(0.99 * len(total))], 1),
+        step_max_us=round(total[-1], 1),
+        encode_us=round(statistics.median(samples.encode), 1),
+        message_bytes=round(statistics.mean(samples.sizes), 1),
+        message_bytes_max=max(samples.sizes),
+    )
+
+
+def measure_hashing(num_tokens: int = 8192, block_size: int = 16) -> dict[str, float]:
+    """Naming the blocks of one long prompt, in microseconds, by SHA-256 and by XXH3-128."""
+    prompt = [index * 7919 % 100_000 for index in range(num_tokens)]
+
+    def by_sha256() -> None:
+        message = EngineCoreRequest(
+            request_id="", prompt_token_ids=prompt, sampling=SamplingParams()
+        )
+        extend_block_hashes(Request(message), block_size)
+
+    packed = pack_tokens(prompt)
+    width = 4 * block_size
+
+    def chain_sha256() -> None:
+        parent = b""
+        for offset in range(0, len(packed), width):
+            parent = hash_block_tokens(parent, packed[offset : offset + width])
+
+    def chain_xxh3() -> None:
+        parent = b""
+        for offset in range(0, len(packed), width):
+            parent = xxhash.xxh3_128_digest(parent + packed[offset : offset + width])
+
+    return {
+        "tokens": num_tokens,
+        "block_size": block_size,
+        "request_us": _best_us(by_sha256),
+        "sha256_us": _best_us(chain_sha256),
+        "xxh3_128_us": _best_us(chain_xxh3),
+    }
+
+
+def _best_us(run: Callable[[], None]) -> float:
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - started))
+    return round(min(times), 1)
+
+
+def plot(costs: list[StepCost], path: Path) -> None:
+    figure, (time_axis, size_axis) = plt.subplots(1, 2, figsize=(9, 3.6))
+    for depth in sorted({cost.depth for cost in costs}):
+        for block_size in sorted({cost.block_size for cost in costs}):
+            line = [c for c in costs if c.depth == depth and c.block_size == block_size]
+            batches = [c.batch for c in line]
+            label = f"depth {depth}, block {block_size}"
+            time_axis.plot(batches, [c.step_us for c in line], marker="o", label=label)
+            if depth == 1:
+                size_axis.plot(batches, [c.message_bytes for c in line], marker="o", label=label)
+    time_axis.axhline(300, color="grey", linestyle=":", label="limit at 256")
+    time_axis.set(xlabel="requests decoding", ylabel="µs per step", ylim=(0, None))
+    size_axis.axhline(1024, color="grey", linestyle=":", label="limit at 256")
+    size_axis.set(xlabel="requests decoding", ylabel="bytes per step message", ylim=(0, None))
+    for axis in (time_axis, size_axis):
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.suptitle("Scheduler at steady decode: schedule + update_from_output")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def print_table(costs: list[StepCost]) -> None:
+    columns = ("batch", "block_size", "depth", "aligned", "schedule_us", "update_us", "step_us",
+               "step_p99_us", "encode_us", "message_bytes", "message_bytes_max")  # fmt: skip
+    print(" ".join(f"{column:>{max(7, len(column))}}" for column in columns))
+    for cost in costs:
+        row = asdict(cost)
+        cells = [f"{row[column]!s:>{max(7, len(column))}}" for column in columns]
+        print(" ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Scheduler cost at steady decode.")
+    parser.add_argument("--steps", type=int, default=1000, help="measured steps of each batch")
+    steps = parser.parse_args().steps
+    costs = [
+        measure(batch, block_size, depth, steps)
+        for block_size in (16, 64)
+        for depth in (1, 2)
+        for batch in _BATCHES
+    ]
+    aligned = measure(256, 16, 1, steps, aligned=True)
+    hashing = measure_hashing()
+    print_table([*costs, aligned])
+    print(
+        f"block hashes of a prompt of {hashing['tokens']:.0f} tokens: {hashing['request_us']} µs "
+        f"(SHA-256 {hashing['sha256_us']}, XXH3-128 would be {hashing['xxh3_128_us']})"
+    )
+    path = write_result(
+        "scheduler", {"steps": [asdict(c) for c in [*costs, aligned]], "hashing": hashing}
+    )
+    plot(costs, RESULTS / "scheduler.png")
+    print(f"written to {path} and {RESULTS / 'scheduler.png'}")
+
+
+if __name__ == "__main__":
+    main()

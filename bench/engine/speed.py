@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""Speed of one engine, without a server, beside floor, peer and goals.
+
+Decode: all requests of a batch have 1024 tokens of prompt; the time of each of the next 128 steps.
+Short: one prompt of up to 512 tokens alone, until its first token. Prefill: the same for long
+prompts, and many at once, prompt tokens per second.
+Throughput: 256 requests at once, 2000 tokens in, 150 out.
+
+    python -m bench.engine.speed                          # the shape of Llama 3.1 8B on one GPU
+    python -m bench.engine.speed --shape qwen2.5-7b --cases decode
+    python -m bench.engine.speed --breakdown              # also: where the time of a step goes
+    python -m bench.engine.speed --tp 2 --cases decode    # two GPUs
+
+Weights and prompts are random. Results: bench/results/NAME.json and NAME.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import matplotlib
+
+from bench.engine.offline import SHAPES, OfflineEngine, StepResult, offline_engine, shape_config
+from bench.name_lists import names_among
+from bench.record import RESULTS, write_result
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+_CONTEXT, _STEPS = 1024, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Of the Llama 3.1 8B shape in bf16 on an H200. `peer` is vLLM 0.26.0 on the same machine,
+    `must` what we ask of ourselves, `floor` memory and matrix units alone (where we know it)."""
+
+    peer: float
+    must: float
+    goal: float
+    floor: float | None = None
+
+
+REFERENCES = {
+    "decode 1": Reference(4.87, 4.8, 4.3, 3.52),
+    "decode 16": Reference(5.50, 5.4, 4.9, 4.0),
+    "decode 64": Reference(7.58, 7.5, 6.8, 5.6),
+    "decode 128": Reference(10.64, 10.5, 9.3, 7.7),
+    "decode 256": Reference(17.93, 17.5, 15.8, 14.1),
+    "prefill 2048 alone": Reference(50.5, 50.0, 47.0),
+    "prefill 8192 alone": Reference(217.0, 217.0, 200.0),
+    "prefill 32 x 2048": Reference(42.5, 43.0, 46.0),
+    "prefill 12 x 8192": Reference(38.6, 38.6, 42.0),
+    "throughput 256 x 2000/150": Reference(15.96, 15.9, 13.5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`value` in `unit`. Speeds against others are above 1 where we are faster."""
+
+    case: str
+    value: float
+    unit: str
+    median: float | None = None
+    p99: float | None = None
+
+    def speed(self, other: float) -> float:
+        return self.value / other if self.unit == "ktok/s" else other / self.value
+
+
+def measure_decode(engine: OfflineEngine, batch: int) -> Figure:
+    num_prefill_steps = -(-batch * _CONTEXT // 8192)
+    requests = [engine.request(_CONTEXT, _STEPS + 1 + num_prefill_steps) for _ in range(batch)]
+    steps = engine.run(requests)
+    first = next(i for i, step in enumerate(steps) if step.num_tokens >= batch)
+    measured = steps[first : first + _STEPS + 1]
+    gaps = sorted(1e3 * (b.at - a.at) * batch / b.num_tokens for a, b in pairwise(measured))
+    num_steps = sum(step.num_tokens for step in measured[1:]) / batch
+    return Figure(
+        f"decode {batch}",
+        round(1e3 * (measured[-1].at - measured[0].at) / num_steps, 3),
+        "ms",
+        round(statistics.median(gaps), 3),
+        round(gaps[int(0.99 * len(gaps))], 3),
+    )
+
+
+def measure_single_prefill(engine: OfflineEngine, length: int) -> Figure:
+    times = []
+    for _ in range(6):
+        request = engine.request(length, 1)
+        times.append(1e3 * _duration(engine, lambda r=request: engine.run([r])))
+    times = sorted(times[1:])
+    return Figure(
+        f"prefill {length} alone",
+        round(statistics.median(times), 2),
+        "ms",
+        round(statistics.median(times), 2),
+        round(times[-1], 2),
+    )
+
+
+def measure_prefill(engine: OfflineEngine, count: int, length: int) -> Figure:
+    requests = [engine.request(length, 1) for _ in range(count)]
+    seconds = _duration(engine, lambda: engine.run(requests))
+    return Figure(f"prefill {count} x {length}", round(count * length / seconds / 1e3, 2), "ktok/s")
+
+
+def measure_throughput(engine: OfflineEngine) -> Figure:
+    requests = [engine.request(2000, 150) for _ in range(256)]
+    seconds = _duration(engine, lambda: engine.run(requests))
+    return Figure("throughput 256 x 2000/150", round(seconds, 3), "s")
+
+
+def _duration(engine: OfflineEngine, run: Callable[[], list[StepResult]]) -> float:
+    """Seconds from the arrival of the requests to the last result."""
+    gc.collect()
+    started = time.perf_counter()
+    steps = run()
+    return steps[-1].at - started
+
+
+CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {
+    "decode": [
+        lambda engine, batch=batch: measure_decode(engine, batch) for batch in (1, 16, 64, 128, 256)
+    ],
+    "short": [
+        lambda engine, length=length: measure_single_prefill(engine, length)
+        for length in (16, 128, 512)
+    ],
+    "prefill": [
+        lambda engine: measure_single_prefill(engine, 2048),
+        lambda engine: measure_single_prefill(engine, 8192),
+        lambda engine: measure_prefill(engine, 32, 2048),
+        lambda engine: measure_prefill(engine, 12, 8192),
+    ],
+    "throughput": [measure_throughput],
+}
+
+
+def print_table(figures: list[Figure], has_references: bool) -> None:
+    print(
+        f"{'case':28}{'value':>9} {'unit':7}{'median':>8}{'p99':>8}  "
+        "speed against  floor  peer  must  goal"
+    )
+    for figure in figures:
+        line = f"{figure.case:28}{figure.value:9.2f} {figure.unit:7}"
+        line += f"{figure.median or 0:8.2f}{figure.p99 or 0:8.2f}"
+        if has_references and figure.case in REFERENCES:
+            reference = REFERENCES[figure.case]
+            floor = f"{figure.speed(reference.floor):6.2f}" if reference.floor else "     -"
+            line += f"{'':16}{floor}" + "".join(
+                f"{figure.speed(other):6.2f}"
+                for other in (reference.peer, reference.must, reference.goal)
+            )
+        print(line)
+
+
+def plot(figures: list[Figure], title: str, name: str) -> None:
+    """Speed against the peer: 1 is as fast."""
+    known = [figure for figure in figures if figure.case in REFERENCES]
+    canvas, axis = plt.subplots(figsize=(8, 0.45 * len(known) + 1.2))
+    places = range(len(known))
+    speeds = [figure.speed(REFERENCES[figure.case].peer) for figure in known]
+    goals = [
+        figure.speed(REFERENCES[figure.case].peer) / figure.speed(REFERENCES[figure.case].goal)
+        for figure in known
+    ]
+    axis.barh(places, speeds, color="#4c78a8")
+    axis.scatter(goals, places, marker="|", s=200, color="black", label="goal")
+    axis.axvline(1.0, color="grey", linestyle=":", label="vLLM 0.26.0")
+    for place, figure, speed in zip(places, known, speeds, strict=True):
+        axis.text(speed, place, f" {figure.value:g} {figure.unit}", va="center", fontsize=8)
+    axis.set_yticks(places, [figure.case for figure in known])
+    axis.invert_yaxis()
+    axis.set(xlabel="speed against vLLM 0.26.0", title=title, xlim=(0, 1.4))
+    axis.legend(fontsize=8)
+    canvas.tight_layout()
+    canvas.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument(
+        "--cases", type=names_among(CASES), default=list(CASES), help="comma separated"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
+    parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument(
+        "--attention-backend", choices=("auto", "triton", "flash-attn"), default="auto"
+    )
+    parser.add_argument("--deterministic", action="store_true", help="see the setting")
+    parser.add_argument(
+        "--disabled-fast-paths", default="", help="comma separated; see the setting"
+    )
+    parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
+    parser.add_argument("--name", default="", help="of the result files; default: by shape")
+    arguments = parser.parse_args()
+    if arguments.breakdown and arguments.tp > 1:
+        parser.error("--breakdown profiles the worker in this process: it is for one GPU")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    suffix = f"-tp{arguments.tp}" if arguments.tp > 1 else ""
+    name = arguments.name or f"engine-{arguments.shape}{suffix}"
+    figures: list[Figure] = []
+    results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
+    cases = arguments.cases
+    config = shape_config(
+        arguments.shape,
+        enforce_eager=arguments.enforce_eager,
+        attention_backend=arguments.attention_backend,
+        deterministic=arguments.deterministic,
+        disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
+        capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
+        tensor_parallel_size=arguments.tp,
+    )
+    results["disabled_fast_paths"] = config.device.disabled_fast_paths
+    if cases:
+        with offline_engine(config) as engine:
+            results["start_s"] = round(engine.start_s, 1)
+            results["num_blocks"] = engine.core.num_blocks
+            print(f"started in {engine.start_s:.1f} s, {engine.core.num_blocks} blocks", flush=True)
+            engine.run([engine.request(100, 20) for _ in range(4)])
+            for case in cases:
+                for measure in CASES[case]:
+                    figures.append(measure(engine))
+                    print(figures[-1], flush=True)
+    results["cases"] = [asdict(figure) for figure in figures]
+    if arguments.breakdown:
+        from bench.engine.step_breakdown import measure_breakdown
+
+        results["breakdown"] = measure_breakdown(arguments.shape)
+    has_references = arguments.shape == "llama-3.1-8b" and arguments.tp == 1
+    print_table(figures, has_references)
+    if has_references and figures:
+        RESULTS.mkdir(exist_ok=True)
+        plot(figures, "one H200, Llama 3.1 8B shape, bf16", name)
+    print(write_result(name, results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Where the time of a step goes: kernels by kind, gaps between them, host.
+
+The worker runs in this process, so that torch's profiler sees its kernels. The profiler slows the
+host; host times are taken without it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.engine.offline import OfflineEngine, StepResult, offline_engine, shape_config
+from engine.config import EngineConfig
+from engine.executor.uniproc_executor import UniprocExecutor
+from engine.sched.output import SchedulerOutput
+
+_BATCHES = (1, 16, 64, 256)
+_PREFILLS = ((1, 128), (1, 2048), (1, 8192), (16, 2048), (4, 8192))
+"""(prompts at once, tokens of each)"""
+_PROFILED_STEPS = 8
+_GEMM_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
+_ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa", "flash::")
+_FIRST_KERNEL, _LAST_KERNEL = "prepare_inputs_kernel", "post_update_kernel"
+"""Of each step, one of both."""
+
+CudaEvent = tuple[float, float, str]
+"""(start, end, name), microseconds."""
+
+
+@dataclass(slots=True)
+class KernelTimes:
+    """Of `num_steps` steps together. Microseconds. A kernel that starts before the one before it
+    has ended counts from that end: launched early, it has only waited."""
+
+    num_steps: int
+    by_name: Counter[str] = field(default_factory=Counter)
+    busy: float = 0.0
+    span: float = 0.0
+    largest_gaps: list[float] = field(default_factory=list)
+    between_steps: list[float] = field(default_factory=list)
+    """From a step's last kernel to the next one's first, what ran in between not counted."""
+    num_kernels: int = 0
+
+    def per_step(self) -> dict[str, object]:
+        kinds: Counter[str] = Counter()
+        for name, duration in self.by_name.items():
+            kinds[_kind(name)] += duration
+        steps = self.num_steps
+        return {
+            "gpu_ms": round(self.span / steps / 1e3, 3),
+            "gemm_ms": round(kinds["gemm"] / steps / 1e3, 3),
+            "attention_ms": round(kinds["attention"] / steps / 1e3, 3),
+            "other_ms": round(kinds["other"] / steps / 1e3, 3),
+            "gaps_ms": round((self.span - self.busy) / steps / 1e3, 3),
+            "largest_gap_us": round(statistics.median(self.largest_gaps or [0.0]), 1),
+            "between_steps_us": round(statistics.median(self.between_steps or [0.0]), 1),
+            "kernels": round(self.num_kernels / steps),
+            "top": [
+                (name[:60], round(duration / steps, 1))
+                for name, duration in self.by_name.most_common(14)
+            ],
+        }
+
+
+class TimedExecutor(UniprocExecutor):
+    """`host_us`: how long each step took the host to start."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.host_us: list[float] = []
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        started = time.perf_counter()
+        super().execute_model(step)
+        self.host_us.append(1e6 * (time.perf_counter() - started))
+
+
+def measure_breakdown(shape: str) -> dict[str, object]:
+    config = shape_config(shape, capture_sizes=_BATCHES)
+    executor = TimedExecutor(config)
+    found: dict[str, object] = {}
+    with offline_engine(config, executor) as engine:
+        for batch in _BATCHES:
+            found[f"decode {batch}"] = _profile_decode(engine, executor, batch)
+            _print(f"decode {batch}", found[f"decode {batch}"])
+        for count, length in _PREFILLS:
+            case = f"prefill {count} x {length}"
+            found[case] = _profile_prefill(engine, executor, count, length)
+            _print(case, found[case])
+    return found
+
+
+def _print(case: str, figures: object) -> None:
+    assert isinstance(figures, dict)
+    print(case, {key: value for key, value in figures.items() if key != "top"})
+    for name, duration in figures["top"]:
+        print(f"    {duration:10.1f} us  {name}")
+
+
+def _profile_decode(
+    engine: OfflineEngine, executor: TimedExecutor, batch: int
+) -> dict[str, object]:
+    """Steps of a full batch: some without the profiler, then some with it."""
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    full = 0
+    plain_host: list[float] = []
+    plain_at: list[float] = []
+
+    def on_step(step: StepResult) -> None:
+        nonlocal full
+        if step.num_tokens != batch:
+            return
+        full += 1
+        if full <= 1:
+            executor.host_us.clear()
+        elif full <= 30:
+            plain_at.append(step.at)
+        if full == 30:
+            plain_host.extend(executor.host_us)
+            torch.cuda.synchronize()
+            profiler.start()
+        elif full == 30 + _PROFILED_STEPS:
+            torch.cuda.synchronize()
+            profiler.stop()
+
+    num_prefill_steps = -(-batch * 1024 // 8192)
+    engine.run([engine.request(1024, num_prefill_steps + 60) for _ in range(batch)], on_step)
+    figures = kernel_times(_cuda_events(profiler)).per_step()
+    figures["step_ms"] = round(1e3 * (plain_at[-1] - plain_at[0]) / max(1, len(plain_at) - 1), 3)
+    figures["host_us"] = round(statistics.median(plain_host), 1)
+    return figures
+
+
+def _profile_prefill(
+    engine: OfflineEngine, executor: TimedExecutor, count: int, length: int
+) -> dict[str, object]:
+    """Figures are per step: several prompts take several."""
+
+    def run() -> None:
+        engine.run([engine.request(length, 1) for _ in range(count)])
+
+    executor.host_us.clear()
+    for _ in range(3):
+        run()
+    # The last step of a run computes nothing.
+    host_us = statistics.median(took for took in executor.host_us if took > 500)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    figures = kernel_times(_cuda_events(profiler)).per_step()
+    figures["host_us"] = round(host_us, 1)
+    return figures
+
+
+def _cuda_events(profiler: profile) -> list[CudaEvent]:
+    return sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+
+
+def kernel_times(events: list[CudaEvent]) -> KernelTimes:
+    """`events`: kernels and copies, in order."""
+    times = KernelTimes(num_steps=max(1, sum(name == _LAST_KERNEL for _, _, name in events)))
+    if not events:
+        return times
+    end, largest = events[0][0], 0.0
+    idle: float | None = None
+    for start, stop, name in events:
+        gap = max(0.0, start - end)
+        largest = max(largest, gap)
+        if idle is not None:
+            idle += gap
+        if name == _FIRST_KERNEL and idle is not None:
+            times.between_steps.append(idle)
+            idle = None
+        alone = max(0.0, stop - max(start, end))
+        times.by_name[name] += alone
+        times.busy += alone
+        end = max(end, stop)
+        if name == _LAST_KERNEL:
+            times.largest_gaps.append(largest)
+            largest = idle = 0.0
+    times.span = end - events[0][0]
+    times.num_kernels = len(events)
+    return times
+
+
+def _kind(name: str) -> str:
+    lowered = name.lower()
+    if any(word in lowered for word in _ATTENTION_NAMES):
+        return "attention"
+    if any(word in lowered for word in _GEMM_NAMES):
+        return "gemm"
+    return "other"

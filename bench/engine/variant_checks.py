@@ -1,0 +1,55 @@
+"""Kernels of a variant against float64: a model's logits say little, since bfloat16 rounds so often
+on the way that any other order of additions changes them by a few percent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bench.engine.variant_model import VariantModel
+from engine.models.llama import LlamaDecoderLayer
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+_CHECKED_REQUESTS = 3
+
+
+def largest_error(model: VariantModel, metadata: AttentionMetadata) -> float:
+    """Of attention and of all products of a layer, as they are computed now: ‖found − exact‖ over
+    ‖exact‖."""
+    return max(attention_error(model, metadata), products_error(model, len(metadata.seq_lens)))
+
+
+def attention_error(model: VariantModel, metadata: AttentionMetadata) -> float:
+    attention = model.layer.self_attn.attention
+    cache = model.kv_caches[0]
+    shape = (len(metadata.seq_lens), attention.num_heads, attention.head_dim)
+    q = torch.randn(shape, device=model.device).to(cache.dtype)
+    found = ops.paged_attention(q, cache, metadata, attention.scale)
+    worst = 0.0
+    for r in range(0, len(q), max(1, len(q) // _CHECKED_REQUESTS)):
+        length = int(metadata.seq_lens[r])
+        blocks = metadata.block_tables[r, : -(-length // cache.shape[3])].long()
+        kv = cache[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].double()
+        grouped = q[r].double().view(kv.shape[1], -1, attention.head_dim)
+        weights = (grouped @ kv[0].mT * attention.scale).softmax(-1)
+        worst = max(worst, _error(found[r].flatten(), (weights @ kv[1]).flatten()))
+    return worst
+
+
+def products_error(model: VariantModel, rows: int) -> float:
+    layer: LlamaDecoderLayer = model.layer
+    attention, mlp = layer.self_attn, layer.mlp
+    worst = 0.0
+    for product in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+        x = torch.randn(rows, product.weight.shape[1], device=model.device).to(product.weight.dtype)
+        exact = x.double() @ product.weight.double().t()
+        if product is mlp.gate_up_proj:
+            gate, up = exact.chunk(2, dim=-1)
+            exact = gate * gate.sigmoid() * up
+        worst = max(worst, _error(product(x), exact))
+    return worst
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()

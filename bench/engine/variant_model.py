@@ -1,0 +1,143 @@
+"""A model without an engine: its weights, a cache that fills most of the memory, and steps over
+scattered blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from bench.engine.offline import shape_config
+from engine.distributed import TensorParallelGroup
+from engine.layers.attention_backend import OWN_ATTENTION, AttentionBackend, choose_attention
+from engine.layers.cudnn_prompts import CudnnPrompts
+from engine.layers.flash_attention import FlashPrompts
+from engine.models.llama import LlamaDecoderLayer
+from engine.models.loader import load_weights
+from engine.models.registry import create_model
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+_SHARE_OF_MEMORY = 0.75
+_MAX_MODEL_LEN = 16_384
+_SHORTEST_APART = 512
+_TINY = {
+    "num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 64, "vocab_size": 512,
+}  # fmt: skip
+
+
+class VariantModel:
+    """`tiny`: a small one on the CPU."""
+
+    def __init__(
+        self, shape: str, *, tiny: bool = False, num_layers: int = 0, most_bytes: int = 1 << 40
+    ) -> None:
+        self.device = torch.device("cpu" if tiny else "cuda")
+        config = shape_config(shape, device=self.device.type, max_model_len=_MAX_MODEL_LEN)
+        model = replace(config.model, **(_TINY if tiny else {}))
+        if num_layers:
+            model = replace(model, num_layers=num_layers)
+        self.config = config = replace(config, model=model)
+        self._block_size = config.cache.block_size
+        self.model = create_model(config, TensorParallelGroup(0, 1), self.device)
+        load_weights(self.model, config, lambda fraction: None)
+        self.longest_context, self.longest = (40, 512) if tiny else (8192, 8192)
+        block_bytes = config.kv_layout.local_kv_heads * self._block_size * model.head_dim * 2 * 2
+        block_bytes *= model.num_layers
+        free = 1 << 28 if tiny else torch.cuda.mem_get_info()[0]
+        budget = min(int(free * _SHARE_OF_MEMORY), most_bytes) if not tiny else free
+        most_needed = 256 * 10
+        self.num_blocks = max(budget // block_bytes, most_needed)
+        shape_of_cache = (
+            model.num_layers, self.num_blocks, 2, config.kv_layout.local_kv_heads,
+            self._block_size, model.head_dim,
+        )  # fmt: skip
+        cache = torch.empty(shape_of_cache, dtype=torch.bfloat16, device=self.device)
+        self.kv_caches = list(cache.unbind())
+        for layer in self.kv_caches:
+            layer.normal_()
+        self.layer = cast("LlamaDecoderLayer", self.model.layers[0])
+
+    def decode_metadata(self, batch: int, context: int) -> AttentionMetadata:
+        """One token for each of `batch` requests that have `context` tokens already."""
+        context = min(context, self.longest_context)
+        return self._metadata([context + 1] * batch, [1] * batch)
+
+    def decode_step(self, metadata: AttentionMetadata) -> Callable[[], Tensor]:
+        """Gives logits."""
+        positions = metadata.seq_lens.long() - 1
+        step = self._step(positions, metadata)
+        return lambda: self.model.compute_logits(step())
+
+    def prefill_step(
+        self, lengths: tuple[int, ...], backend: AttentionBackend, num_cached: int = 0
+    ) -> Callable[[], Tensor]:
+        """Prompts behind `num_cached` tokens that are in the cache; gives the logits of their last
+        tokens. Whole prompts are attended apart, as the runner has it."""
+        lengths = tuple(sorted(lengths, reverse=True))
+        num_cached = min(num_cached, self.longest_context)
+        positions = torch.cat([torch.arange(n, device=self.device) for n in lengths]) + num_cached
+        metadata = self._metadata([n + num_cached for n in lengths], list(lengths))
+        apart_from = backend.whole_prompts_from
+        if apart_from is not None and num_cached == 0:
+            apart = tuple(n for n in lengths if n >= apart_from)
+            metadata = replace(metadata, whole_prompt_lens=apart)
+        step = self._step(positions, metadata, backend)
+        last = metadata.query_start_loc[1:].long() - 1
+        return lambda: self.model.compute_logits(step().index_select(0, last))
+
+    def attention_ways(self) -> dict[str, AttentionBackend]:
+        """By name; `present` is what the engine chooses here, the others attend to all prompts of a
+        batch alike."""
+        shape = torch.bfloat16, self.config.model.head_dim, self.device
+        ways = {"present": choose_attention(self.config, self.device), "triton": OWN_ATTENTION}
+        if CudnnPrompts.is_available(*shape):
+            ways["cuDNN"] = AttentionBackend(whole_prompts=CudnnPrompts(_SHORTEST_APART))
+        package = FlashPrompts.package(*shape)
+        if package is not None:
+            prompts = FlashPrompts(package, _SHORTEST_APART)
+            ways["FlashAttention 3"] = AttentionBackend(whole_prompts=prompts)
+        return ways
+
+    def _step(
+        self,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        backend: AttentionBackend = OWN_ATTENTION,
+    ) -> Callable[[], Tensor]:
+        counts = metadata.query_start_loc.diff()
+        requests = torch.repeat_interleave(counts)
+        blocks = metadata.block_tables[requests, positions // self._block_size].long()
+        slots = blocks * self._block_size + positions % self._block_size
+        generator = torch.Generator(self.device).manual_seed(1)
+        ids = torch.randint(
+            1, self.config.model.vocab_size, (len(positions),), generator=generator,
+            dtype=torch.int32, device=self.device,
+        )  # fmt: skip
+
+        def run() -> Tensor:
+            ordered = replace(metadata, fixed_order=self.model.lm_head.deterministic)
+            hidden: Tensor = self.model(
+                ids, positions, self.kv_caches, slots, ordered, lambda layer: None, backend
+            )
+            return hidden
+
+        return run
+
+    def _metadata(self, seq_lens: list[int], query_lens: list[int]) -> AttentionMetadata:
+        most = max(-(-n // self._block_size) for n in seq_lens)
+        num_blocks = len(seq_lens) * most
+        generator = torch.Generator(self.device).manual_seed(2)
+        order = torch.randperm(self.num_blocks, generator=generator, device=self.device)
+        ints = {"dtype": torch.int32, "device": self.device}
+        return AttentionMetadata(
+            block_tables=order[:num_blocks].int().view(len(seq_lens), most).contiguous(),
+            query_start_loc=torch.tensor([0, *query_lens], device=self.device).cumsum(0).int(),
+            seq_lens=torch.tensor(seq_lens, **ints),
+            num_decodes=next((r for r, n in enumerate(query_lens) if n > 1), len(query_lens)),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+        )

@@ -1,0 +1,294 @@
+"""One prefill and one decode connector with real transfer processes, and the caches between them.
+
+1. `make_caches(device, layout, tokens)`: source and destination, in host memory or on GPUs
+2. `KVPair(caches, case)` starts the transfer processes of both sides
+3. `run` moves the KV of one prompt; `caches.check_kv` compares every byte; `settle`
+4. `close`
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import uuid
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.kv.raw_tcp import target_offset
+from edge.security.config import SecurityConfig
+from host.memory_file import MemoryFile
+from kv_transfer.base import KVCacheHandle, KVConnectorScheduler
+from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
+from kv_transfer.factory import create_scheduler_connector
+from kv_transfer.layout import KVLayout
+from kv_transfer.memory.cache_handle import handle_of_tensors
+from kv_transfer.metadata import KVTransferParams, TransferStats
+from kv_transfer.producer.layer_marks import LayerMarks
+
+_PATTERN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is measured. `held`: leading tokens of the prompt that decode has already."""
+
+    transport: PullTransportName
+    streams: int
+    processes: int
+    chunk_bytes: int
+    block_size: int
+    tokens: int
+    held: int = 0
+    staging_bytes: int = 512 << 20
+    data: KVTransportName = "grpc"
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+
+
+def llama_8b(block_size: int) -> KVLayout:
+    return KVLayout(
+        model_hash="bench",
+        dtype="bfloat16",
+        num_layers=32,
+        num_kv_heads=8,
+        head_dim=128,
+        block_size=block_size,
+        tp_size=1,
+    )
+
+
+@dataclass(slots=True)
+class Prompt:
+    """All that a connector reads of a request."""
+
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: KVTransferParams | None
+
+
+@dataclass(slots=True)
+class PromptChunk:
+    """One step that computes the whole prompt."""
+
+    request: Prompt
+    first_token: int
+    num_tokens: int
+    block_ids: list[int]
+
+
+class Caches(ABC):
+    """Source and destination, one byte pattern, and the blocks of a prompt on both sides."""
+
+    def __init__(self, layout: KVLayout, num_tokens: int) -> None:
+        self.layout = layout
+        self.num_tokens = num_tokens
+        self.num_blocks = layout.num_blocks_for(num_tokens)
+        self.num_bytes = layout.num_layers * self.num_blocks * layout.block_bytes
+        self.marks = LayerMarks.create(layout.num_layers)
+        self.source_blocks = list(range(self.num_blocks))
+        self.target_blocks = list(range(self.num_blocks))
+        random.Random(0).shuffle(self.target_blocks)
+
+    @abstractmethod
+    def handle(self, is_source: bool) -> KVCacheHandle:
+        """How transfer processes map it."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """The destination."""
+
+    @abstractmethod
+    def is_equal(self, first_block: int) -> bool:
+        """Whether every block from there on arrived, and none before was touched."""
+
+    def close(self) -> None:
+        self.marks.close()
+
+    def check_kv(self, held: int) -> None:
+        if not self.is_equal(held // self.layout.block_size):
+            raise SystemExit("the KV that arrived is not the KV that was sent")
+
+
+class HostCaches(Caches):
+    """Memory files. Raw TCP moves the same bytes."""
+
+    def __init__(self, layout: KVLayout, num_tokens: int) -> None:
+        super().__init__(layout, num_tokens)
+        self.source = MemoryFile.create("bench-source", self.num_bytes)
+        self.target = MemoryFile.create("bench-target", self.num_bytes)
+        self._source = np.frombuffer(self.source.buffer, np.uint64)
+        self._target = np.frombuffer(self.target.buffer, np.uint64)
+        self._source[:] = np.arange(len(self._source), dtype=np.uint64) * np.uint64(_PATTERN)
+
+    def handle(self, is_source: bool) -> KVCacheHandle:
+        memory = self.source if is_source else self.target
+        return KVCacheHandle(
+            rank=0,
+            pid=memory.pid,
+            fd=memory.fd,
+            num_blocks=self.num_blocks,
+            marks_fd=self.marks.fd,
+        )
+
+    def clear(self) -> None:
+        self._target[:] = 0
+
+    def is_equal(self, first_block: int) -> bool:
+        shape = (self.layout.num_layers, self.num_blocks, -1)
+        arrived = self._target.reshape(shape)[:, self.target_blocks]
+        sent = self._source.reshape(shape)[:, first_block:]
+        return np.array_equal(arrived[:, first_block:], sent) and not arrived[:, :first_block].any()
+
+    def check_raw(self, chunk_bytes: int) -> None:
+        num_chunks = self.num_bytes // chunk_bytes
+        last = target_offset(0, num_chunks, chunk_bytes) // 8 + chunk_bytes // 8
+        chunks = self._source[:last].reshape(num_chunks, -1)
+        if not np.array_equal(self._target[:last].reshape(num_chunks, -1), chunks[::-1]):
+            raise SystemExit("the bytes that arrived are not the bytes that were sent")
+
+    def close(self) -> None:
+        super().close()
+        del self._source, self._target
+        self.source.close()
+        self.target.close()
+
+
+class GpuCaches(Caches):
+    """One tensor on each of two GPUs, or both on one."""
+
+    def __init__(self, layout: KVLayout, num_tokens: int, gpus: tuple[int, int]) -> None:
+        import torch
+
+        super().__init__(layout, num_tokens)
+        words = layout.block_bytes // 8
+        shape = (layout.num_layers, self.num_blocks, words)
+        self._source, self._target = (
+            torch.zeros(shape, dtype=torch.int64, device=f"cuda:{gpu}") for gpu in gpus
+        )
+        torch.arange(self._source.numel(), out=self._source.view(-1))
+        self._source *= _PATTERN & 0xFFFFFFFF
+        self._synchronize: Any = lambda: [torch.cuda.synchronize(gpu) for gpu in gpus]
+        self._synchronize()
+
+    def handle(self, is_source: bool) -> KVCacheHandle:
+        import torch
+        from msgspec.structs import replace
+
+        tensor = self._source if is_source else self._target
+        with torch.cuda.device(tensor.device):
+            handle = handle_of_tensors(0, list(tensor.unbind()))
+        return replace(handle, marks_fd=self.marks.fd)
+
+    def clear(self) -> None:
+        self._target.zero_()
+        self._synchronize()
+
+    def is_equal(self, first_block: int) -> bool:
+        import torch
+
+        arrived = self._target[:, self.target_blocks].to(self._source.device)
+        return torch.equal(arrived[:, first_block:], self._source[:, first_block:]) and not bool(
+            arrived[:, :first_block].any()
+        )
+
+    def close(self) -> None:
+        """Nobody maps them any more. Kept memory could put the next two into one allocation."""
+        import torch
+
+        super().close()
+        del self._source, self._target
+        torch.cuda.empty_cache()
+
+
+def make_caches(layout: KVLayout, num_tokens: int, gpus: tuple[int, int] | None) -> Caches:
+    if gpus is None:
+        return HostCaches(layout, num_tokens)
+    return GpuCaches(layout, num_tokens, gpus)
+
+
+class KVPair:
+    """Both connectors, each with transfer processes of its own."""
+
+    def __init__(self, caches: Caches, case: Case) -> None:
+        self.caches = caches
+        self._held = case.held
+        self._producer = _connector("kv_producer", caches, case)
+        self._consumer = _connector("kv_consumer", caches, case)
+        self._poller = select.poll()
+        for connector in (self._producer, self._consumer):
+            self._poller.register(connector.fileno(), select.POLLIN)
+        self._steps = 0
+        self._transfer_id = ""
+        self._received: dict[str, TransferStats] = {}
+        self._released: list[str] = []
+
+    @property
+    def pids(self) -> tuple[list[int], list[int]]:
+        """(of the prefill side, of the decode side)."""
+        return self._producer.process_pids, self._consumer.process_pids
+
+    def run(self) -> None:
+        """Until everything has arrived."""
+        caches, num_tokens = self.caches, self.caches.num_tokens
+        self._transfer_id = transfer_id = uuid.uuid4().hex
+        offer = KVTransferParams(
+            do_remote_decode=True, transfer_id=transfer_id, num_tokens_held=self._held
+        )
+        wish = KVTransferParams(
+            do_remote_prefill=True, transfer_id=transfer_id, peer=self._producer.peer_info
+        )
+        sent = Prompt("prefill", num_tokens, offer)
+        self._steps += 1
+        self._producer.update_state_after_alloc(sent, [], 0)
+        self._consumer.update_state_after_alloc(
+            Prompt("decode", num_tokens, wish), caches.target_blocks, num_tokens - self._held
+        )
+        self._producer.build_connector_meta(
+            self._steps, [PromptChunk(sent, 0, num_tokens, caches.source_blocks)]
+        )
+        self._producer.request_finished(sent)
+        while transfer_id not in self._received:
+            self._poll()
+
+    @property
+    def num_bytes(self) -> int:
+        """That the last `run` took."""
+        return self._received[self._transfer_id].num_bytes
+
+    def settle(self) -> None:
+        """Until the prefill side has let go of it."""
+        while self._transfer_id not in self._released:
+            self._poll()
+
+    def close(self) -> None:
+        self._producer.shutdown()
+        self._consumer.shutdown()
+
+    def _poll(self) -> None:
+        self._poller.poll(1000)
+        for connector in (self._consumer, self._producer):
+            output = connector.get_finished()
+            if output is not None:
+                if output.failed:
+                    raise SystemExit(f"a transfer failed: {output.failed}")
+                for transfer_id in output.finished_recving:
+                    self._received[transfer_id] = output.stats[transfer_id]
+                self._released += output.released
+
+
+def _connector(role: KVRole, caches: Caches, case: Case) -> KVConnectorScheduler:
+    config = KVTransferConfig(
+        kv_role=role,
+        num_processes=case.processes,
+        num_streams=case.streams,
+        chunk_bytes=case.chunk_bytes,
+        staging_bytes=case.staging_bytes,
+        pull_transport=case.transport,
+        transport=case.data,
+        security=case.security,
+    )
+    engine_id = f"bench-{uuid.uuid4().hex[:12]}"
+    handle = caches.handle(role == "kv_producer")
+    return create_scheduler_connector(config, engine_id, 1, caches.layout, [handle])

@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""The KV data plane against raw TCP: GB/s and CPU seconds per GB, in the same run and layout.
+
+One prefill and one decode connector with real transfer processes move the KV of one prompt (an
+8B Llama: 32 layers, 8 heads of 128, bf16) from one cache into another, through block tables and
+checksums. Measured from the two commands until the decode side reports that all has arrived. Raw
+TCP moves as many bytes in as large chunks with as many connections and processes. The processes of
+one point are up together and take turns, so what else the machine does touches all alike; ratios
+are taken within a turn. The KV is carried in both ways that nodes can be told to use
+(`pull_transport`). Destinations are cleared before and compared byte by byte after every transfer.
+1 GB = 1e9 bytes.
+
+    python -m bench.kv.transfer                          1 to 16 streams
+    python -m bench.kv.transfer --sweep processes        or chunk-kib, block-size, tokens, hit-rate
+    python -m bench.kv.transfer --sweep tokens --points 500 2000 8000
+    python -m bench.kv.transfer --realtime               (root) other programs have to wait
+    python -m bench.kv.transfer --gpus 0 1               from GPU 0 to GPU 1, over TCP
+    python -m bench.kv.transfer --gpus 0 1 --data cuda_ipc
+
+What is not swept stays as its flag says. `hit-rate` is the percentage of the prompt that decode
+holds already: only the rest may cross the wire. Writes bench/results/NAME.json and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import matplotlib
+
+from bench.kv.pair import Caches, Case, HostCaches, KVPair, llama_8b, make_caches
+from bench.kv.raw_tcp import RawTcp
+from bench.kv.turns import Row, Turn, measure, summarise
+from bench.record import RESULTS, write_result
+from edge.security.config import SecurityConfig
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+_TLS = "-tls"
+_TRANSPORTS = ("h2", "grpcio", "h2-tls", "grpcio-tls")
+_RAW_TCP = "raw TCP"
+_REALTIME_PRIORITY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One setting, its values, and the case with it."""
+
+    label: str
+    points: tuple[int, ...]
+    at: Callable[[Case, int], Case]
+
+
+def _in_whole_blocks(case: Case) -> Case:
+    """They can be compared byte by byte."""
+    size = case.block_size
+    return replace(case, tokens=-(-case.tokens // size) * size)
+
+
+def _with_processes(case: Case, count: int) -> Case:
+    """With two streams each at least."""
+    return replace(case, processes=count, streams=max(case.streams, 2 * count))
+
+
+def _with_hits(case: Case, percent: int) -> Case:
+    held = case.tokens * percent // 100 // case.block_size * case.block_size
+    return replace(case, held=held)
+
+
+SWEEPS = {
+    "streams": Sweep("streams", (1, 2, 4, 8, 16), lambda case, n: replace(case, streams=n)),
+    "processes": Sweep("processes of each side", (1, 2, 4, 8), _with_processes),
+    "chunk-kib": Sweep(
+        "KiB of a chunk", (256, 512, 1024, 2048, 4096),
+        lambda case, kib: replace(case, chunk_bytes=kib << 10),
+    ),
+    "block-size": Sweep(
+        "tokens of a block", (16, 64, 128, 256), lambda case, n: replace(case, block_size=n)
+    ),
+    "tokens": Sweep(
+        "tokens of the prompt", (500, 1000, 2000, 4000, 8000, 16_000, 32_000),
+        lambda case, n: replace(case, tokens=n),
+    ),
+    "hit-rate": Sweep("% of the prompt that decode has", (0, 40, 80), _with_hits),
+}  # fmt: skip
+
+
+class RawPart:
+    """Raw TCP between memory files of the size of the caches; these themselves when they are."""
+
+    def __init__(self, caches: Caches, case: Case) -> None:
+        self._is_own = not isinstance(caches, HostCaches)
+        self._files = (
+            caches
+            if isinstance(caches, HostCaches)
+            else HostCaches(llama_8b(case.block_size), case.tokens)
+        )
+        self._chunk_bytes = case.chunk_bytes
+        self._tcp = RawTcp(
+            self._files.source, self._files.target, case.streams, case.chunk_bytes, case.processes
+        )
+
+    def turn(self) -> Turn:
+        files = self._files
+        files.clear()
+        turn = measure(*self._tcp.pids, self._tcp.run, lambda: files.num_bytes)
+        files.check_raw(self._chunk_bytes)
+        return turn
+
+    def close(self) -> None:
+        self._tcp.close()
+        if self._is_own:
+            self._files.close()
+
+
+@cache
+def certificates() -> SecurityConfig:
+    """Of an authority made for this run; both ends show the same."""
+    import trustme  # only this needs it
+
+    folder = Path(tempfile.mkdtemp(prefix="bench-tls-"))
+    atexit.register(shutil.rmtree, folder)
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    issued = authority.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA)
+    authority.cert_pem.write_to_path(str(folder / "ca.crt"))
+    issued.private_key_pem.write_to_path(str(folder / "tls.key"))
+    issued.cert_chain_pems[0].write_to_path(str(folder / "tls.crt"))
+    return SecurityConfig(
+        tls_cert_file=str(folder / "tls.crt"),
+        tls_key_file=str(folder / "tls.key"),
+        tls_ca_file=str(folder / "ca.crt"),
+    )
+
+
+def take_turns(
+    caches: Caches, pairs: dict[str, KVPair], raw: RawPart | None, case: Case, num_turns: int
+) -> dict[str, list[Turn]]:
+    """The first round warms up."""
+    turns: dict[str, list[Turn]] = defaultdict(list)
+    for turn in range(num_turns + 1):
+        measured = {}
+        if raw is not None:
+            measured[_RAW_TCP] = raw.turn()
+        for transport, pair in pairs.items():
+            caches.clear()
+            measured[transport] = measure(*pair.pids, pair.run, lambda pair=pair: pair.num_bytes)
+            caches.check_kv(case.held)
+            pair.settle()
+        for transport, result in measured.items():
+            if turn > 0:
+                turns[transport].append(result)
+    return turns
+
+
+def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]:
+    gpus = tuple(args.gpus) if args.gpus else None
+    caches = make_caches(llama_8b(case.block_size), case.tokens, gpus)
+    pairs: dict[str, KVPair] = {}
+    raw = None
+    try:
+        for transport in args.transports:
+            security = certificates() if transport.endswith(_TLS) else SecurityConfig()
+            kind = transport.removesuffix(_TLS)
+            pairs[transport] = KVPair(caches, replace(case, transport=kind, security=security))
+        raw = None if args.no_raw_tcp else RawPart(caches, case)
+        turns = take_turns(caches, pairs, raw, case, args.turns)
+    finally:
+        for pair in pairs.values():
+            pair.close()
+        if raw is not None:
+            raw.close()
+        caches.close()
+    raw_turns = turns.get(_RAW_TCP, [])
+    return [summarise(transport, point, mine, raw_turns) for transport, mine in turns.items()]
+
+
+def plot(rows: list[Row], sweep: Sweep, path: Path) -> None:
+    figure, (rate, cpu) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    points = sorted({row.point for row in rows})
+    for transport, marker in zip((_RAW_TCP, *_TRANSPORTS), "os^Dv", strict=True):
+        mine = [row for row in rows if row.transport == transport]
+        if not mine:
+            continue
+        label = transport if transport == _RAW_TCP else f"KV transfer, {transport}"
+        places = [points.index(row.point) for row in mine]
+        rate.errorbar(
+            places,
+            [row.gb_per_s for row in mine],
+            yerr=[
+                [row.gb_per_s - row.gb_per_s_worst for row in mine],
+                [row.gb_per_s_best - row.gb_per_s for row in mine],
+            ],
+            marker=marker,
+            capsize=3,
+            label=label,
+        )
+        totals = [row.cpu_send_s_per_gb + row.cpu_receive_s_per_gb for row in mine]
+        cpu.plot(places, totals, marker=marker, label=label)
+    for axes, name in ((rate, "GB/s (median, worst, best)"), (cpu, "CPU seconds per GB")):
+        axes.set(xlabel=sweep.label, ylabel=name, ylim=(0, None))
+        axes.set_xticks(range(len(points)), labels=[str(point) for point in points])
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def print_rows(rows: list[Row], name: str) -> None:
+    print(
+        f"{'':8} {name:>10}     MB      ms   GB/s  worst   best  CPU-s/GB send+receive  "
+        f"of TCP  CPU/TCP  others"
+    )
+    for row in rows:
+        ratios = (
+            f"{row.of_raw_tcp:6.2f} {row.cpu_of_raw_tcp:8.2f}"
+            if row.of_raw_tcp is not None
+            else " " * 15
+        )
+        print(
+            f"{row.transport:8} {row.point:10} {row.num_bytes / 1e6:6.0f} {row.milliseconds:7.1f} "
+            f"{row.gb_per_s:6.2f} {row.gb_per_s_worst:6.2f} {row.gb_per_s_best:6.2f}  "
+            f"{row.cpu_send_s_per_gb:8.3f} + {row.cpu_receive_s_per_gb:<10.3f} {ratios} "
+            f"{row.others:7.0%}"
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sweep", choices=SWEEPS, default="streams")
+    parser.add_argument("--points", type=int, nargs="+", help="values of what is swept")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="of the prompt; 128 KiB each, whole blocks"
+    )
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=1, help="transfer processes of each side")
+    parser.add_argument("--chunk-kib", type=int, default=2048)
+    parser.add_argument("--staging-mib", type=int, default=512, help="of a rank")
+    parser.add_argument(
+        "--transports", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS[:2]),
+        help="-tls: with certificates, made by trustme",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", choices=("grpc", "cuda_ipc"), default="grpc",
+        help="cuda_ipc: decode copies out of the prefill node's cache itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpus", type=int, nargs=2, metavar=("FROM", "TO"), help="caches on GPUs; default: host"
+    )
+    parser.add_argument("--no-raw-tcp", action="store_true", help="do not compare with it")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--realtime", action="store_true", help="round-robin scheduling (root)")
+    parser.add_argument(
+        "--name", help="of the result files; empty: none. Default: kv_transfer_SWEEP"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.realtime:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_REALTIME_PRIORITY))
+    sweep = SWEEPS[args.sweep]
+    case = Case(
+        transport="h2",
+        streams=args.streams,
+        processes=args.processes,
+        chunk_bytes=args.chunk_kib << 10,
+        block_size=args.block_size,
+        tokens=args.tokens,
+        staging_bytes=args.staging_mib << 20,
+        data=args.data,
+    )
+    default = f"kv_transfer_{args.sweep.replace('-', '_')}"
+    name = default if args.name is None else args.name
+    rows: list[Row] = []
+    for point in args.points or sweep.points:
+        rows += measure_point(_in_whole_blocks(sweep.at(case, point)), point, args)
+        if name:
+            figures = {"settings": vars(args), "rows": [asdict(row) for row in rows]}
+            write_result(name, figures)
+            plot(rows, sweep, RESULTS / f"{name}.png")
+    print_rows(rows, args.sweep)
+    if name:
+        print(f"written: bench/results/{name}.json and .png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What nodes tell on /metrics, and which of it must be zero when nobody asks anything of them.
+
+Tests of whole clusters and `bench.serving.soak` go by the same list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import aiohttp
+
+ZERO_WHEN_EMPTY = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "tandem_requests_waiting_for_remote_kvs",
+    "tandem_delayed_frees",
+    "tandem_kv_transfer_live_transfers",
+    "tandem_kv_transfer_process_transfers",
+    "tandem_kv_transfer_staged_bytes",
+    "tandem_kv_transfer_leases",
+    "tandem_kv_transfer_open_pulls",
+    "tandem_open_requests",
+    "tandem_open_prefills",
+    "tandem_remote_prefills",
+    "tandem_credit_waiters",
+)
+"""Some of them only one of the tiers has."""
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$")
+
+
+async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Name to value, summed over labels. Raises `aiohttp.ClientError` where nobody answers, and
+    `RuntimeError` for another status than 200."""
+    async with session.get(url) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{url}: status {response.status}")
+        text = await response.text()
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if match := _SAMPLE.match(line):
+            values[match[1]] = values.get(match[1], 0.0) + float(match[2])
+    return values
+
+
+def held(values: Mapping[str, float]) -> dict[str, float]:
+    """What a node has not given back, by name; empty when all of it. Raises `KeyError` for metrics
+    that are not a node's."""
+    found = {name: values[name] for name in ZERO_WHEN_EMPTY if values.get(name)}
+    taken = values["tandem_kv_blocks_total"] - values["tandem_kv_blocks_free"]
+    return found | ({"blocks": taken} if taken else {})

@@ -1,0 +1,105 @@
+"""Whole clusters for measurements: started, ready, and gone afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.engine.offline import SHAPES
+from cli.cluster import UpSettings, cluster_specs
+from cli.supervisor import Listener, Supervisor
+from cli.up import wait_routable
+
+_CONFIG = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+}
+_KV_TRANSPORTS = ("grpc", "cuda_ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """`name`: one node, or NpMd with or without the transport of KV, like 1p1d-cuda_ipc."""
+
+    name: str
+    num_prefill: int
+    num_decode: int
+    transport: str
+
+    @classmethod
+    def parse(cls, name: str) -> Setup:
+        """Raises ValueError."""
+        if name == "one":
+            return cls(name, 0, 1, "auto")
+        tiers, _, transport = name.partition("-")
+        prefill, _, decode = tiers.partition("p")
+        if not (prefill.isdigit() and decode[:-1].isdigit() and decode.endswith("d")):
+            raise ValueError(f"{name!r} is neither `one` nor like 1p1d-grpc")
+        if transport and transport not in _KV_TRANSPORTS:
+            raise ValueError(f"{name!r}: the transport is one of {', '.join(_KV_TRANSPORTS)}")
+        return cls(name, int(prefill), int(decode[:-1]), transport or "auto")
+
+
+@contextmanager
+def model_folder(shape: str) -> Iterator[Path]:
+    """What random weights need: the shape."""
+    config = {**_CONFIG, **SHAPES[shape]}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / shape
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        yield folder
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`url`: the router's. `decode_metrics`: where each decode node tells what it counts."""
+
+    url: str
+    decode_metrics: list[str]
+
+
+@asynccontextmanager
+async def running(
+    setup: Setup, settings: UpSettings, node_args: list[str], start_timeout_s: float
+) -> AsyncIterator[Cluster]:
+    """What the services say goes to standard error when one fails."""
+    settings = settings.model_copy(
+        update={"prefill": setup.num_prefill, "decode": setup.num_decode, "port": 0}
+    )
+    lines: list[str] = []
+    listener = Listener(on_log=lambda service, line: lines.append(f"{service.spec.name}: {line}"))
+    specs = cluster_specs(settings, [*node_args, "--kv-transport", setup.transport])
+    supervisor = Supervisor(specs, listener)
+    started = time.monotonic()
+    try:
+        async with _limit(start_timeout_s):
+            await supervisor.start()
+            await wait_routable(specs[0].endpoint, settings)
+        print(f"{setup.name}: ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
+        decodes = [spec.endpoint for spec in specs if spec.name.startswith("decode")]
+        yield Cluster(specs[0].endpoint, [f"{endpoint}/metrics" for endpoint in decodes])
+    except BaseException:
+        print("\n".join(lines[-60:]), file=sys.stderr)
+        raise
+    finally:
+        await supervisor.stop()
+
+
+@asynccontextmanager
+async def _limit(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise SystemExit(f"error: the cluster was not ready within {seconds:.0f} s") from None

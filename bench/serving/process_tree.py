@@ -1,0 +1,58 @@
+"""The processes of a cluster on this machine: which there are, and what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one process. `private_mib`: memory that is its own, in RAM; `fds`: open files."""
+
+    private_mib: float
+    fds: int
+
+
+def below(root: int) -> Iterator[int]:
+    """`root` and all of its descendants that run now."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    left = [root]
+    while left:
+        yield (pid := left.pop())
+        left += children.get(pid, [])
+
+
+def module_of(pid: int) -> str:
+    """What `python -m` was told to run; empty for another program, or for nobody."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+
+
+def transfer_processes(root: int) -> list[int]:
+    return [pid for pid in below(root) if module_of(pid) == "kv_transfer.control.process"]
+
+
+def usage(root: int) -> dict[str, Usage]:
+    """By module; one of a module's processes when there are several."""
+    found: dict[str, Usage] = {}
+    for pid in below(root):
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+            num_fds = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:
+            continue
+        kib = sum(int(line.split()[1]) for line in status.splitlines() if "RssAnon" in line)
+        if name := module_of(pid):
+            found[name] = Usage(round(kib / 1024, 1), num_fds)
+    return found

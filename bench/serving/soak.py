@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""A cluster under load that is hurt on purpose, until every counter must be zero again.
+
+    python -m bench.serving.soak                            10 000 requests, the demo checkpoint
+    python -m bench.serving.soak --requests 300 --kill-every-s 5 a short look
+
+Requests of random lengths come from --clients clients; one in five is left at a random moment of
+the time that its prompt takes. A transfer process, in turn of the nodes, is killed every
+--kill-every-s. Requests that were not left are asked again when the cluster is too busy, and must
+end in full, with the tokens that their prompt had the first time. At the end nothing may be held:
+no block, row, lease, staged byte, pull or open request on any node. What each process holds of
+memory and open files is told at ten moments and at the end. Writes bench/results/NAME.json; the
+exit status says whether all of it was so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from bench.record import write_result
+from bench.serving.node_metrics import held, read_metrics
+from bench.serving.process_tree import Usage, transfer_processes, usage
+from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
+from cli.supervisor import Listener, Service, Supervisor
+from cli.up import wait_routable
+
+_LEFT_PART = 0.2
+_NUM_PROMPTS = 40
+_SETTLE_S = 60.0
+_ASK_AGAIN = (429, 503)
+_ASK_AGAIN_S = 0.5
+_PROGRESS_EVERY_S = 15.0
+_LOOKS = 10
+"""So often, evenly over the requests, memory and open files are looked at, and at the end."""
+_TOLD_AT_THE_END = (
+    "vllm:num_preemptions_total",
+    "tandem_prefill_attempt_failures_total",
+    "tandem_local_prefill_fallbacks_total",
+    "tandem_kv_transfer_transfers",
+    "tandem_kv_transfer_failures",
+    "tandem_kv_transfer_aborts",
+    "tandem_kv_transfer_bytes_moved",
+    "tandem_kv_transfer_process_restarts",
+    "tandem_kv_transfer_corrupt_chunks",
+    "tandem_kv_transfer_reclaimed_released",
+    "tandem_kv_transfer_reclaimed_given_up",
+    "tandem_kv_transfer_reclaimed_aborted",
+    "tandem_kv_transfer_reclaimed_lease_ended",
+    "tandem_kv_transfer_reclaimed_error",
+)
+
+
+class Soak:
+    """One run against one cluster."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
+        self._session = session
+        self._url = url
+        self._random = random.Random(seed)
+        self._texts: dict[int, str] = {}
+        self._took_s: dict[int, float] = {}
+        """How long the last request with a prompt took that was not left."""
+        self.outcomes: Counter[str] = Counter()
+        self.asked_to_wait = 0
+        """Answers that the cluster is too busy: asked again a little later."""
+        self.kills: Counter[str] = Counter()
+
+    @property
+    def num_done(self) -> int:
+        return self.outcomes.total()
+
+    async def run(
+        self, num_requests: int, num_clients: int, on_request: Callable[[int], None]
+    ) -> None:
+        """`on_request` hears the number of each request that begins."""
+        numbers = iter(range(num_requests))
+        clients = (self._client(numbers, on_request) for _ in range(num_clients))
+        await asyncio.gather(*clients)
+
+    async def _client(self, numbers: Iterator[int], on_request: Callable[[int], None]) -> None:
+        for number in numbers:
+            on_request(number)
+            is_left = self._random.random() < _LEFT_PART
+            prompt = self._random.randrange(_NUM_PROMPTS)
+            limit_s = self._random.random() * self._took_s.get(prompt, 1.0)
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(limit_s if is_left else 300.0):
+                    self.outcomes[await self._ask(prompt)] += 1
+                self._took_s[prompt] = time.monotonic() - started
+            except TimeoutError:
+                self.outcomes["left" if is_left else "stuck"] += 1
+            except aiohttp.ClientError as error:
+                self.outcomes[f"failed: {type(error).__name__}"] += 1
+
+    async def _ask(self, prompt: int) -> str:
+        body = {
+            "prompt": [(7 * i + prompt) % 400 + 10 for i in range(3 + 9 * prompt)],
+            "max_tokens": 4 + prompt,
+            "temperature": 0.7 * (prompt % 2),
+            "seed": prompt,
+            "ignore_eos": True,
+        }
+        while True:
+            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+                answer: dict[str, Any] = await response.json()
+            if response.status not in _ASK_AGAIN:
+                break
+            self.asked_to_wait += 1
+            await asyncio.sleep(_ASK_AGAIN_S)
+        if response.status != 200:
+            return f"status {response.status}: {answer['error']['message'][:120]}"
+        text = answer["choices"][0]["text"]
+        known = self._texts.setdefault(prompt, text)
+        return "complete" if text == known else "other tokens than before"
+
+    async def kill_forever(self, nodes: list[Service], every_s: float) -> None:
+        """Transfer processes of `nodes`, in turn."""
+        while True:
+            for node in nodes:
+                await asyncio.sleep(every_s)
+                victims = transfer_processes(node.pid) if node.pid else []
+                with suppress(ProcessLookupError):
+                    if victims:
+                        os.kill(self._random.choice(victims), signal.SIGKILL)
+                        self.kills[node.spec.name] += 1
+
+    async def tell_progress(self, num_requests: int) -> None:
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+            seconds = time.monotonic() - started
+            print(
+                f"{seconds:.0f} s: {self.num_done} of {num_requests} "
+                f"({self.num_done / seconds:.1f}/s), {dict(self.outcomes)}, "
+                f"{self.kills.total()} killed",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def metrics_url(node: Service) -> str:
+    argv = node.spec.argv
+    name = "--metrics-port" if "--metrics-port" in argv else "--port"
+    return f"http://127.0.0.1:{argv[argv.index(name) + 1]}/metrics"
+
+
+async def all_held(session: aiohttp.ClientSession, nodes: list[Service]) -> dict[str, float]:
+    """What is not zero, or not free, by node and name."""
+    found: dict[str, float] = {}
+    for node in nodes:
+        left = held(await read_metrics(session, metrics_url(node)))
+        found |= {f"{node.spec.name} {key}": value for key, value in left.items()}
+    return found
+
+
+async def until_nothing_is_held(
+    session: aiohttp.ClientSession, nodes: list[Service]
+) -> tuple[float, dict[str, float]]:
+    """(Seconds that it took, what is left after the last of them)."""
+    started = time.monotonic()
+    while True:
+        left = await all_held(session, nodes)
+        elapsed = time.monotonic() - started
+        if not left or elapsed > _SETTLE_S:
+            return round(elapsed, 2), left
+        await asyncio.sleep(0.2)
+
+
+def resources(nodes: list[Service]) -> dict[str, Usage]:
+    return {
+        f"{node.spec.name} {module}": used
+        for node in nodes
+        if node.pid
+        for module, used in sorted(usage(node.pid).items())
+    }
+
+
+def over_time(looks: list[dict[str, Usage]], name: str) -> dict[str, list[float | None]]:
+    """By process, None where it was being started again."""
+    processes = sorted({process for look in looks for process in look})
+    return {
+        process: [getattr(look.get(process), name, None) for look in looks] for process in processes
+    }
+
+
+async def hurt(
+    session: aiohttp.ClientSession, url: str, nodes: list[Service], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The whole run against a cluster that is ready."""
+    soak = Soak(session, url, args.seed)
+    beside = [
+        asyncio.create_task(soak.kill_forever(nodes, args.kill_every_s)),
+        asyncio.create_task(soak.tell_progress(args.requests)),
+    ]
+    looks: list[dict[str, Usage]] = []
+
+    def look(number: int) -> None:
+        if number % max(1, args.requests // _LOOKS) == 0:
+            looks.append(resources(nodes))
+
+    started = time.monotonic()
+    try:
+        await soak.run(args.requests, args.clients, look)
+    finally:
+        for task in beside:
+            task.cancel()
+    seconds = time.monotonic() - started
+    settled_s, left = await until_nothing_is_held(session, nodes)
+    at_the_end = {node.spec.name: await read_metrics(session, metrics_url(node)) for node in nodes}
+    return {
+        "outcomes": dict(soak.outcomes),
+        "asked_to_wait": soak.asked_to_wait,
+        "kills": dict(soak.kills),
+        "restarts_of_nodes": sum(node.restarts for node in nodes),
+        "seconds": round(seconds, 1),
+        "settled_s": settled_s,
+        "left": left,
+        "counted": {
+            name: {key: values[key] for key in _TOLD_AT_THE_END if key in values}
+            for name, values in at_the_end.items()
+        },
+        "private_mib": over_time([*looks, resources(nodes)], "private_mib"),
+        "open_files": over_time([*looks, resources(nodes)], "fds"),
+    }
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    settings = UpSettings(
+        model=args.model or str(DEMO_CHECKPOINT),
+        prefill=args.prefill,
+        decode=args.decode,
+        device=args.device,
+        port=0,
+        _cli_parse_args=[],
+    )
+    node_args = ["--kv-transport", args.kv_transport, "--no-enable-prefix-caching"]
+    logs: deque[str] = deque(maxlen=args.log_lines)
+    listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
+    specs = cluster_specs(settings, [*node_args, *args.node_args.split()])
+    supervisor = Supervisor(specs, listener)
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    try:
+        await supervisor.start()
+        url = specs[0].endpoint
+        await wait_routable(url, settings)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            return await hurt(session, url, supervisor.services[1:], args)
+    finally:
+        await supervisor.stop()
+        for line in logs:
+            print(line, file=sys.stderr)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="", help="default: the demo checkpoint")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prefill", type=int, default=1)
+    parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--kv-transport", choices=("auto", "grpc", "cuda_ipc"), default="auto")
+    parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--kill-every-s", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-lines", type=int, default=0, help="last of the nodes' logs to show")
+    parser.add_argument("--name", default="soak", help="of the result file; empty: none")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    figures = asyncio.run(run(args))
+    print(json.dumps(figures, indent=1))
+    if args.name:
+        print("written:", write_result(args.name, {"settings": vars(args), **figures}))
+    is_good = not figures["left"] and set(figures["outcomes"]) <= {"complete", "left"}
+    return 0 if is_good and not figures["restarts_of_nodes"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

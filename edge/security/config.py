@@ -1,0 +1,104 @@
+"""How services make sure of each other.
+
+    TLS        both ends show certificates of one authority          --tls-cert-file, ...
+    token      the caller shows a secret that all services know       --cluster-token-file
+    plaintext  nobody shows anything: on loopback, or by explicit flag  --allow-plaintext
+
+TLS and token may be used together; then both are demanded.
+
+A DNS name `tandem-<role>` in a certificate says which kind of service its owner is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from edge.address import is_loopback
+
+TlsIdentity = Literal["address", "role"]
+
+
+class Role(StrEnum):
+    """A kind of service."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def certificate_name(self) -> str:
+        """DNS name in certificates."""
+        return f"tandem-{self.value}"
+
+
+def roles_of(names: Collection[str]) -> set[Role]:
+    """What a certificate with these DNS names says of its owner."""
+    return {role for role in Role if role.certificate_name in names}
+
+
+class SecurityError(Exception):
+    """Services cannot make sure of each other. The message says how to mend it."""
+
+
+class PlaintextRefused(SecurityError):
+    """Others could read along, and nobody has said that this is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityConfig:
+    """Paths; empty: not used.
+
+    Attributes:
+        tls_cert_file: Our certificate with its chain, PEM.
+        tls_key_file: Its private key, PEM, not encrypted.
+        tls_ca_file: Authorities whose certificates we believe, PEM.
+        tls_identity: What certificates must name. `address`: a server's, the host name or address
+            that was dialled; a caller's, nothing, but a role that it names must be right. `role`:
+            every peer's, its role.
+        cluster_token_file: A secret on each line. The first is shown, each is accepted.
+        allow_plaintext: Connections beyond this host without TLS and token are wanted.
+    """
+
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    tls_ca_file: str = ""
+    tls_identity: TlsIdentity = "address"
+    cluster_token_file: str = ""
+    allow_plaintext: bool = False
+
+    @property
+    def has_tls(self) -> bool:
+        return bool(self.tls_cert_file)
+
+    @property
+    def is_secured(self) -> bool:
+        """Whether callers have to show something."""
+        return self.has_tls or bool(self.cluster_token_file)
+
+    def check(self) -> None:
+        """Raises `SecurityError` when settings are missing."""
+        files = {
+            "--tls-cert-file": self.tls_cert_file,
+            "--tls-key-file": self.tls_key_file,
+            "--tls-ca-file": self.tls_ca_file,
+        }
+        missing = [flag for flag, path in files.items() if not path]
+        if missing and len(missing) < len(files):
+            raise SecurityError(
+                f"TLS between services needs {', '.join(files)}, all three: "
+                f"{' and '.join(missing)} not given"
+            )
+
+    def check_plaintext(self, what: str, host: str) -> None:
+        """Raises `PlaintextRefused` unless a connection to or from `host` may be had. `what` tells
+        people which one."""
+        if self.is_secured or self.allow_plaintext or is_loopback(host):
+            return
+        raise PlaintextRefused(
+            f"{what} ({host}) would be plaintext that others can reach. Secure all services by "
+            f"--tls-cert-file, --tls-key-file and --tls-ca-file, or by --cluster-token-file; or "
+            f"trust the network and say so by --allow-plaintext"
+        )

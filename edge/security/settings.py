@@ -1,0 +1,59 @@
+"""The settings by which services make sure of each other: defined once, for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from edge.security.config import SecurityConfig, TlsIdentity
+
+
+class SecuritySettings(BaseSettings):
+    """See docs/operations.md."""
+
+    tls_cert_file: Path | None = Field(
+        default=None,
+        description="This service's certificate, PEM. With --tls-key-file and --tls-ca-file: "
+        "mutual TLS on every connection between services. Read again when it changes.",
+    )
+    tls_key_file: Path | None = Field(
+        default=None, description="Private key of --tls-cert-file, PEM, not encrypted."
+    )
+    tls_ca_file: Path | None = Field(
+        default=None, description="Authorities whose certificates other services may show, PEM."
+    )
+    tls_identity: TlsIdentity = Field(
+        default="address",
+        description="What certificates of other services must name. address: a server's, the "
+        "address that was dialled. role: everybody's, tandem-router, tandem-prefill or "
+        "tandem-decode as a DNS name, whatever the address.",
+    )
+    cluster_token_file: Path | None = Field(
+        default=None,
+        description="File with a secret that all services show each other, with TLS or instead of "
+        "it. Of several lines the first is shown and each accepted. Read again when it changes.",
+    )
+    allow_plaintext: bool = Field(
+        default=False,
+        description="Listen on and connect to addresses beyond this host with neither TLS nor "
+        "--cluster-token-file: the network is trusted.",
+    )
+
+    def security_config(self) -> SecurityConfig:
+        """Raises `SecurityError` when they do not fit together."""
+        config = SecurityConfig(
+            tls_cert_file=_text(self.tls_cert_file),
+            tls_key_file=_text(self.tls_key_file),
+            tls_ca_file=_text(self.tls_ca_file),
+            tls_identity=self.tls_identity,
+            cluster_token_file=_text(self.cluster_token_file),
+            allow_plaintext=self.allow_plaintext,
+        )
+        config.check()
+        return config
+
+
+def _text(path: Path | None) -> str:
+    return "" if path is None else str(path)

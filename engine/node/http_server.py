@@ -1,0 +1,111 @@
+"""HTTP servers of a node: how they listen, and the small one for probes and scrapers.
+
+    GET  /health     200 while the engine works, else 503
+    GET  /ready      200 while new work is taken, else 503
+    GET  /metrics    Prometheus
+
+The small one is plain HTTP even where services speak TLS: kubelets and scrapers have no
+certificate, and nothing of a request is told here.
+
+    1. `ProbeServer(host, port)`: the port is taken at once
+    2. `start`: serves
+    3. `stop`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from edge.address import join_address
+from engine.node.grpc_server import PortInUse
+from engine.node.status import NodeStatus
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_BACKLOG = 2048
+_SEND_BUFFER_BYTES = 256 << 10
+"""Of each connection: what a client that reads slowly may leave lying with us."""
+
+
+class HttpServer(uvicorn.Server):
+    """Signals are the node's: it drains before it lets us stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises `PortInUse`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise PortInUse(
+            f"cannot listen on {join_address(host, port)} ({reason}); "
+            f"choose another port or address"
+        ) from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    return listener
+
+
+class ProbeServer:
+    """Answers on the node's event loop, so that one that hangs is noticed. Raises `PortInUse`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._listener = listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._server: HttpServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self, status: NodeStatus, metrics: Callable[[], bytes]) -> None:
+        app = Starlette(routes=_routes(status, metrics))
+        self._server = HttpServer(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=1,
+                ws="none",
+                proxy_headers=False,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+        self._listener.close()
+
+
+def _routes(status: NodeStatus, metrics: Callable[[], bytes]) -> list[Route]:
+    async def health(request: Request) -> Response:
+        return _verdict(status.fault())
+
+    async def ready(request: Request) -> Response:
+        return _verdict(status.fault() or ("stopping" if status.work.draining else ""))
+
+    async def scrape(request: Request) -> Response:
+        return Response(metrics(), media_type=METRICS_TYPE)
+
+    return [Route("/health", health), Route("/ready", ready), Route("/metrics", scrape)]
+
+
+def _verdict(fault: str) -> Response:
+    return Response(fault, status_code=503 if fault else 200, media_type="text/plain")

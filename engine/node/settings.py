@@ -1,0 +1,391 @@
+"""Settings of a node's engine: one definition gives the flag, the environment variable and the
+helm value.
+
+`PrefillNodeSettings` and `DecodeNodeSettings` extend this with what only they need. A flag wins
+over the environment. A Python identifier `max_num_seqs` is the flag `--max-num-seqs` and the
+variable `TANDEM_MAX_NUM_SEQS`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from edge.security.config import SecurityConfig, SecurityError
+from edge.security.settings import SecuritySettings
+from engine.config import (
+    AttentionBackend,
+    CacheConfig,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    ExecutorBackend,
+    FastPath,
+    LoadFormat,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
+from engine.models.checkpoint import (
+    check_tensor_parallel,
+    load_model_config,
+    resolve_model,
+)
+from engine.node.command_line import parse_settings
+from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
+from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
+
+_GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
+_MAX_PORT = 65535
+_EPOCH_BITS = 63
+"""One bit less than the wire has, so that every language's signed integers hold it."""
+
+_EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
+
+
+class SettingsError(Exception):
+    """Settings that do not fit together. The message says how to mend it."""
+
+
+class EngineSettings(SecuritySettings):
+    """What both kinds of node can be told about their engine."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_show_env_vars=True,
+        cli_avoid_json=True,
+        extra="ignore",
+        protected_namespaces=(),
+    )
+
+    model: str = Field(description="Folder of a Hugging Face checkpoint, or a name on the hub.")
+    served_model_name: str | None = Field(
+        default=None, description="Name that clients use. Default: the checkpoint's folder name."
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="Type of weights and KV cache. auto: what the checkpoint says. "
+        "Prefill and decode nodes must agree.",
+    )
+    load_format: LoadFormat = Field(
+        default="safetensors",
+        description="dummy: random weights, for measurements; a folder with config.json is enough.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompt and answer together, in tokens, at most. Default: what the model can.",
+    )
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="Workers that share each layer, one for each GPU."
+    )
+    distributed_executor_backend: ExecutorBackend = Field(
+        default="mp",
+        description="Where the workers run. mp: on this host. ray: on the hosts of a running Ray "
+        "cluster that this host belongs to.",
+    )
+    ray_address: str | None = Field(
+        default=None,
+        description="host:port of the Ray cluster's head. Default: RAY_ADDRESS, else the cluster "
+        "that runs on this host.",
+    )
+    ray_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="With ray, the hosts of all workers must have joined after so many seconds.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute. auto: cuda where there is a GPU, else cpu."
+    )
+    num_threads: int = Field(
+        default=1,
+        ge=1,
+        description="Threads of each worker on CPU. More threads than cores, over all workers of "
+        "the machine, make everything many times slower.",
+    )
+    first_gpu: int = Field(
+        default=0,
+        ge=0,
+        description="GPU of the first worker, counted from 0; the others follow it. Two nodes may "
+        "share one: give each a part of it with --gpu-memory-utilization.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="On a GPU: launch kernels one by one instead of CUDA graphs. Starts sooner, "
+        "decodes slower.",
+    )
+    cudagraph_capture_sizes: tuple[int, ...] = Field(
+        default=(),
+        description="Batch sizes that get a CUDA graph. Default: chosen for --max-num-seqs.",
+    )
+    attention_backend: AttentionBackend = Field(
+        default="auto",
+        description="On a GPU. triton: our own kernels for everything. auto: FlashAttention 3, "
+        "where it is installed, or cuDNN for whole prompts, where that is faster. flash-attn: "
+        "FlashAttention 3 for everything, which must be installed.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="A request's tokens and KV, to the last bit, do not depend on what else runs "
+        "at the same time, nor on how its prompt is cut into steps. Slower.",
+    )
+    disabled_fast_paths: tuple[FastPath, ...] = Field(
+        default=(),
+        description="On a GPU: what to do without, should one be suspected. chained-launches: "
+        "small kernels overlap. gated-products: gate and up projection of many rows and their "
+        "activation by one kernel of our own. narrow-products: products of few rows by our own "
+        "kernels. prompt-graphs: CUDA graphs of steps with short prompts. residual-products: "
+        "products of many rows add to the residual stream themselves.",
+    )
+    async_scheduling: bool | None = Field(
+        default=None,
+        description="Decide the next step while one is computed. Default: on a GPU, not on CPU.",
+    )
+    block_size: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Tokens in one KV block. Prefill and decode nodes may differ.",
+    )
+    enable_prefix_caching: bool = Field(
+        default=True, description="Keep KV of finished requests for prompts that begin the same."
+    )
+    num_blocks: int | None = Field(
+        default=None, ge=1, description="KV blocks. Default: as many as fit into memory."
+    )
+    kv_cache_memory_bytes: int | None = Field(
+        default=None, ge=1, description="Memory of each worker's KV cache. Default: measured."
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="Share of the GPU's memory that a worker may use."
+    )
+    max_num_seqs: int = Field(default=256, ge=1, description="Requests that run at once, at most.")
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, description="Tokens computed in one step, at most."
+    )
+    enable_chunked_prefill: bool = Field(
+        default=True,
+        description="Split long prompts over steps. Off: longer prompts than one step are refused.",
+    )
+    long_prefill_token_threshold: int = Field(
+        default=0, ge=0, description="A prompt takes at most this much of one step. 0: no limit."
+    )
+    scheduling_policy: SchedulingPolicy = Field(
+        default="fcfs",
+        description="fcfs: in order of arrival. priority: smaller `priority` of requests first.",
+    )
+    kv_host: str | None = Field(
+        default=None,
+        description="Address of this host at which decode nodes fetch KV from a prefill node. "
+        "Several, comma separated: one of each network interface to use; transfer processes share "
+        "them out, those near their GPU first, and decode nodes connect from theirs. Default: "
+        "--host.",
+    )
+    kv_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="First port at which decode nodes fetch KV from a prefill node; each of the "
+        "--tensor-parallel-size times --kv-processes transfer processes has its own, in a row. 0: "
+        "any free ones.",
+    )
+    kv_transport: KVTransportName = Field(
+        default="auto",
+        description="How KV gets from a prefill to a decode node. grpc: over the network. "
+        "cuda_ipc: where both are on one host, decode copies it itself, from GPU to GPU. auto: "
+        "cuda_ipc for KV on GPUs, else grpc.",
+    )
+    kv_pull_transport: PullTransportName = Field(
+        default="h2",
+        description="What carries KV over the network. h2: HTTP/2 ends of our own, which copy "
+        "much less. grpcio: that library. Both speak gRPC, so nodes need not agree.",
+    )
+    kv_processes: int | None = Field(
+        default=None,
+        ge=1,
+        description="KV transfer processes of each worker. Default: 1 to 4, by the cores of this "
+        "host, its network interfaces and workers.",
+    )
+    kv_streams: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Connections over which one request's KV is pulled. Default: 4, or 2 for each "
+        "of more than two processes.",
+    )
+    kv_chunk_bytes: int = Field(
+        default=2 << 20, ge=4096, le=4 << 20, description="Size of a piece of KV on the wire."
+    )
+    kv_staging_bytes: int = Field(
+        default=512 << 20,
+        ge=1 << 20,
+        description="Host memory of each worker for KV on its way, in equal parts for its transfer "
+        "processes; pinned where KV is on a GPU. At least 8 pieces (--kv-chunk-bytes) for each.",
+    )
+    kv_lease_s: float = Field(
+        default=30.0, gt=0, description="KV that nobody takes for so long is dropped, in seconds."
+    )
+    kv_stall_timeout_s: float = Field(
+        default=5.0, gt=0, description="A transfer without progress for so long has failed."
+    )
+    max_waiting_requests: int = Field(
+        default=1024, ge=1, description="More requests than this in the queue are refused."
+    )
+    stuck_after_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="An engine that has work but makes no step for so long is given up: the node "
+        "ends with an error, to be started again. Must exceed the longest step.",
+    )
+    drain_timeout_s: float = Field(
+        default=120.0, ge=0, description="After SIGTERM, running requests have so long to end."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="How much is logged, on standard error. Never prompt text."
+    )
+    trace_file: Path | None = Field(
+        default=None,
+        description="Append the trace of every request to this file: when each part happened, "
+        "never what was asked or answered. A line of OTLP/JSON each.",
+    )
+    check: bool = Field(
+        default=False,
+        description="Print the settings and end, without serving. Exit code 2 if they are wrong.",
+    )
+
+    @classmethod
+    def from_args(cls, program: str, args: list[str] | None = None) -> Self:
+        """Settings from flags and environment. Prints help or the error and exits on its own.
+
+        `args` None: the process's own.
+        """
+        return parse_settings(cls, program, args)
+
+    def print_checked(self, kv_role: KVRole) -> int:
+        """What `--check` does; the exit code. Reads no checkpoint. Secrets are masked."""
+        try:
+            self._kv_transfer_config(kv_role)
+            self._parallel_config()
+        except (SettingsError, SecurityError) as error:
+            print(f"wrong settings: {error}", file=sys.stderr)
+            return 2
+        print(self.model_dump_json(indent=2))
+        return 0
+
+    def to_engine_config(self, kv_role: KVRole | None) -> EngineConfig:
+        """Finds and reads the checkpoint. Raises `CheckpointError`. May download."""
+        folder = resolve_model(self.model, load_format=self.load_format)
+        model = load_model_config(
+            folder,
+            dtype=self.dtype,
+            served_model_name=self.served_model_name,
+            max_model_len=self.max_model_len,
+            load_format=self.load_format,
+        )
+        check_tensor_parallel(model, self.tensor_parallel_size)
+        return self._engine_config(model, kv_role)
+
+    def _engine_config(self, model: ModelConfig, kv_role: KVRole | None) -> EngineConfig:
+        device = self._device_config()
+        scheduler = {**self._named_as_in(SchedulerConfig), "policy": self.scheduling_policy}
+        if self.async_scheduling is None:
+            scheduler["async_scheduling"] = device.device == "cuda"
+        return EngineConfig(
+            engine_id=f"{kv_role or 'engine'}-{secrets.token_hex(6)}",
+            epoch=secrets.randbits(_EPOCH_BITS) | 1,
+            model=model,
+            cache=CacheConfig(**self._named_as_in(CacheConfig)),
+            parallel=self._parallel_config(),
+            scheduler=SchedulerConfig(**scheduler),
+            device=device,
+            kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
+        )
+
+    def _named_as_in(self, config: type[Any]) -> dict[str, Any]:
+        """Our values for the fields of a dataclass, by name."""
+        ours = type(self).model_fields
+        names = (field.name for field in fields(config) if field.name in ours)
+        return {name: getattr(self, name) for name in names}
+
+    def _parallel_config(self) -> ParallelConfig:
+        if self.distributed_executor_backend == "ray" and self.first_gpu:
+            raise SettingsError(
+                "with ray as --distributed-executor-backend Ray hands out the GPUs: leave "
+                "--first-gpu, and give `ray start` the GPUs to use in CUDA_VISIBLE_DEVICES"
+            )
+        return ParallelConfig(**self._named_as_in(ParallelConfig))
+
+    def _device_config(self) -> DeviceConfig:
+        device = detect_device() if self.device == "auto" else self.device
+        return DeviceConfig(**{**self._named_as_in(DeviceConfig), "device": device})
+
+    def _kv_transfer_config(self, kv_role: KVRole) -> KVTransferConfig:
+        processes = self._kv_processes(kv_role)
+        return KVTransferConfig(
+            kv_role=kv_role,
+            hosts=self._kv_hosts(kv_role),
+            port=self._kv_port(processes),
+            security=self._checked_security(kv_role),
+            transport=self.kv_transport,
+            num_processes=processes,
+            num_streams=self.kv_streams or choose_num_streams(processes),
+            chunk_bytes=self.kv_chunk_bytes,
+            staging_bytes=self._kv_staging_bytes(processes),
+            lease_s=self.kv_lease_s,
+            stall_timeout_s=self.kv_stall_timeout_s,
+            pull_transport=self.kv_pull_transport,
+        )
+
+    def _kv_hosts(self, kv_role: KVRole) -> tuple[str, ...]:
+        hosts = tuple(host.strip() for host in (self.kv_host or self.host).split(","))
+        for host in hosts:
+            if kv_role == "kv_producer" and host in _EVERY_ADDRESS:
+                raise SettingsError(
+                    f"a prefill node that listens on {host} does not know by which address decode "
+                    f"nodes reach its KV; name one with --kv-host (or TANDEM_KV_HOST)"
+                )
+        return hosts
+
+    def _checked_security(self, kv_role: KVRole) -> SecurityConfig:
+        """Raises `SecurityError` if we would listen where others can hear and nobody wanted it."""
+        config = self.security_config()
+        config.check_plaintext("listening for other services", self.host)
+        if kv_role == "kv_producer":
+            for host in self._kv_hosts(kv_role):
+                config.check_plaintext("listening for decode nodes", host)
+        return config
+
+    def _kv_processes(self, kv_role: KVRole) -> int:
+        hosts, ranks = self._kv_hosts(kv_role), self.tensor_parallel_size
+        return self.kv_processes or processes_for_this_host(hosts, ranks)
+
+    def _kv_staging_bytes(self, processes: int) -> int:
+        fewest = fewest_staging_bytes(processes, self.kv_chunk_bytes)
+        if self.kv_staging_bytes < fewest:
+            raise SettingsError(
+                f"{processes} transfer processes need at least {fewest} --kv-staging-bytes; give "
+                f"that, or lower --kv-processes or --kv-chunk-bytes"
+            )
+        return self.kv_staging_bytes
+
+    def _kv_port(self, processes: int) -> int:
+        last = self.kv_port + self.tensor_parallel_size * processes - 1
+        if self.kv_port and last > _MAX_PORT:
+            raise SettingsError(f"--kv-port {self.kv_port} needs ports up to {last}")
+        return self.kv_port
+
+
+def detect_device() -> Device:
+    """cuda where the GPU driver lists a GPU. Asks no library, so that it works without torch."""
+    return "cuda" if _GPU_DRIVER.is_dir() and any(_GPU_DRIVER.iterdir()) else "cpu"

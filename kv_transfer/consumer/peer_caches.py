@@ -1,0 +1,102 @@
+"""Consumer: KV caches of prefill nodes on this host, mapped into this process.
+
+1. `acquire`   maps a cache when it is first needed; the same mapping serves all transfers
+2. `release`   when a transfer has ended and none of its copies is on its way
+3. the process that owns the cache ends: nobody gets the mapping any more, and with its last user
+   it goes; until then the memory would not be free, though its owner is dead
+
+A cache that cannot be mapped is no failure: its KV comes over the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.memory.cache_view import CacheMap
+from kv_transfer.memory.device import DeviceError, MemoryDevice
+from kv_transfer.metadata import KVPeer
+
+logger = logging.getLogger(__name__)
+
+_Name = tuple[str, int, int]
+"""Engine id, epoch, rank."""
+
+
+@dataclass(slots=True)
+class _Mapped:
+    cache: CacheMap
+    owner: int
+    """pidfd of the process that has the memory."""
+    num_users: int = 0
+
+
+class PeerCaches:
+    """`device` is the one that our own cache lies on."""
+
+    def __init__(self, device: MemoryDevice) -> None:
+        self._device = device
+        self._mapped: dict[_Name, _Mapped] = {}
+        self._orphans: dict[int, _Mapped] = {}
+        """Owner dead, but still in use, by identity of the cache."""
+        self._hopeless: set[_Name] = set()
+
+    def __len__(self) -> int:
+        return len(self._mapped) + len(self._orphans)
+
+    def acquire(self, peer: KVPeer, handle: KVCacheHandle) -> CacheMap | None:
+        """To be given back by `release`. None: it cannot be mapped."""
+        name = (peer.engine_id, peer.epoch, handle.rank)
+        if name not in self._mapped and name not in self._hopeless:
+            try:
+                self._map(name, peer, handle)
+            except (DeviceError, OSError, ValueError) as error:
+                self._hopeless.add(name)
+                logger.warning(
+                    "the KV cache of rank %d of %s is on this host but cannot be mapped, so it "
+                    "comes over the network: %s", handle.rank, peer.engine_id, error,
+                )  # fmt: skip
+        mapped = self._mapped.get(name)
+        if mapped is None:
+            return None
+        mapped.num_users += 1
+        return mapped.cache
+
+    def release(self, cache: CacheMap) -> None:
+        for mapped in [*self._mapped.values(), *self._orphans.values()]:
+            if mapped.cache is cache:
+                mapped.num_users -= 1
+                self._close_orphan(mapped)
+                return
+
+    def close(self) -> None:
+        """No copy may be on its way."""
+        for name in list(self._mapped):
+            self._owner_ended(name)
+        for mapped in list(self._orphans.values()):
+            mapped.num_users = 0
+            self._close_orphan(mapped)
+
+    def _map(self, name: _Name, peer: KVPeer, handle: KVCacheHandle) -> None:
+        owner = os.pidfd_open(handle.pid)
+        try:
+            cache = CacheMap(handle, peer.layout, self._device)
+        except BaseException:
+            os.close(owner)
+            raise
+        self._mapped[name] = _Mapped(cache, owner)
+        asyncio.get_running_loop().add_reader(owner, self._owner_ended, name)
+
+    def _owner_ended(self, name: _Name) -> None:
+        mapped = self._mapped.pop(name)
+        asyncio.get_running_loop().remove_reader(mapped.owner)
+        os.close(mapped.owner)
+        self._orphans[id(mapped.cache)] = mapped
+        self._close_orphan(mapped)
+
+    def _close_orphan(self, mapped: _Mapped) -> None:
+        if mapped.num_users == 0 and self._orphans.pop(id(mapped.cache), None) is not None:
+            mapped.cache.close()

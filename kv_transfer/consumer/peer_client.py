@@ -1,0 +1,120 @@
+"""Consumer: short calls to the transfer processes of peers.
+
+1. `greet`    before the first pull from a process, and again after it was lost
+2. `release`  when a transfer is over, whatever came of it
+3. `forget`   after a peer was lost: the next attempt greets anew
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import grpc
+import grpc.aio
+
+from edge.security.credentials import Credentials
+from kv_transfer.errors import PeerLost
+from kv_transfer.metadata import KVPeer, ReleaseMeta
+from kv_transfer.producer.pull_service import SERVICE
+from kv_transfer.wire.channels import CONTROL, ChannelPool, new_channel
+from kv_transfer.wire.handshake import (
+    LocalCache,
+    cache_from_proto,
+    check_peer,
+    host_id,
+    peer_from_proto,
+    peer_to_proto,
+)
+from tandem_pb import kv_transfer_pb2 as pb
+
+_RELEASE_TIMEOUT_S = 15.0
+
+
+class PeerClient:
+    """`me` is this node, as peers shall know it; `credentials` what it shows them."""
+
+    def __init__(self, me: KVPeer, timeout_s: float, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._channels = ChannelPool(credentials)
+        self._me = me
+        self._timeout_s = timeout_s
+        self._greeted: dict[tuple[str, str, int], LocalCache | None] = {}
+        """By (address, engine id, epoch) of processes that answered as they should: how to read
+        their cache, if it is on this host and they allow it."""
+
+    def cache_of(self, peer: KVPeer, address: str) -> LocalCache | None:
+        """After `greet`: how to read the cache of the rank that answers there; None: not at all."""
+        return self._greeted.get((address, peer.engine_id, peer.epoch))
+
+    def has_greeted(self, peer: KVPeer, address: str) -> bool:
+        return (address, peer.engine_id, peer.epoch) in self._greeted
+
+    async def greet(self, peer: KVPeer, address: str) -> None:
+        """Raises `PeerLost` or `HandshakeMismatch`."""
+        # A channel of its own: one that has failed before would answer from its backoff.
+        async with new_channel(address, self._credentials) as channel:
+            answer = await self._handshake(channel, address)
+        check_peer(self._me.layout, peer, peer_from_proto(answer))
+        has_cache = answer.HasField("local_cache") and answer.host_id == host_id()
+        key = (address, peer.engine_id, peer.epoch)
+        self._greeted[key] = cache_from_proto(answer.local_cache) if has_cache else None
+
+    async def release(self, address: str, meta: ReleaseMeta) -> None:
+        """Waits a while for the peer; one that cannot be reached is left to its lease."""
+        request = pb.ReleaseRequest(
+            transfer_id=meta.transfer_id,
+            attempt=meta.attempt,
+            epoch=meta.peer.epoch,
+            complete=meta.complete,
+        )
+        release: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseRequest, pb.ReleaseReply] = (
+            self._channels.get(address, CONTROL).unary_unary(
+                f"/{SERVICE}/Release",
+                request_serializer=pb.ReleaseRequest.SerializeToString,
+                response_deserializer=pb.ReleaseReply.FromString,
+            )
+        )
+        # The peer's process may be starting again just now: without waiting for the channel to
+        # be ready, the call would be refused from the backoff of an earlier one.
+        with suppress(grpc.aio.AioRpcError):
+            await release(
+                request,
+                timeout=_RELEASE_TIMEOUT_S,
+                wait_for_ready=True,
+                metadata=self._credentials.metadata(),
+            )
+
+    def forget(self, addresses: set[str]) -> None:
+        self._greeted = {
+            key: handle for key, handle in self._greeted.items() if key[0] not in addresses
+        }
+
+    async def close_idle(self, idle_s: float) -> None:
+        await self._channels.close_idle(idle_s)
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _handshake(self, channel: grpc.aio.Channel, address: str) -> pb.KVPeer:
+        handshake: grpc.aio.UnaryUnaryMultiCallable[pb.KVPeer, pb.KVPeer] = channel.unary_unary(
+            f"/{SERVICE}/Handshake",
+            request_serializer=pb.KVPeer.SerializeToString,
+            response_deserializer=pb.KVPeer.FromString,
+        )
+        try:
+            return await handshake(
+                self._introduction(),
+                timeout=self._timeout_s,
+                metadata=self._credentials.metadata(),
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _lost(address, error) from error
+
+    def _introduction(self) -> pb.KVPeer:
+        message = peer_to_proto(self._me)
+        message.host_id = host_id()
+        return message
+
+
+def _lost(address: str, error: grpc.aio.AioRpcError) -> PeerLost:
+    return PeerLost(f"{address}: {error.code().name}: {error.details()}")

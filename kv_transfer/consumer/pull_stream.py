@@ -1,0 +1,227 @@
+"""Consumer: one PullKV call, repeated once if chunks arrived damaged.
+
+1. the call is made; messages arrive, in any order of chunks
+2. each is received into the blocks where it belongs, or into memory from which it is copied, as
+   the stream's `Landing` says; damaged ones are counted and stay missing
+3. END; if chunks are missing, a second call asks for exactly those
+4. still missing: `CorruptChunk`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kv_transfer.consumer.landing import Landing
+from kv_transfer.consumer.pull_transport import PullTransport
+from kv_transfer.errors import CorruptChunk, PeerLost
+from kv_transfer.layout import HeadRange
+from kv_transfer.memory.block_holds import HoldsFile
+from kv_transfer.memory.cache_view import CacheMap
+from kv_transfer.memory.staging import StagedChunk
+from kv_transfer.metadata import RecvMeta
+from kv_transfer.wire.chunk import (
+    ByteArray,
+    Checksum,
+    ChunkHeader,
+    ChunkKind,
+    decode_chunk,
+    decode_head,
+)
+from tandem_pb import kv_transfer_pb2 as pb
+
+_MAX_REFUSED = 16
+"""Damaged chunks of one call. More than that is not an accident of the link."""
+
+
+class PullStream:
+    """`last_heard_at`: when the peer last said anything. `on_bytes` is told of every payload."""
+
+    def __init__(
+        self,
+        meta: RecvMeta,
+        landing: Landing,
+        address: str,
+        slot: int,
+        num_pullers: int,
+        on_bytes: Callable[[int], None],
+        on_refused: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.last_heard_at = time.monotonic()
+        self.is_done = False
+        self._connection = slot
+        self._slot: StagedChunk | None = None
+        """Pinned memory of the message that is arriving."""
+        self._meta = meta
+        self._landing = landing
+        self._holds: HoldsFile | None = None
+        self._num_pullers = num_pullers
+        self._on_bytes = on_bytes
+        self._on_refused = on_refused
+        self._num_refused = 0
+        self._has_ended = False
+        self._head = b""
+        self._checksum: Checksum | None = None
+        self._buffer: ByteArray = np.empty(0, np.uint8)
+        self._message = self._buffer
+        self._in_place: tuple[ChunkHeader, list[memoryview]] | None = None
+
+    @property
+    def peer_cache(self) -> CacheMap | None:
+        """Where chunks may be copied from without the network."""
+        return self._landing.peer_cache
+
+    def use_peer_cache(self, cache: CacheMap, holds: HoldsFile) -> None:
+        """Before `run`."""
+        self._landing.peer_cache = cache
+        self._holds = holds
+
+    @property
+    def heads(self) -> HeadRange:
+        """They tell one sender from another."""
+        return self._landing.heads
+
+    @property
+    def blocks_per_chunk(self) -> int | None:
+        """Of the sender; None before it has told."""
+        return self._landing.blocks_per_chunk
+
+    def num_tokens_complete(self, blocks_per_chunk: int | None) -> int:
+        """As `Landing` has it, when all copies are done. Of blocks that the peer let go of while
+        they were copied nothing counts."""
+        try:
+            self.check_still_held()
+        except PeerLost:
+            return self._meta.first_token
+        return self._landing.num_tokens_complete(blocks_per_chunk)
+
+    def check_still_held(self) -> None:
+        """When all copies are done. Raises `PeerLost` if the peer let go of blocks before."""
+        hold, holds = self._landing.hold, self._holds
+        if hold is None or holds is None:
+            return
+        try:
+            is_held = holds.is_held(*hold)
+        except OSError as error:
+            raise PeerLost(f"{self.address} died while its blocks were copied") from error
+        if not is_held:
+            raise PeerLost(f"{self.address} let go of its blocks while they were copied")
+
+    async def run(self, transport: PullTransport) -> None:
+        """Raises a KVTransferError that says why the stream could not be completed."""
+        missing = await self._receive(transport, [])
+        if missing:
+            missing = await self._receive(transport, missing)
+        if missing:
+            raise CorruptChunk(f"{len(missing)} chunks arrived damaged twice")
+        self.is_done = True
+
+    async def _receive(self, transport: PullTransport, repeat: list[int]) -> list[int]:
+        """One call. Chunks that are missing after it."""
+        self.last_heard_at = time.monotonic()
+        self._num_refused = 0
+        self._has_ended = False
+        try:
+            await transport.pull(self.address, self._connection, self._request(repeat), self)
+        finally:
+            self._give_back()
+        missing = self._landing.missing
+        if not self._has_ended or missing is None:
+            raise PeerLost(f"the stream from {self.address} stopped before its end")
+        return missing
+
+    # As a `MessageSink` -----------------------------------------------------------------------
+
+    def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
+        """Blocks of ours if it can be, or memory from which the chunk is copied at its `end`."""
+        self.last_heard_at = time.monotonic()
+        self._head = head
+        self._in_place = self._place(num_bytes)
+        if self._in_place is not None:
+            self._checksum = Checksum(head)
+            return self._in_place[1]
+        self._message = self._memory_for(num_bytes)
+        self._message[: len(head)] = np.frombuffer(head, np.uint8)
+        return [self._message[len(head) :].data] if num_bytes > len(head) else []
+
+    def fill(self, part: memoryview) -> None:
+        self.last_heard_at = time.monotonic()
+        if self._checksum is not None:
+            self._checksum.extend(part)
+
+    def _memory_for(self, num_bytes: int) -> ByteArray:
+        """Pinned memory for KV, if there is any free; whatever else comes is not copied."""
+        self._give_back()
+        if num_bytes > self._landing.block_bytes:
+            self._slot = self._landing.inbox.reserve(num_bytes)
+            if self._slot is not None:
+                return self._slot.buffer
+        if num_bytes > len(self._buffer):
+            self._buffer = np.empty(num_bytes, np.uint8)
+        return self._buffer[:num_bytes]
+
+    def _give_back(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._landing.inbox.give_back(slot)
+
+    def end(self) -> None:
+        self.last_heard_at = time.monotonic()
+        try:
+            if self._in_place is None:
+                self._land(self._message)
+            else:
+                self._accept_in_place(*self._in_place)
+        except CorruptChunk:
+            self._on_refused()
+            self._num_refused += 1
+            if self._num_refused > _MAX_REFUSED:
+                raise
+        finally:
+            self._give_back()
+
+    def _place(self, num_bytes: int) -> tuple[ChunkHeader, list[memoryview]] | None:
+        if not self._landing.may_place:
+            return None
+        try:
+            header = decode_head(self._head, num_bytes)
+            if header.kind is not ChunkKind.DATA:
+                return None
+            views = self._landing.place(header, num_bytes - len(self._head))
+        except CorruptChunk:
+            return None  # It is found again, and counted, when all of it is there.
+        return (header, views) if views is not None else None
+
+    def _accept_in_place(self, header: ChunkHeader, views: list[memoryview]) -> None:
+        checksum, self._checksum = self._checksum, None
+        assert checksum is not None
+        checksum.check()
+        self._landing.accept_in_place(header)
+        self._on_bytes(sum(len(view) for view in views))
+
+    def _land(self, message: ByteArray) -> None:
+        chunk = decode_chunk(message)
+        if chunk.header.kind in (ChunkKind.DATA, ChunkKind.BLOCKS):
+            self._on_bytes(self._landing.accept(chunk))
+        elif chunk.header.kind is ChunkKind.END:
+            self._landing.end(chunk)
+            self._has_ended = True
+
+    def _request(self, repeat: list[int]) -> pb.PullRequest:
+        return pb.PullRequest(
+            transfer_id=self._meta.transfer_id,
+            attempt=self._meta.attempt,
+            epoch=self._meta.peer.epoch,
+            stream_index=self._landing.stream,
+            num_streams=self._landing.num_streams,
+            head_start=self._landing.heads.start,
+            head_count=self._landing.heads.count,
+            first_token=self._meta.first_token,
+            num_tokens=self._meta.num_tokens,
+            num_pullers=self._num_pullers,
+            repeat_chunks=repeat,
+            direct=self._landing.peer_cache is not None,
+        )

@@ -1,0 +1,403 @@
+"""Consumer: pulls KV into blocks of this rank.
+
+    1. RecvMeta    layouts are compared, the peer's processes are greeted (once), streams open
+    2. FIRST_BYTE  the first KV has been written
+    3. the end     RECEIVED when every stream is complete; FAILED for the first error, or silence;
+                   ABORTED on AbortMeta. Reported when no stream is left that could write.
+
+Writes happen on the event loop, in one piece for each chunk: a cancelled stream writes nothing
+more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from edge.security.credentials import Credentials
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.consumer.h2_transport import H2PullTransport
+from kv_transfer.consumer.joint_tasks import all_or_none
+from kv_transfer.consumer.landing import Landing
+from kv_transfer.consumer.peer_caches import PeerCaches
+from kv_transfer.consumer.peer_client import PeerClient
+from kv_transfer.consumer.pull_stream import PullStream
+from kv_transfer.consumer.pull_transport import GrpcPullTransport, PullTransport
+from kv_transfer.errors import KVTransferError, PeerLost, TransferTimeout
+from kv_transfer.layout import HeadRange, KVLayout, head_sources
+from kv_transfer.memory.block_views import BlockViews
+from kv_transfer.memory.cache_view import KVCacheView
+from kv_transfer.metadata import (
+    AbortMeta,
+    KVPeer,
+    RecvMeta,
+    ReleaseMeta,
+    TransferEvent,
+    TransferEventKind,
+    TransferStats,
+)
+from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+from kv_transfer.wire.channels import slot_of
+from kv_transfer.wire.chunk_grid import num_streams_for, streams_of
+
+_IDLE_S = 600.0
+"""Connections that were not used for so long are closed; longer than a transfer can take."""
+
+_IN_PLACE_BYTES = 16 << 10
+"""Blocks from this size on are received in place; smaller ones are sooner copied."""
+
+logger = logging.getLogger(__name__)
+
+_EVENT_OF = {
+    KVTransferState.DONE: TransferEventKind.RECEIVED,
+    KVTransferState.FAILED: TransferEventKind.FAILED,
+    KVTransferState.ABORTED: TransferEventKind.ABORTED,
+}
+
+
+class RecvTransfer:
+    """One transfer of one process: its streams, and what was measured."""
+
+    def __init__(self, meta: RecvMeta) -> None:
+        self.meta = meta
+        self.streams: list[PullStream] = []
+        self.is_planned = False
+        """The streams are known. A process may have none."""
+        self.num_bytes = 0
+        self.first_byte_at = 0.0
+        self.last_byte_at = 0.0
+        self.received_at = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self.has_begun = False
+        self.abort_requested = False
+
+    @property
+    def stats(self) -> TransferStats:
+        return TransferStats(
+            self.num_bytes,
+            len(self.streams),
+            self.first_byte_at,
+            self.last_byte_at,
+            self.received_at,
+        )
+
+    def count(self, num_bytes: int) -> bool:
+        """Whether these were the first."""
+        self.last_byte_at = time.monotonic()
+        self.num_bytes += num_bytes
+        if self.first_byte_at > 0:
+            return False
+        self.first_byte_at = self.last_byte_at
+        return True
+
+    @property
+    def num_tokens_complete(self) -> int:
+        """Leading tokens of which our share is in our blocks, when all copies are done."""
+        if not self.is_planned:
+            return self.meta.first_token
+        known = (stream for stream in self.streams if stream.blocks_per_chunk is not None)
+        grids = {stream.heads: stream.blocks_per_chunk for stream in known}
+        complete = (stream.num_tokens_complete(grids.get(stream.heads)) for stream in self.streams)
+        return min(complete, default=self.meta.num_tokens)
+
+    def let_go(self) -> None:
+        """It has ended. Streams know their transfer, and what they received into would stay until
+        garbage is collected, which is seldom."""
+        self.streams = []
+        self.task = None
+
+    def excuse_silence(self) -> None:
+        """Time starts anew for all streams."""
+        for stream in self.streams:
+            stream.last_heard_at = time.monotonic()
+
+    def silent_streams(self, timeout_s: float) -> list[PullStream]:
+        horizon = time.monotonic() - timeout_s
+        return [
+            stream
+            for stream in self.streams
+            if not stream.is_done and stream.last_heard_at < horizon
+        ]
+
+
+class KVReceiver:
+    """One transfer process of one rank. `emit` takes events for the scheduler half."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        me: KVPeer,
+        rank: int,
+        index: int,
+        cache: KVCacheView,
+        emit: Callable[[TransferEvent], None],
+        on_change: Callable[[], None],
+        source: str = "",
+    ) -> None:
+        """`source`: our address from which KV is pulled, where the transport can say so."""
+        self._config = config
+        self._me = me
+        self._rank = rank
+        self._index = index
+        self._process = rank * config.num_processes + index
+        self._cache = cache
+        self._views = (
+            BlockViews(cache, me.layout.num_layers)
+            if cache.device.copies_at_once and cache.shape.num_bytes >= _IN_PLACE_BYTES
+            else None
+        )
+        self._emit_event = emit
+        self._on_change = on_change
+        credentials = Credentials(config.security)
+        self._peers = PeerClient(me, config.stall_timeout_s, credentials)
+        self._transport: PullTransport = (
+            H2PullTransport(credentials, source)
+            if config.pull_transport == "h2"
+            else GrpcPullTransport(credentials)
+        )
+        self._peer_caches = PeerCaches(cache.device)
+        self._transfers: TransferTable[RecvTransfer] = TransferTable()
+        self._releases: set[asyncio.Task[None]] = set()
+        self.bytes_received = 0
+        self.corrupt_chunks = 0
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def num_pulls(self) -> int:
+        return sum(
+            not stream.is_done for transfer in self._transfers for stream in transfer.streams
+        )
+
+    # What the scheduler says ------------------------------------------------------------------
+
+    def receive(self, meta: RecvMeta) -> None:
+        transfer = RecvTransfer(meta)
+        with suppress(LateMessage):
+            self._transfers.open(meta.transfer_id, meta.attempt, transfer)
+            transfer.task = asyncio.create_task(self._run(transfer))
+            self._on_change()
+
+    def abort(self, meta: AbortMeta) -> None:
+        transfer = self._transfers.find(meta.transfer_id, meta.attempt)
+        if transfer is not None and transfer.abort_requested:
+            return
+        if transfer is not None and transfer.task is not None:
+            transfer.abort_requested = True
+            transfer.task.cancel()
+            if not transfer.has_begun:
+                # A task that is cancelled before its first step never takes it.
+                self._end(transfer, KVTransferState.ABORTED)
+        elif not self._transfers.is_late(meta.transfer_id, meta.attempt):
+            self._transfers.refuse(meta.transfer_id, meta.attempt)
+            self._emit_event(
+                TransferEvent(
+                    TransferEventKind.ABORTED, meta.transfer_id, meta.attempt, self._process
+                )
+            )
+
+    def release(self, meta: ReleaseMeta) -> None:
+        for rank in meta.peer.endpoints:
+            for address in rank:
+                task = asyncio.create_task(self._peers.release(address, meta))
+                self._releases.add(task)
+                task.add_done_callback(self._releases.discard)
+
+    async def run(self) -> None:
+        """Housekeeping until cancelled."""
+        while True:
+            await asyncio.sleep(_IDLE_S / 10)
+            await self._peers.close_idle(_IDLE_S)
+            await self._transport.close_idle(_IDLE_S)
+
+    async def close(self) -> None:
+        """Ends all transfers without a word: the node is going."""
+        tasks = [transfer.task for transfer in self._transfers if transfer.task is not None]
+        for task in [*tasks, *self._releases]:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
+        await self._transport.close()
+        await self._peers.close()
+        await self._cache.copies.settled()
+        self._peer_caches.close()
+
+    # One transfer -----------------------------------------------------------------------------
+
+    async def _run(self, transfer: RecvTransfer) -> None:
+        transfer.has_begun = True
+        state, reason, retryable = await self._outcome(transfer)
+        # Copies into our blocks may be on their way; until they are done, nobody may have them.
+        await self._cache.copies.settled()
+        is_done = state is KVTransferState.DONE
+        num_tokens_kept = transfer.meta.num_tokens if is_done else transfer.num_tokens_complete
+        for stream in transfer.streams:
+            if stream.peer_cache is not None:
+                self._peer_caches.release(stream.peer_cache)
+        self._end(transfer, state, reason, retryable, num_tokens_kept)
+
+    async def _outcome(self, transfer: RecvTransfer) -> tuple[KVTransferState, str, bool]:
+        """How it ended, why, and whether another attempt may succeed."""
+        meta = transfer.meta
+        try:
+            self._transfers.activate(meta.transfer_id, meta.attempt)
+            await self._pull(transfer)
+        except asyncio.CancelledError:
+            if transfer.abort_requested:
+                return KVTransferState.ABORTED, "", True
+            return KVTransferState.FAILED, "the connection was given up", True
+        except KVTransferError as error:
+            if isinstance(error, PeerLost | TransferTimeout):
+                await self._forget_peer(transfer)
+            return KVTransferState.FAILED, str(error), error.retryable
+        except Exception as error:
+            logger.exception("transfer %s failed unexpectedly", meta.transfer_id)
+            return KVTransferState.FAILED, repr(error), True
+        return KVTransferState.DONE, "", True
+
+    async def _pull(self, transfer: RecvTransfer) -> None:
+        meta = transfer.meta
+        try:
+            self._cache.check_block_ids(meta.block_ids)
+        except ValueError as error:
+            raise KVTransferError(str(error)) from error
+        self._me.layout.check_compatible(meta.peer.layout)
+        transfer.streams = self._plan(transfer)
+        transfer.is_planned = True
+        await self._greet(meta.peer, {stream.address for stream in transfer.streams})
+        self._on_change()
+        self._map_peer_caches(transfer)
+        for stream in transfer.streams:
+            stream.last_heard_at = time.monotonic()
+        pulls = [stream.run(self._transport) for stream in transfer.streams]
+        await all_or_none(pulls, self._watch(transfer))
+        transfer.received_at = time.monotonic()
+        await self._cache.copies.settled()
+        transfer.last_byte_at = time.monotonic()
+        for stream in transfer.streams:
+            stream.check_still_held()
+
+    async def _greet(self, peer: KVPeer, addresses: set[str]) -> None:
+        new = [address for address in addresses if not self._peers.has_greeted(peer, address)]
+        if new:
+            await all_or_none([self._peers.greet(peer, address) for address in new])
+
+    def _map_peer_caches(self, transfer: RecvTransfer) -> None:
+        """Streams from a cache on this host say where blocks lie; we copy them ourselves."""
+        peer, device = transfer.meta.peer, self._cache.device
+        if not self._config.shares_memory(device.is_gpu):
+            return
+        for stream in transfer.streams:
+            local = self._peers.cache_of(peer, stream.address)
+            if local is None or (local.handle.cuda is not None) != device.is_gpu:
+                continue
+            cache = self._peer_caches.acquire(peer, local.handle)
+            if cache is not None:
+                stream.use_peer_cache(cache, local.holds)
+
+    def _plan(self, transfer: RecvTransfer) -> list[PullStream]:
+        """The streams of this process, from every rank of the peer that holds heads of ours."""
+        meta, ours = transfer.meta, self._me.layout
+        streams = []
+        for peer_rank, heads in head_sources(ours, self._rank, meta.peer.layout):
+            addresses = meta.peer.endpoints[peer_rank]
+            num_streams = self._num_streams(meta, heads, len(addresses))
+            for number in streams_of(num_streams, self._index, self._config.num_processes):
+                landing = Landing(meta, ours, self._cache, heads, number, num_streams, self._views)
+                streams.append(
+                    PullStream(
+                        meta,
+                        landing,
+                        addresses[number % len(addresses)],
+                        slot_of(number, len(addresses)),
+                        self._num_pullers(meta.peer.layout, peer_rank),
+                        lambda num_bytes: self._count(transfer, num_bytes),
+                        self._refused,
+                    )
+                )
+        return streams
+
+    def _num_streams(self, meta: RecvMeta, heads: HeadRange, sender_processes: int) -> int:
+        theirs = meta.peer.layout
+        num_blocks = theirs.num_blocks_for(meta.num_tokens) - meta.first_token // theirs.block_size
+        num_bytes = theirs.num_layers * num_blocks * 2 * heads.count * theirs.head_block_bytes
+        return num_streams_for(
+            self._config.num_streams, num_bytes, self._config.chunk_bytes, sender_processes
+        )
+
+    def _num_pullers(self, theirs: KVLayout, peer_rank: int) -> int:
+        """Our ranks that read from `peer_rank`."""
+        ours = self._me.layout
+        return sum(
+            source == peer_rank
+            for rank in range(ours.tp_size)
+            for source, _ in head_sources(ours, rank, theirs)
+        )
+
+    async def _watch(self, transfer: RecvTransfer) -> None:
+        """Raises when one of the streams has gone silent. When we were held up ourselves, what it
+        said meanwhile is not read yet: that is no silence."""
+        limit_s = self._config.stall_timeout_s
+        while True:
+            slept_from = time.monotonic()
+            await asyncio.sleep(limit_s / 10)
+            if time.monotonic() - slept_from > limit_s / 4:
+                transfer.excuse_silence()
+            silent = transfer.silent_streams(limit_s)
+            if silent:
+                raise TransferTimeout(f"{silent[0].address} said nothing for {limit_s:g} s")
+
+    def _count(self, transfer: RecvTransfer, num_bytes: int) -> None:
+        self.bytes_received += num_bytes
+        self._on_change()
+        if transfer.count(num_bytes):
+            self._emit(TransferEventKind.FIRST_BYTE, transfer)
+
+    def _refused(self) -> None:
+        self.corrupt_chunks += 1
+        self._on_change()
+
+    def _end(
+        self,
+        transfer: RecvTransfer,
+        state: KVTransferState,
+        reason: str = "",
+        retryable: bool = True,
+        num_tokens_kept: int = 0,
+    ) -> None:
+        meta = transfer.meta
+        self._transfers.end(meta.transfer_id, meta.attempt, state)
+        self._emit(_EVENT_OF[state], transfer, reason, retryable, num_tokens_kept)
+        transfer.let_go()
+        self._on_change()
+
+    def _emit(
+        self,
+        kind: TransferEventKind,
+        transfer: RecvTransfer,
+        reason: str = "",
+        retryable: bool = True,
+        num_tokens_kept: int = 0,
+    ) -> None:
+        names = transfer.meta.transfer_id, transfer.meta.attempt, self._process
+        self._emit_event(
+            TransferEvent(
+                kind, *names, transfer.stats, reason, retryable, num_tokens_kept=num_tokens_kept
+            )
+        )
+
+    async def _forget_peer(self, lost: RecvTransfer) -> None:
+        """Addresses that other transfers are reading from are left to them."""
+        busy = {
+            stream.address
+            for transfer in self._transfers
+            if transfer is not lost
+            for stream in transfer.streams
+        }
+        addresses = {address for rank in lost.meta.peer.endpoints for address in rank}
+        self._peers.forget(addresses - busy)
+        await self._transport.forget(addresses - busy)

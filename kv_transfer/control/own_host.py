@@ -1,0 +1,38 @@
+"""Which of the node's addresses a transfer process uses.
+
+Processes share out the node's network interfaces: those of a GPU that is nearer to some of them
+take these in turn, else all processes of all ranks take all in turn. Both sides count alike, so
+with equally many processes and addresses the first of one side talks to the first of the other.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from host.network import Network
+from kv_transfer.control.process_config import TransferProcessConfig
+
+
+def own_host(config: TransferProcessConfig, gpu: str, network: Network | None = None) -> str:
+    """`gpu`: PCI address of the GPU that holds the rank's cache; empty for none."""
+    hosts = config.transfer.hosts
+    if len(hosts) == 1:
+        return hosts[0]
+    nearest = (network or Network()).nearest(hosts, gpu)
+    number = config.index if len(nearest) < len(hosts) else config.process
+    return nearest[number % len(nearest)]
+
+
+def source_host(config: TransferProcessConfig, gpu: str) -> str:
+    """That a consumer's connections leave from; empty: as the kernel sees fit.
+
+    Raises:
+        OSError: It is no address of this host.
+    """
+    if len(config.transfer.hosts) == 1:
+        return ""
+    host = own_host(config, gpu)
+    info = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(info[0], info[1]) as probe:
+        probe.bind(info[4])
+    return host

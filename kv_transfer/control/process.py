@@ -1,0 +1,300 @@
+"""The transfer process: `python -m kv_transfer.control.process`, configuration on standard input.
+
+    1. malloc is told to keep its memory; then everything else is imported
+    2. the worker's KV cache is mapped
+    3. producer: the gRPC server listens. A first `ProcessReport` says that we are ready
+    4. commands from the scheduler half, progress from the worker; events and reports back
+    5. SIGTERM, or the end of the parent
+
+It never sees a token of a prompt, and listens on the configured address only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from edge.address import join_address
+from edge.security.credentials import Credentials
+from host.child_process import read_config
+from host.local_socket import bind_socket
+from host.termination import termination_fd
+from kv_transfer.consumer.receiver import KVReceiver
+from kv_transfer.control.control_channel import connect_events, listen_for_commands
+from kv_transfer.control.own_host import own_host, source_host
+from kv_transfer.control.process_config import TransferProcessConfig
+from kv_transfer.memory.cache_view import KVCacheView
+from kv_transfer.metadata import (
+    AbortMeta,
+    KVPeer,
+    OfferMeta,
+    ProcessReport,
+    RecvMeta,
+    ReleaseMeta,
+    SendMeta,
+    StepProgress,
+    TransferCommand,
+    TransferEvent,
+)
+from kv_transfer.producer.layer_marks import LayerMarks
+from kv_transfer.producer.pull_server import PullServer, new_pull_server
+from kv_transfer.producer.pull_service import PullService
+from kv_transfer.producer.sender import KVSender
+from kv_transfer.producer.step_watch import StepWatch
+from kv_transfer.producer.worker import steps_address
+from kv_transfer.wire.chunk import HEADER
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_REPORT_INTERVAL_S = 0.1
+_REPORT_DELAY_S = 0.02
+"""What a change brings with it has to be done first: a transfer begins with one."""
+
+T = TypeVar("T")
+
+
+def keep_freed_memory() -> None:
+    """glibc otherwise returns the pages of every freed message and faults them in again, which
+    halves the rate. Costs some tens of MiB of resident memory. Other C libraries do as they do.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TOP_PAD, 64 << 20)
+
+
+def _collect_garbage_rarely() -> None:
+    """What was imported stays, and chunks leave no cycles behind."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+class TransferProcess:
+    """Wires one `KVSender` or `KVReceiver` to the node and to the network."""
+
+    def __init__(self, config: TransferProcessConfig) -> None:
+        self._config = config
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._events = connect_events(self._context, config)
+        self._changed = asyncio.Event()
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._cache = KVCacheView(
+            config.handle,
+            config.layout,
+            inbox_bytes=0 if self._is_producer else config.transfer.process_staging_bytes,
+            message_bytes=HEADER.size + max(config.transfer.chunk_bytes, config.layout.block_bytes),
+        )
+        self._cache.copies.on_error = self._stop
+        self._me = KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.layout)
+        self._address = ""
+        self._commands_address = ""
+        self._sender: KVSender | None = None
+        self._receiver: KVReceiver | None = None
+
+    async def run(self) -> None:
+        """Until SIGTERM. Raises what went wrong: then the scheduler half starts another one."""
+        asyncio.get_running_loop().add_reader(termination_fd(), self._stop, None)
+        server = await self._start()
+        part = self._sender or self._receiver
+        assert part is not None
+        tasks = [asyncio.create_task(self._report_forever()), asyncio.create_task(part.run())]
+        for task in tasks:
+            task.add_done_callback(self._stop_with)
+        try:
+            await self._end
+        finally:
+            for task in tasks:
+                task.cancel()
+            if server is not None:
+                await server.close()
+            if self._receiver is not None:
+                await self._receiver.close()
+
+    @property
+    def _is_producer(self) -> bool:
+        return self._config.transfer.kv_role == "kv_producer"
+
+    @property
+    def _gpu(self) -> str:
+        return self._cache.device.pci_address
+
+    def _stop(self, error: BaseException | None) -> None:
+        if self._end.done():
+            return
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
+
+    def _stop_with(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._stop(task.exception())
+
+    async def _start(self) -> PullServer | None:
+        config = self._config
+        server = None
+        if self._is_producer:
+            self._sender = KVSender(
+                config.transfer,
+                config.layout,
+                config.rank,
+                config.index,
+                self._cache,
+                self._emit,
+                self._changed.set,
+            )
+            server = await self._listen(self._sender)
+            watch = self._watch_steps(self._sender)
+            steps = steps_address(config.engine_id, config.rank, config.index)
+            self._read(
+                bind_socket(self._context, zmq.SocketType.PULL, steps), StepProgress, watch.hear
+            )
+        else:
+            self._receiver = KVReceiver(
+                config.transfer,
+                self._me,
+                config.rank,
+                config.index,
+                self._cache,
+                self._emit,
+                self._changed.set,
+                source_host(config, self._gpu),
+            )
+        commands, self._commands_address = listen_for_commands(self._context, config)
+        self._read(commands, TransferCommand, self._obey)
+        self._changed.set()
+        return server
+
+    def _watch_steps(self, sender: KVSender) -> StepWatch:
+        handle, num_layers = self._config.handle, self._config.layout.num_layers
+        marks = LayerMarks.attach(handle.pid, handle.marks_fd, num_layers)
+        return StepWatch(marks, num_layers, handle.cuda is not None, sender.progress)
+
+    async def _listen(self, sender: KVSender) -> PullServer:
+        """Where settings say, or on the port that we had before a restart: it is all that peers
+        know. Raises OSError if it cannot be had."""
+        transfer, host = self._config.transfer, own_host(self._config, self._gpu)
+        service = PullService(transfer, self._me, sender)
+        server = new_pull_server(transfer, service, Credentials(transfer.security))
+        port = await server.listen(host, self._config.fixed_port or self._config.port)
+        self._address = join_address(host, port)
+        return server
+
+    def _obey(self, command: TransferCommand) -> None:
+        if self._sender is not None:
+            self._obey_as_producer(self._sender, command)
+        elif self._receiver is not None:
+            self._obey_as_consumer(self._receiver, command)
+
+    @staticmethod
+    def _obey_as_producer(sender: KVSender, command: TransferCommand) -> None:
+        match command:
+            case SendMeta():
+                sender.send(command)
+            case OfferMeta():
+                sender.offer(command)
+            case AbortMeta():
+                sender.abort(command)
+
+    @staticmethod
+    def _obey_as_consumer(receiver: KVReceiver, command: TransferCommand) -> None:
+        match command:
+            case RecvMeta():
+                receiver.receive(command)
+            case ReleaseMeta():
+                receiver.release(command)
+            case AbortMeta():
+                receiver.abort(command)
+
+    def _emit(self, event: TransferEvent) -> None:
+        if self._config.link is not None:
+            event = msgspec.structs.replace(event, sent_at=time.monotonic())
+        self._events.send(self._encoder.encode(event))
+
+    def _read(self, socket: zmq.Socket[bytes], kind: object, handle: Callable[[T], None]) -> None:
+        """Calls `handle` for every message that arrives."""
+        decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+
+        def drain() -> None:
+            # The descriptor tells of changes only, so nothing may be left behind.
+            while True:
+                try:
+                    handle(decoder.decode(socket.recv(zmq.NOBLOCK)))
+                except zmq.Again:
+                    return
+                except Exception as error:
+                    self._stop(error)
+                    return
+
+        loop = asyncio.get_running_loop()
+        loop.add_reader(socket.fileno(), drain)
+        loop.call_soon(drain)
+
+    async def _report_forever(self) -> None:
+        """The first one at once: it says that we are ready."""
+        delay_s = 0.0
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(delay_s)
+            delay_s = _REPORT_DELAY_S
+            self._changed.clear()
+            self._events.send(self._encoder.encode(self._report()))
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+
+    def _report(self) -> ProcessReport:
+        config = self._config
+        if self._sender is not None:
+            sender = self._sender
+            return ProcessReport(
+                config.process,
+                config.generation,
+                self._address,
+                staged_bytes=sender.pool.used,
+                leases=sender.num_transfers,
+                num_transfers=sender.num_transfers,
+                num_pulls=sender.num_pulls,
+                bytes_moved=sender.bytes_sent,
+                leases_expired=sender.leases_expired,
+                reclaimed={str(why): count for why, count in sender.reclaimed.items()},
+                commands_address=self._commands_address,
+            )
+        assert self._receiver is not None
+        receiver = self._receiver
+        return ProcessReport(
+            config.process,
+            config.generation,
+            num_transfers=receiver.num_transfers,
+            num_pulls=receiver.num_pulls,
+            bytes_moved=receiver.bytes_received,
+            corrupt_chunks=receiver.corrupt_chunks,
+            commands_address=self._commands_address,
+        )
+
+
+async def _run(config: TransferProcessConfig) -> None:
+    await TransferProcess(config).run()
+
+
+def main() -> None:
+    keep_freed_memory()
+    config = read_config(TransferProcessConfig)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(levelname)s kv transfer {config.engine_id}/{config.process}: %(message)s",
+    )
+    time.sleep(config.start_delay_s)
+    _collect_garbage_rarely()
+    asyncio.run(_run(config))
+
+
+if __name__ == "__main__":
+    main()

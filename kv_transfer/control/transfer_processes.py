@@ -1,0 +1,356 @@
+"""The transfer processes of an engine, as the scheduler half sees them.
+
+    1. `TransferProcesses(...)` starts rank x num_processes children and waits for their reports
+    2. `send` never waits: commands to a process that is starting are delivered when it is up
+    3. `fileno` is readable when a process has something to say, has died, or after `wake`
+    4. `receive` hands out what they said; `reap` restarts the dead and names them
+    5. `shutdown`
+
+A producer's process comes back on its old port, so peers need not learn a new one; meanwhile the
+port is kept from others. A process that dies young again and again is restarted with a pause that
+doubles each time; in a pause nothing is sent to it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+import zmq
+
+from edge.address import split_address
+from host.child_process import HostedProcess, stop_all
+from host.local_socket import Context, bind_socket
+from host.process_host import LocalHost, ProcessHost
+from host.secure_socket import listen
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.control.control_channel import CommandSender
+from kv_transfer.control.process_config import TransferProcessConfig, local_events_address
+from kv_transfer.errors import KVTransferError
+from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import ProcessMessage, ProcessReport, TransferCommand, TransferEvent
+
+_START_TIMEOUT_S = 60.0
+_STABLE_S = 10.0
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+
+_QUIET_GRPC = {"GRPC_VERBOSITY": "ERROR"}
+"""Otherwise a peer that goes away writes lines to our log; we report it ourselves."""
+
+
+class TransferProcessFailed(KVTransferError):
+    """A transfer process could not be started."""
+
+    retryable = False
+
+
+class _TransferProcess:
+    """One of them, over its restarts."""
+
+    def __init__(self, config: TransferProcessConfig, host: ProcessHost, context: Context) -> None:
+        self.config = config
+        self.child: HostedProcess | None = None
+        self.report: ProcessReport | None = None
+        self.past = ProcessReport(config.process)
+        """Totals of its former lives."""
+        self.address = ""
+        """That it listens on, or will again when it was restarted."""
+        self._host = host
+        self._context = context
+        self._commands: CommandSender | None = None
+        self._port_holder: socket.socket | None = None
+        self._started_at = 0.0
+        self._num_young_deaths = 0
+
+    @property
+    def name(self) -> str:
+        return f"transfer process {self.config.index} of rank {self.config.rank}"
+
+    def start(self) -> HostedProcess:
+        self._started_at = time.monotonic()
+        self.child = self._host.start(
+            "kv_transfer.control.process", self.config, self.name, env=_QUIET_GRPC
+        )
+        self._commands = CommandSender(self._context, self.config)
+        return self.child
+
+    def send(self, message: bytes) -> bool:
+        """False while nobody will answer soon."""
+        if self._commands is None or (self.report is None and self.config.start_delay_s > 0):
+            return False
+        self._commands.send(message)
+        return True
+
+    def accept(self, report: ProcessReport) -> None:
+        """Late words of a dead predecessor are not about this process."""
+        if report.generation == self.config.generation and self._commands is not None:
+            self.report = report
+            self.address = report.address
+            self._let_port_go()
+            self._commands.accept(report)
+
+    def restart(self) -> HostedProcess:
+        """After its death. Commands that it has not read are dropped."""
+        if self.child is not None:
+            self.child.stop()
+        self.close()
+        self._remember()
+        if self.address and self.config.link is None:
+            self._port_holder = _hold_port(self.address)
+        return self.start()
+
+    def close(self) -> None:
+        self._let_port_go()
+        if self._commands is not None:
+            self._commands.close()
+            self._commands = None
+
+    def _let_port_go(self) -> None:
+        if self._port_holder is not None:
+            self._port_holder.close()
+            self._port_holder = None
+
+    def _remember(self) -> None:
+        port = self.config.port
+        if self.report is not None:
+            port = int(self.report.address.rpartition(":")[2] or 0)
+            self.past = _add_totals(self.past, self.report)
+        self.report = None
+        self.config = msgspec.structs.replace(
+            self.config,
+            generation=self.config.generation + 1,
+            port=port,
+            start_delay_s=self._next_pause(),
+        )
+
+    def _next_pause(self) -> float:
+        if time.monotonic() - self._started_at >= _STABLE_S:
+            self._num_young_deaths = 0
+        self._num_young_deaths += 1
+        if self._num_young_deaths == 1:
+            return 0.0
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._num_young_deaths - 2))
+
+
+def _hold_port(address: str) -> socket.socket | None:
+    """Bound to it and deaf, so that no connection of this host leaves from it; who listens there
+    can share it. None: somebody was quicker, or it is a name."""
+    host, port = split_address(address)
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        holder = socket.socket(infos[0][0], socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(infos[0][4])
+    except OSError:
+        holder.close()
+        return None
+    return holder
+
+
+def _on_our_clock(event: TransferEvent) -> TransferEvent:
+    """Every host's monotonic clock starts at another time."""
+    if event.sent_at is None:
+        return event
+    ahead = time.monotonic() - event.sent_at
+    stats = msgspec.structs.replace(
+        event.stats,
+        first_byte_at=_shifted(event.stats.first_byte_at, ahead),
+        last_byte_at=_shifted(event.stats.last_byte_at, ahead),
+        received_at=_shifted(event.stats.received_at, ahead),
+        layers=tuple(
+            (_shifted(ready, ahead), _shifted(saved, ahead)) for ready, saved in event.stats.layers
+        ),
+    )
+    return msgspec.structs.replace(event, stats=stats)
+
+
+def _shifted(moment: float, seconds: float) -> float:
+    """To another clock; 0.0 stays what has not happened."""
+    return moment and moment + seconds
+
+
+def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
+    return msgspec.structs.replace(
+        past,
+        bytes_moved=past.bytes_moved + last.bytes_moved,
+        corrupt_chunks=past.corrupt_chunks + last.corrupt_chunks,
+        leases_expired=past.leases_expired + last.leases_expired,
+        reclaimed=dict(Counter(past.reclaimed) + Counter(last.reclaimed)),
+    )
+
+
+class TransferProcesses:
+    """All of one engine. Used by one thread, which must outlive them."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        engine_id: str,
+        epoch: int,
+        layout: KVLayout,
+        handles: list[KVCacheHandle],
+        hosts: Sequence[ProcessHost] = (),
+    ) -> None:
+        """`handles` and `hosts` by rank; no hosts: all on this one."""
+        self.num_restarts = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ProcessMessage)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = select.epoll()
+        self._num_per_rank = config.num_processes
+        self._remote_events_address = ""
+        self._events = bind_socket(
+            self._context, zmq.SocketType.PULL, local_events_address(engine_id)
+        )
+        configs = [
+            TransferProcessConfig(
+                transfer=config,
+                engine_id=engine_id,
+                epoch=epoch,
+                layout=layout,
+                handle=handle,
+                index=index,
+            )
+            for handle in handles
+            for index in range(config.num_processes)
+        ]
+        hosts = hosts or [LocalHost()] * len(handles)
+        self._processes = [
+            _TransferProcess(self._on_host(own, hosts[own.rank]), hosts[own.rank], self._context)
+            for own in configs
+        ]
+        self._poller.register(self._events.fileno(), select.EPOLLIN)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wakeup, select.EPOLLIN)
+        self._early: list[TransferEvent] = []
+        try:
+            for process in self._processes:
+                self._poller.register(process.start().sentinel, select.EPOLLIN)
+            self._wait_until_ready()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _on_host(self, config: TransferProcessConfig, host: ProcessHost) -> TransferProcessConfig:
+        """As a process on `host` must be configured."""
+        link = host.link
+        if link is None:
+            return config
+        if not self._remote_events_address:
+            self._remote_events_address = listen(self._events, link.core_address, link.key)
+        return msgspec.structs.replace(
+            config,
+            transfer=replace(config.transfer, hosts=(link.host_address,)),
+            link=link,
+            remote_events_address=self._remote_events_address,
+        )
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    @property
+    def endpoints(self) -> tuple[tuple[str, ...], ...]:
+        """By rank. A process that is being restarted keeps its address."""
+        addresses = [process.address for process in self._processes]
+        step = self._num_per_rank
+        return tuple(tuple(addresses[i : i + step]) for i in range(0, len(addresses), step))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.child.pid for process in self._processes if process.child is not None]
+
+    @property
+    def num_ready(self) -> int:
+        return sum(process.report is not None for process in self._processes)
+
+    def fileno(self) -> int:
+        return self._poller.fileno()
+
+    def wake(self) -> None:
+        """Makes `fileno` readable until the next `receive`."""
+        os.eventfd_write(self._wakeup, 1)
+
+    def send(self, process: int, command: TransferCommand) -> bool:
+        """False when the process is down: nobody will answer."""
+        return self._processes[process].send(self._encoder.encode(command))
+
+    def receive(self) -> list[TransferEvent]:
+        """What arrived since the last call, in order."""
+        events, self._early = self._early, []
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        while True:
+            try:
+                message = self._decoder.decode(self._events.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return events
+            if isinstance(message, TransferEvent):
+                events.append(_on_our_clock(message))
+            else:
+                self._processes[message.process].accept(message)
+
+    def reap(self) -> dict[int, str]:
+        """Processes found dead since the last call: how they ended. They are started again."""
+        dead: dict[int, str] = {}
+        for number, process in enumerate(self._processes):
+            if process.child is not None and process.child.exit_code is not None:
+                self._poller.unregister(process.child.sentinel)
+                dead[number] = process.child.describe_exit()
+                self._poller.register(process.restart().sentinel, select.EPOLLIN)
+                self.num_restarts += 1
+        return dead
+
+    def total(self, field: str) -> float:
+        """Sum of one field of `ProcessReport` over all processes and their former lives."""
+        reports = [process.report for process in self._processes if process.report is not None]
+        reports += [process.past for process in self._processes]
+        return float(sum(getattr(report, field) for report in reports))
+
+    @property
+    def reclaimed(self) -> Counter[str]:
+        """As in `ProcessReport`, summed like `total`."""
+        found: Counter[str] = Counter()
+        for process in self._processes:
+            found.update(process.past.reclaimed)
+            if process.report is not None:
+                found.update(process.report.reclaimed)
+        return found
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        if self._poller.closed:
+            return
+        stop_all([process.child for process in self._processes if process.child is not None])
+        for process in self._processes:
+            process.close()
+        self._poller.close()
+        os.close(self._wakeup)
+        self._events.close(linger=0)
+        self._context.term()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while waiting := [process for process in self._processes if process.report is None]:
+            for process in waiting:
+                if process.child is not None and process.child.exit_code is not None:
+                    raise TransferProcessFailed(
+                        f"{process.child.describe_exit()} while starting; its log says why"
+                    )
+            if time.monotonic() > deadline:
+                raise TransferProcessFailed(
+                    f"{waiting[0].name} was not ready within {_START_TIMEOUT_S:.0f} s"
+                )
+            self._poller.poll(1.0)
+            self._early += self.receive()

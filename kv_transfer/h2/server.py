@@ -1,0 +1,112 @@
+"""A gRPC server of our own for a few methods: any gRPC client can call it.
+
+1. `listen`
+2. connections (`H2ServerConnection`); silent ones are asked and then left
+3. `close`: all calls are cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+
+from kv_transfer.h2.send_threads import Connection, SendThreads
+from kv_transfer.h2.server_connection import H2ServerConnection, Judge, welcome
+from kv_transfer.h2.tls_socket import TlsSocket
+from kv_transfer.wire.rpc_method import RpcMethod
+
+_BACKLOG = 512
+_MAX_CONNECTIONS = 4096
+_MAX_SEND_THREADS = 4
+_PING_AFTER_S = 10.0
+_GIVE_UP_AFTER_S = 25.0
+_CHECK_S = 2.5
+
+logger = logging.getLogger(__name__)
+
+
+class H2Server:
+    """`methods` by path; `judge` says of each call whether its caller may go on; `tls`, if given,
+    is for every connection. Lives on the event loop on which it was made."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, RpcMethod],
+        judge: Judge = welcome,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._methods = methods
+        self._judge = judge
+        self._tls = tls
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._threads = SendThreads(min(_MAX_SEND_THREADS, os.cpu_count() or 1))
+        self._listener: socket.socket | None = None
+        self._connections: set[H2ServerConnection] = set()
+        self._check: asyncio.Task[None] | None = None
+
+    async def listen(self, host: str, port: int) -> int:
+        """On one address only. The port. Raises OSError when it cannot be had."""
+        infos = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = infos[0]
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listener.setblocking(False)
+        self._listener = listener
+        self._loop.add_reader(listener.fileno(), self._accept)
+        self._check = self._loop.create_task(self._check_forever())
+        bound: int = listener.getsockname()[1]
+        return bound
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        if self._check is not None:
+            self._check.cancel()
+        for task in self._arriving:
+            task.cancel()
+        await asyncio.gather(*self._arriving, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.close()
+        self._threads.close()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        # A peer that has gone again is no reason to stop.
+        with suppress(OSError):
+            sock, _ = self._listener.accept()
+            if len(self._connections) + len(self._arriving) >= _MAX_CONNECTIONS:
+                sock.close()
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                self._serve(sock)
+            else:
+                task = self._loop.create_task(self._shake_hands(sock, self._tls))
+                self._arriving.add(task)
+                task.add_done_callback(self._arriving.discard)
+
+    async def _shake_hands(self, sock: socket.socket, tls: ssl.SSLContext) -> None:
+        try:
+            self._serve(await TlsSocket.accept(sock, tls))
+        except OSError as error:
+            logger.debug("a peer was refused: %s", error)
+
+    def _serve(self, sock: Connection) -> None:
+        self._connections.add(
+            H2ServerConnection(
+                sock, self._methods, self._judge, self._threads, self._connections.discard
+            )
+        )
+
+    async def _check_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            for connection in list(self._connections):
+                connection.check_alive(_PING_AFTER_S, _GIVE_UP_AFTER_S)

@@ -1,0 +1,290 @@
+"""One connection of a peer to our server: frames in, calls, answers out through `H2Writer`.
+
+    1. the peer's preface and SETTINGS, ours meanwhile
+    2. calls: HEADERS begin one, DATA fill it, END_STREAM starts its handler
+    3. a call ends by its trailers, or by RST_STREAM
+    4. anything that is wrong ends the connection with GOAWAY; so does silence (`check_alive`)
+
+What a peer sends is bounded everywhere: frames, headers, requests, calls, and answers to frames
+that must be answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from edge.security.credentials import CallerRefused
+from edge.security.tls_files import certificate_names
+from kv_transfer.h2 import frames as h2
+from kv_transfer.h2.call import CallAborted, H2Call
+from kv_transfer.h2.send_threads import Connection, SendThreads, send_now
+from kv_transfer.h2.tls_socket import TlsSocket
+from kv_transfer.h2.writer import H2Writer
+from kv_transfer.wire.out_message import OutMessage
+from kv_transfer.wire.rpc_method import RpcMethod
+
+_READ_BYTES = 64 << 10
+_MAX_CALLS = 256
+_OPENING = h2.settings_frame(
+    {
+        h2.Setting.MAX_CONCURRENT_STREAMS: _MAX_CALLS,
+        h2.Setting.MAX_HEADER_LIST_SIZE: h2.MAX_HEADER_BYTES,
+    }
+)
+_PING = h2.frame(h2.FrameKind.PING, 0, 0, b"tandemkv")
+
+logger = logging.getLogger(__name__)
+
+Judge = Callable[[Collection[str] | None, Mapping[str, str]], None]
+"""Takes the DNS names of the certificate that was shown, if any, and the headers of a call. Raises
+`CallerRefused`."""
+
+
+def welcome(names: Collection[str] | None, headers: Mapping[str, str]) -> None:
+    """Whoever calls may do so."""
+
+
+class H2ServerConnection:
+    """`on_closed` is told once."""
+
+    def __init__(
+        self,
+        sock: Connection,
+        methods: Mapping[str, RpcMethod],
+        judge: Judge,
+        threads: SendThreads,
+        on_closed: Callable[[H2ServerConnection], None],
+    ) -> None:
+        self._socket = sock
+        self._methods = methods
+        self._judge = judge
+        self._names = (
+            certificate_names(sock.peer_certificate) if isinstance(sock, TlsSocket) else None
+        )
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._writer = H2Writer(sock, threads, self._fail)
+        self._calls: dict[int, H2Call] = {}
+        self._last_stream = 0
+        self._headers = h2.HeaderReader()
+        self._window = h2.DEFAULT_WINDOW
+        """What the peer lets us send on a new stream."""
+        self._received = bytearray()
+        self._has_greeted = False
+        self._has_settings = False
+        self._heard_at = time.monotonic()
+        self._is_closed = False
+        self._loop.add_reader(sock.fileno(), self._read)
+        self._writer.control(_OPENING)
+
+    def check_alive(self, ping_after_s: float, give_up_after_s: float) -> None:
+        """Asks a peer that is silent, and leaves one that does not answer."""
+        silence = time.monotonic() - self._heard_at
+        if silence > give_up_after_s or (silence > ping_after_s and not self._has_settings):
+            self.close(h2.ErrorCode.NO_ERROR, "nothing was heard")
+        elif silence > ping_after_s:
+            try:
+                self._writer.control(_PING)
+            except h2.H2Error as error:
+                self._fail(error)
+
+    def close(self, code: h2.ErrorCode = h2.ErrorCode.NO_ERROR, reason: str = "") -> None:
+        """At once: calls are cancelled. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._socket.fileno())
+        if not self._writer.is_amid_frame:
+            send_now(self._socket, [h2.go_away(self._last_stream, code, reason)])
+        for call in list(self._calls.values()):
+            call.cancel()
+        self._writer.close()
+        self._on_closed(self)
+
+    def _fail(self, error: Exception) -> None:
+        code = error.code if isinstance(error, h2.H2Error) else h2.ErrorCode.NO_ERROR
+        self.close(code, str(error))
+
+    # Frames in --------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._fail(error)
+            return
+        if not data:
+            self.close()
+            return
+        self._heard_at = time.monotonic()
+        self._received += data
+        try:
+            self._parse()
+        except h2.H2Error as error:
+            self._fail(error)
+
+    def _parse(self) -> None:
+        received = self._received
+        if not self._has_greeted:
+            if not h2.PREFACE.startswith(received[: len(h2.PREFACE)]):
+                raise h2.H2Error("this port speaks HTTP/2 only")
+            if len(received) < len(h2.PREFACE):
+                return
+            del received[: len(h2.PREFACE)]
+            self._has_greeted = True
+        while len(received) >= h2.FRAME_HEADER_BYTES and not self._is_closed:
+            length, kind, flags, stream = h2.parse_frame_header(received)
+            if length > h2.DEFAULT_FRAME_BYTES:
+                raise h2.H2Error("a frame is too long", h2.ErrorCode.FRAME_SIZE_ERROR)
+            size = h2.FRAME_HEADER_BYTES + length
+            if len(received) < size:
+                return
+            payload = bytes(received[h2.FRAME_HEADER_BYTES : size])
+            del received[:size]
+            self._on_frame(kind, flags, stream, payload)
+
+    def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        is_continued = kind == h2.FrameKind.CONTINUATION
+        if self._headers.is_waiting != is_continued:
+            raise h2.H2Error("headers are not continued as they should be")
+        if not self._has_settings and kind != h2.FrameKind.SETTINGS:
+            raise h2.H2Error("the first frame is not SETTINGS")
+        match kind:
+            case h2.FrameKind.DATA:
+                self._on_data(flags, stream, payload)
+            case h2.FrameKind.HEADERS:
+                if stream == 0 or stream % 2 == 0:
+                    raise h2.H2Error("a client's streams have odd numbers")
+                self._on_headers(stream, self._headers.begin(stream, flags, payload))
+            case h2.FrameKind.CONTINUATION:
+                self._on_headers(stream, self._headers.go_on(stream, flags, payload))
+            case h2.FrameKind.RST_STREAM:
+                self._on_reset(stream)
+            case h2.FrameKind.SETTINGS:
+                self._on_settings(flags, payload)
+            case h2.FrameKind.PING if not flags & h2.ACK:
+                self._writer.control(h2.frame(h2.FrameKind.PING, h2.ACK, 0, payload[:8]))
+            case h2.FrameKind.WINDOW_UPDATE:
+                self._on_window_update(stream, h2.parse_window_update(payload))
+            case h2.FrameKind.PUSH_PROMISE:
+                raise h2.H2Error("a client must not push")
+
+    def _on_data(self, flags: int, stream: int, payload: bytes) -> None:
+        call = self._calls.get(stream)
+        if stream == 0 or stream > self._last_stream:
+            raise h2.H2Error("data without a call")
+        if payload:
+            update = h2.window_update(0, len(payload))
+            if call is None:
+                self._writer.control(update)
+            elif flags & h2.END_STREAM:
+                self._writer.queue_control(update)  # The answer takes it along.
+            else:
+                self._writer.control(update + h2.window_update(stream, len(payload)))
+        if call is None or call.has_started:
+            return
+        call.receive(h2.without_padding(payload, flags & h2.PADDED))
+        if flags & h2.END_STREAM:
+            call.start(self._answer(call))
+
+    def _on_headers(self, stream: int, block: tuple[dict[str, str], bool] | None) -> None:
+        if block is None:
+            return
+        fields, is_end = block
+        call = self._calls.get(stream)
+        if call is not None and is_end and not call.has_started:
+            call.start(self._answer(call))
+            return
+        if stream <= self._last_stream:
+            raise h2.H2Error("a stream is used twice")
+        self._last_stream = stream
+        method = self._methods.get(fields.get(":path", ""))
+        if len(self._calls) >= _MAX_CALLS:
+            self._writer.control(h2.reset(stream, h2.ErrorCode.REFUSED_STREAM))
+        elif method is None:
+            self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "unknown method")
+        elif (refusal := self._judged(fields)) is not None:
+            self._refuse(stream, refusal.code, str(refusal))
+        else:
+            call = H2Call(stream, method, self._writer, self._window, self._forget)
+            self._calls[stream] = call
+            if is_end:
+                call.start(self._answer(call))
+
+    def _judged(self, fields: Mapping[str, str]) -> CallerRefused | None:
+        try:
+            self._judge(self._names, fields)
+        except CallerRefused as error:
+            return error
+        return None
+
+    def _refuse(self, stream: int, code: grpc.StatusCode, details: str) -> None:
+        status: int = code.value[0]
+        self._writer.control(h2.trailers(stream, status, details, is_first=True))
+
+    def _on_reset(self, stream: int) -> None:
+        call = self._calls.get(stream)
+        if stream == 0 or stream > self._last_stream:
+            raise h2.H2Error("a call is reset that never was")
+        if call is not None:
+            call.cancel()
+
+    def _on_settings(self, flags: int, payload: bytes) -> None:
+        """What was cut before comes before the acknowledgement, and keeps to the old settings; what
+        the new ones allow comes behind it."""
+        if flags & h2.ACK:
+            return
+        self._writer.queue_control(h2.frame(h2.FrameKind.SETTINGS, h2.ACK, 0))
+        for key, value in h2.parse_settings(payload):
+            if key == h2.Setting.MAX_FRAME_SIZE:
+                if not h2.DEFAULT_FRAME_BYTES <= value <= h2.MAX_FRAME_BYTES:
+                    raise h2.H2Error("MAX_FRAME_SIZE out of bounds")
+                self._writer.max_frame_bytes = value
+            elif key == h2.Setting.INITIAL_WINDOW_SIZE:
+                self._change_windows(value)
+        self._has_settings = True
+        self._writer.pump()
+
+    def _change_windows(self, window: int) -> None:
+        if window > h2.MAX_WINDOW:
+            raise h2.H2Error("a window is too large", h2.ErrorCode.FLOW_CONTROL_ERROR)
+        change, self._window = window - self._window, window
+        for call in self._calls.values():
+            call.grow_window(change)
+
+    def _on_window_update(self, stream: int, num_bytes: int) -> None:
+        call = self._calls.get(stream)
+        if stream == 0:
+            self._writer.grow_window(num_bytes)
+        elif stream > self._last_stream:
+            raise h2.H2Error("a window of a call that never was")
+        elif call is not None:
+            call.grow_window(num_bytes)
+        self._writer.pump()
+
+    # Calls ------------------------------------------------------------------------------------
+
+    def _forget(self, call: H2Call) -> None:
+        self._calls.pop(call.stream, None)
+
+    async def _answer(self, call: H2Call) -> None:
+        try:
+            answer = await call.method.handle(call.method.parse(call.request()), call)
+            if call.method.serialize is not None:
+                await call.write(OutMessage([call.method.serialize(answer)]))
+            call.end(grpc.StatusCode.OK, "")
+        except CallAborted as refusal:
+            call.end(refusal.code, refusal.details)
+        except DecodeError:
+            call.end(grpc.StatusCode.INTERNAL, "the request cannot be read")
+        except Exception:
+            logger.exception("a call failed unexpectedly")
+            call.end(grpc.StatusCode.UNKNOWN, "the call failed unexpectedly; the log says why")

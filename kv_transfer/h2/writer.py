@@ -1,0 +1,227 @@
+"""What one server connection sends: frames, cut from messages as flow control allows.
+
+call 1   [message][message]      `_fill` cuts frames in turn, as far as  ┐
+call 3   [message][trailers]     windows and the peer's frame size allow ├─▶ `_out` ─▶ socket
+control  PING, SETTINGS ...      at once                                 ┘
+
+1. little is written at once, on the event loop
+2. much goes to a sending thread; nothing else is written until it is done
+3. a full socket: on when the event loop sees room
+4. `close`: what is not sent is dropped
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Protocol
+
+from kv_transfer.h2 import frames as h2
+from kv_transfer.h2.send_threads import Connection, SendThreads, Sent, send_now
+from kv_transfer.wire.out_message import Buffer, OutMessage
+
+_AHEAD_BYTES = 2 << 20
+"""Cut into frames before they can be sent. A frame once begun must be finished."""
+_SMALL_BYTES = 32 << 10
+_MAX_BUFFERS = 512
+_MAX_CONTROL_BYTES = 64 << 10
+"""Answers to a peer that asks and does not read."""
+
+
+class Segment:
+    """Bytes in their final order: `head`, then [start, stop) of a message."""
+
+    __slots__ = ("head", "message", "sent", "size", "start", "stop")
+
+    def __init__(
+        self, head: bytes, message: OutMessage | None = None, start: int = 0, stop: int = 0
+    ) -> None:
+        self.head = head
+        self.message = message
+        self.start = start
+        self.stop = stop
+        self.size = len(head) + stop - start
+        self.sent = 0
+
+    def buffers(self) -> Iterator[Buffer]:
+        """What is not sent yet."""
+        if self.sent < len(self.head):
+            yield memoryview(self.head)[self.sent :]
+        if self.message is not None:
+            done = max(0, self.sent - len(self.head))
+            yield from self.message.slices(self.start + done, self.stop)
+
+
+class Source(Protocol):
+    """A call that has something to send."""
+
+    @property
+    def has_more(self) -> bool: ...
+
+    def next_segment(self, limit: int) -> Segment | None:
+        """At most `limit` bytes of payload. None: nothing that may be sent now."""
+
+    def was_sent(self, segment: Segment) -> None: ...
+
+
+class H2Writer:
+    """`on_lost` is called once, with the reason, when the socket can take nothing more."""
+
+    def __init__(
+        self, sock: Connection, threads: SendThreads, on_lost: Callable[[Exception], None]
+    ) -> None:
+        self.max_frame_bytes = h2.DEFAULT_FRAME_BYTES
+        self._loop = asyncio.get_running_loop()
+        self._socket = sock
+        self._threads = threads
+        self._on_lost = on_lost
+        self._window = h2.DEFAULT_WINDOW
+        self._sources: deque[Source] = deque()
+        self._out: deque[tuple[Segment, Source | None]] = deque()
+        self._out_bytes = 0
+        self._control_bytes = 0
+        self._in_thread: list[OutMessage] = []
+        self._thread_bytes = 0
+        self._is_waiting = False
+        self._is_closed = False
+
+    @property
+    def is_amid_frame(self) -> bool:
+        """Whether nothing but the rest of a frame may be sent now."""
+        return self._thread_bytes > 0 or bool(self._out and self._out[0][0].sent)
+
+    def control(self, data: bytes) -> None:
+        """Raises `H2Error` when the peer makes us talk and does not listen."""
+        self.queue_control(data)
+        self.pump()
+
+    def queue_control(self, data: bytes) -> None:
+        """Nothing is sent before the next `pump`: what is cut from then on comes behind `data`."""
+        self._control_bytes += len(data)
+        if self._control_bytes > _MAX_CONTROL_BYTES:
+            raise h2.H2Error("too much to answer", h2.ErrorCode.ENHANCE_YOUR_CALM)
+        self._push(Segment(data), None)
+
+    def add(self, source: Source) -> None:
+        """It has something to send. No harm if that is known."""
+        if source not in self._sources:
+            self._sources.append(source)
+        self.pump()
+
+    def remove(self, source: Source) -> None:
+        """What was cut is sent all the same."""
+        if source in self._sources:
+            self._sources.remove(source)
+
+    def grow_window(self, num_bytes: int) -> None:
+        self._window += num_bytes
+        if self._window > h2.MAX_WINDOW:
+            raise h2.H2Error("the window is too large", h2.ErrorCode.FLOW_CONTROL_ERROR)
+
+    def pump(self) -> None:
+        """Sends what can be sent."""
+        while not (self._thread_bytes or self._is_waiting or self._is_closed):
+            self._fill()
+            if not self._out:
+                return
+            self._send()
+
+    def close(self) -> None:
+        """Idempotent. The socket is closed when no thread uses it any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._is_waiting:
+            self._loop.remove_writer(self._socket.fileno())
+        for message in {id(s.message): s.message for s, _ in self._out if s.message}.values():
+            message.dropped()
+        self._out.clear()
+        if not self._thread_bytes:
+            self._socket.close()
+
+    # Cutting ----------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """In turn, until no call has anything that it may send now."""
+        num_idle = 0
+        while self._out_bytes < _AHEAD_BYTES and num_idle < len(self._sources):
+            source = self._sources.popleft()
+            segment = source.next_segment(min(self._window, self.max_frame_bytes))
+            if source.has_more:
+                self._sources.append(source)
+            if segment is None:
+                num_idle += 1
+                continue
+            num_idle = 0
+            self._window -= segment.stop - segment.start
+            self._push(segment, source)
+
+    def _push(self, segment: Segment, source: Source | None) -> None:
+        self._out.append((segment, source))
+        self._out_bytes += segment.size
+
+    # Sending ----------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        buffers: list[Buffer] = []
+        messages: list[OutMessage] = []
+        num_bytes = 0
+        for segment, _ in self._out:
+            room = _MAX_BUFFERS - len(buffers)
+            part = list(islice(segment.buffers(), room))
+            buffers += part
+            num_bytes += sum(len(buffer) for buffer in part)
+            if segment.message is not None:
+                messages.append(segment.message)
+            if len(part) == room:
+                break
+        if num_bytes <= _SMALL_BYTES:
+            for message in messages:
+                message.complete()
+            self._after(send_now(self._socket, buffers), num_bytes)
+            return
+        for message in messages:
+            message.begin_read()
+        self._in_thread, self._thread_bytes = messages, num_bytes
+        self._threads.send(self._socket, buffers, messages, self._thread_is_done)
+
+    def _thread_is_done(self, result: Sent) -> None:
+        messages, self._in_thread = self._in_thread, []
+        num_bytes, self._thread_bytes = self._thread_bytes, 0
+        for message in messages:
+            message.end_read()
+        if self._is_closed:
+            self._socket.close()
+            return
+        self._after(result, num_bytes)
+        self.pump()
+
+    def _after(self, result: Sent, num_bytes: int) -> None:
+        if isinstance(result, OSError):
+            self._on_lost(result)
+            return
+        if result < num_bytes:
+            self._is_waiting = True
+            self._loop.add_writer(self._socket.fileno(), self._has_room)
+        self._advance(result)
+
+    def _has_room(self) -> None:
+        self._loop.remove_writer(self._socket.fileno())
+        self._is_waiting = False
+        self.pump()
+
+    def _advance(self, num_bytes: int) -> None:
+        self._out_bytes -= num_bytes
+        while num_bytes:
+            segment, source = self._out[0]
+            count = min(num_bytes, segment.size - segment.sent)
+            segment.sent += count
+            num_bytes -= count
+            if segment.sent == segment.size:
+                self._out.popleft()
+                if source is not None:
+                    source.was_sent(segment)
+                else:
+                    self._control_bytes -= segment.size

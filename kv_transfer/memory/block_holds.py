@@ -1,0 +1,99 @@
+"""Whether blocks that a puller of this host was told of are still as they were.
+
+The holder may let go at any time, and a puller that copies blocks itself would not notice. So the
+holder's transfer process has memory in which it takes back its word before it tells anybody else:
+
+    words[slot] = number of the hold; 0: nobody's
+
+1. producer `BlockHolds()`; process and descriptor go with the handshake
+2. `hold()`       before blocks of a transfer are named; slot and number go with the names
+3. `let_go()`     when the transfer ends, before its blocks can serve another
+4. puller `is_held(...)` when its copies are done: if it is, all that they read was right. A process
+   that has died cannot let go, but its descriptors have gone with it
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+from dataclasses import dataclass
+from itertools import count
+from weakref import finalize
+
+from host.memory_file import MemoryFile
+from kv_transfer.errors import KVTransferError
+
+_NUM_SLOTS = 16_384
+"""More transfers than a process can have."""
+_WORD = struct.Struct("<I")
+_RANGE = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class HoldsFile:
+    """Where a puller finds the holds of a transfer process."""
+
+    pid: int
+    fd: int
+
+    def is_held(self, slot: int, number: int) -> bool:
+        """Raises OSError when the process has gone."""
+        fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            word = os.pread(fd, _WORD.size, slot * _WORD.size)
+        finally:
+            os.close(fd)
+        return word == _WORD.pack(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Of one transfer; `number` tells it from all others that have had the slot."""
+
+    holds: BlockHolds
+    slot: int
+    number: int
+
+    def let_go(self) -> None:
+        """Idempotent."""
+        self.holds.end(self)
+
+
+class BlockHolds:
+    """Of one transfer process that names blocks."""
+
+    def __init__(self) -> None:
+        self._memory = MemoryFile.create("tandem-block-holds", _NUM_SLOTS * _WORD.size)
+        finalize(self, self._memory.close)
+        self._free = list(reversed(range(_NUM_SLOTS)))
+        # From anywhere, so that the holds of another process are no holds of ours.
+        self._numbers = count(secrets.randbelow(_RANGE))
+
+    @property
+    def file(self) -> HoldsFile:
+        return HoldsFile(self._memory.pid, self._memory.fd)
+
+    @property
+    def num_held(self) -> int:
+        return _NUM_SLOTS - len(self._free)
+
+    def hold(self) -> Hold:
+        """Raises KVTransferError when there are too many."""
+        if not self._free:
+            raise KVTransferError(f"{_NUM_SLOTS} transfers are read by pullers of this host")
+        hold = Hold(self, self._free.pop(), next(self._numbers) % (_RANGE - 1) + 1)
+        self._write(hold.slot, hold.number)
+        return hold
+
+    def end(self, hold: Hold) -> None:
+        if self._read(hold.slot) == hold.number:
+            self._write(hold.slot, 0)
+            self._free.append(hold.slot)
+
+    def _read(self, slot: int) -> int:
+        word: int = _WORD.unpack_from(self._memory.buffer, slot * _WORD.size)[0]
+        return word
+
+    def _write(self, slot: int, word: int) -> None:
+        _WORD.pack_into(self._memory.buffer, slot * _WORD.size, word)

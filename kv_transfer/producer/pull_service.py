@@ -1,0 +1,175 @@
+"""What a producer's transfer process offers to pullers, whoever carries the calls.
+
+    Handshake   compares layouts, once for each pair of processes
+    PullKV      1. waits for the offer, if the pull is early (as long as a lease lasts)
+                2. writes staged chunks of its stream as they come; heartbeats in between
+                3. END, or the status says why not
+    Release     the puller is done
+
+PullKV has no response serializer: what goes out is staged memory, or the blocks themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NoReturn
+
+import grpc
+
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError
+from kv_transfer.layout import HeadRange
+from kv_transfer.metadata import KVPeer, is_transfer_id
+from kv_transfer.producer.send_transfer import Pull, SendTransfer
+from kv_transfer.producer.sender import KVSender
+from kv_transfer.state import LateMessage
+from kv_transfer.wire.chunk import ChunkKind
+from kv_transfer.wire.handshake import cache_to_proto, host_id, peer_from_proto, peer_to_proto
+from kv_transfer.wire.out_message import OutMessage
+from kv_transfer.wire.pull_wish import PullWish
+from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
+from tandem_pb import kv_transfer_pb2 as pb
+
+SERVICE = "tandem.v1.KVTransfer"
+PULL_PATH = f"/{SERVICE}/PullKV"
+
+_STATUS_OF = {
+    LateMessage: grpc.StatusCode.ABORTED,
+    CorruptChunk: grpc.StatusCode.DATA_LOSS,
+    HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+class PullService:
+    """Serves what a `KVSender` has staged. `me` is this node as peers should see it."""
+
+    def __init__(self, config: KVTransferConfig, me: KVPeer, sender: KVSender) -> None:
+        self._me = me
+        self._sender = sender
+        self._longest_wait_s = config.lease_s
+        self._heartbeat_s = min(1.0, config.stall_timeout_s / 4)
+
+    def methods(self) -> dict[str, RpcMethod]:
+        """By path."""
+        return {
+            f"/{SERVICE}/Handshake": RpcMethod(
+                self.handshake, pb.KVPeer.FromString, pb.KVPeer.SerializeToString
+            ),
+            f"/{SERVICE}/Release": RpcMethod(
+                self.release, pb.ReleaseRequest.FromString, pb.ReleaseReply.SerializeToString
+            ),
+            PULL_PATH: RpcMethod(self.pull_kv, pb.PullRequest.FromString),
+        }
+
+    async def handshake(self, request: pb.KVPeer, call: ServerCall) -> pb.KVPeer:
+        try:
+            self._me.layout.check_compatible(peer_from_proto(request).layout)
+        except HandshakeMismatch as error:
+            await _refuse(call, error)
+        reply = peer_to_proto(self._me)
+        cache = self._sender.cache_for_host()
+        if cache is not None and request.host_id == host_id():
+            reply.host_id = host_id()
+            reply.local_cache.CopyFrom(cache_to_proto(cache))
+        return reply
+
+    async def release(self, request: pb.ReleaseRequest, call: ServerCall) -> pb.ReleaseReply:
+        await self._check_name(request.transfer_id, request.epoch, call)
+        known = self._sender.release(request.transfer_id, request.attempt, request.complete)
+        return pb.ReleaseReply(known=known)
+
+    async def pull_kv(self, request: pb.PullRequest, call: ServerCall) -> None:
+        await self._check_name(request.transfer_id, request.epoch, call)
+        try:
+            transfer = await self._offered(request, call)
+            pull = self._open(transfer, request)
+        except KVTransferError as error:
+            await _refuse(call, error)
+        try:
+            await self._write_stream(pull, call)
+        except KVTransferError as error:
+            await _refuse(call, error)
+        finally:
+            self._sender.close_pull(pull)
+
+    async def _offered(self, request: pb.PullRequest, call: ServerCall) -> SendTransfer:
+        """Waits for a transfer that is not offered yet, a bounded time."""
+        deadline = time.monotonic() + self._longest_wait_s
+        name = request.transfer_id, request.attempt
+        with self._sender.early_pulls.waiting(request.transfer_id) as offered:
+            while (transfer := self._sender.find(*name)) is None:
+                if time.monotonic() >= deadline:
+                    await call.abort(
+                        grpc.StatusCode.NOT_FOUND,
+                        f"transfer {name[0]} attempt {name[1]} was not offered within "
+                        f"{self._longest_wait_s:g} s",
+                    )
+                offered.clear()
+                await self._wait(offered, *name, call)
+        return transfer
+
+    def _open(self, transfer: SendTransfer, request: pb.PullRequest) -> Pull:
+        wish = PullWish(
+            heads=HeadRange(request.head_start, request.head_count),
+            stream=request.stream_index,
+            num_streams=request.num_streams,
+            first_token=request.first_token,
+            num_tokens=request.num_tokens,
+            num_pullers=max(1, request.num_pullers),
+            repeat=frozenset(request.repeat_chunks),
+            direct=request.direct,
+        )
+        return self._sender.open_pull(transfer, wish)
+
+    async def _write_stream(self, pull: Pull, call: ServerCall) -> None:
+        transfer = pull.transfer
+        while True:
+            pull.wake.clear()
+            while message := self._sender.next_message(pull):
+                await self._write(pull, call, message)
+                if transfer.end_reason:
+                    break
+            if transfer.end_reason:
+                raise LateMessage(f"transfer {transfer.transfer_id}: {transfer.end_reason}")
+            if pull.is_complete:
+                break
+            await self._wait(pull.wake, transfer.transfer_id, transfer.attempt, call)
+        await self._mark(ChunkKind.END, transfer.transfer_id, transfer.attempt, call)
+
+    async def _write(self, pull: Pull, call: ServerCall, message: OutMessage) -> None:
+        pull.is_writing = True
+        try:
+            await call.write(message)
+        finally:
+            pull.is_writing = False
+
+    async def _mark(
+        self, kind: ChunkKind, transfer_id: str, attempt: int, call: ServerCall
+    ) -> None:
+        await call.write(OutMessage([self._sender.mark(kind, transfer_id, attempt)]))
+
+    async def _wait(
+        self, event: asyncio.Event, transfer_id: str, attempt: int, call: ServerCall
+    ) -> None:
+        """Until the event, or one heartbeat: then the puller hears that we live."""
+        try:
+            async with asyncio.timeout(self._heartbeat_s):
+                await event.wait()
+        except TimeoutError:
+            await self._mark(ChunkKind.HEARTBEAT, transfer_id, attempt, call)
+
+    async def _check_name(self, transfer_id: str, epoch: int, call: ServerCall) -> None:
+        if not is_transfer_id(transfer_id):
+            await call.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "a transfer id is 32 lower-case hex digits"
+            )
+        if epoch != self._me.epoch:
+            await call.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this node has restarted (its epoch changed); greet it again",
+            )
+
+
+async def _refuse(call: ServerCall, error: KVTransferError) -> NoReturn:
+    await call.abort(_STATUS_OF.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error))

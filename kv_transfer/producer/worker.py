@@ -1,0 +1,92 @@
+"""The half inside a worker of a producer: tells transfer processes how far a step is.
+
+    1. `register_kv_caches`    makes the page on which the layers of a step are marked
+    2. `start_load_kv(step)`   remembers the step, if somebody waits for its KV
+    3. `save_kv_layer(layer)`  on CPU: marks the layer and tells each transfer process of this rank;
+                               on a GPU: the stream will mark it; transfer processes, told once
+                               for each step, watch out for that
+
+Transfer processes may come, go and come back: a message that they miss is made up for by the
+next one (progress only grows) and by the scheduler half when the request ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import zmq
+
+from host.child_process import ipc_address
+from host.local_socket import connect_socket
+from kv_transfer.base import KVCacheHandle, KVConnectorWorker
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.memory.cache_handle import handle_of_tensors
+from kv_transfer.metadata import KVConnectorMetadata, StepProgress
+from kv_transfer.producer.layer_marks import LayerMarker, LayerMarks, StreamMarker
+
+
+def steps_address(engine_id: str, rank: int, index: int) -> str:
+    """Where transfer process `index` of `rank` listens for step progress."""
+    return ipc_address(engine_id, f"kv-steps-{rank}-{index}")
+
+
+class GrpcConnectorWorker(KVConnectorWorker):
+    """Worker half of a producer. Nothing here waits for a transfer process."""
+
+    def __init__(self, config: KVTransferConfig, engine_id: str, rank: int) -> None:
+        self._rank = rank
+        self._step_id = -1
+        self._saving = False
+        self._marks: LayerMarks | None = None
+        self._marker: LayerMarker | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = [
+            connect_socket(
+                self._context, zmq.SocketType.PUSH, steps_address(engine_id, rank, index)
+            )
+            for index in range(config.num_processes)
+        ]
+
+    def register_kv_caches(
+        self, kv_caches: list[Any], current_stream: Callable[[], int] | None = None
+    ) -> KVCacheHandle:
+        handle = handle_of_tensors(self._rank, kv_caches)
+        self._marks = LayerMarks.create(len(kv_caches))
+        if current_stream is None:
+            self._marker = LayerMarker(self._marks)
+        else:
+            self._marker = StreamMarker(self._marks, current_stream)
+        return msgspec.structs.replace(handle, marks_fd=self._marks.fd)
+
+    def start_load_kv(self, step_id: int, metadata: KVConnectorMetadata) -> None:
+        self._step_id = step_id
+        self._saving = metadata.save_kv
+        if self._saving and self._marker is not None and self._marker.marks_later:
+            self._tell(StepProgress(step_id, 0))
+
+    def save_kv_layer(self, layer: int) -> None:
+        if not self._saving or self._marker is None:
+            return
+        self._marker.mark(self._step_id, layer)
+        if not self._marker.marks_later:
+            self._tell(StepProgress(self._step_id, layer + 1))
+
+    def shutdown(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._sockets.clear()
+        self._context.term()
+        if self._marker is not None and self._marks is not None:
+            self._marker.close()
+            self._marks.close()
+            self._marker = self._marks = None
+
+    def _tell(self, progress: StepProgress) -> None:
+        message = self._encoder.encode(progress)
+        for socket in self._sockets:
+            with suppress(zmq.Again):
+                socket.send(message, zmq.NOBLOCK)

@@ -1,0 +1,196 @@
+"""One message of a PullKV stream: a fixed header, then raw KV.
+
+    0   magic "TDKV"        16  first block     header: 64 bytes, little-endian
+    4   version             ...                 payload: [blocks, 2, heads, block_size, head_dim]
+    5   kind                                    of one layer, heads and blocks as the header says
+    60  crc32c of header[0:60] and payload
+
+Positions are logical: blocks count from the start of the prompt in the sender's block size, heads
+over all ranks of a node. A receiver maps them to blocks of its own, so a confused sender cannot
+write into another request.
+
+Kinds: DATA carries KV. BLOCKS tells a puller of the same host, which has mapped the sender's
+cache, where chunks lie: slot and number of a hold (`kv_transfer.memory.block_holds`), how many
+chunks, their places in the grid, then the sender's physical blocks of each group that occurs, in
+order and without those that the puller has; 32 bits each. All layers of a group lie in the same
+blocks, so these come once. HEARTBEAT says that the sender lives but has nothing yet. END is the last message
+of a complete stream; a stream that ends without it is broken.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.errors import CorruptChunk
+
+MAGIC = b"TDKV"
+VERSION = 2
+HEADER = struct.Struct("<4sBBBxI16sIIIHHIII4xI")
+_CRC_AT = HEADER.size - 4
+
+DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3}
+_DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
+
+ByteArray = npt.NDArray[np.uint8]
+AnyArray = npt.NDArray[np.generic]
+
+
+class ChunkKind(IntEnum):
+    DATA = 0
+    HEARTBEAT = 1
+    END = 2
+    BLOCKS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkHeader:
+    """Says what the payload is.
+
+    Attributes:
+        transfer_id: 32 hex digits.
+        first_block, num_blocks: In blocks of the sender, counted from the start of the prompt.
+        head_start, num_heads: Global KV heads.
+        block_size: Tokens in one block of the sender.
+        blocks_per_chunk: The sender's grid, see `kv_transfer.wire.chunk_grid`.
+    """
+
+    kind: ChunkKind
+    dtype: str
+    transfer_id: str
+    attempt: int
+    layer: int = 0
+    first_block: int = 0
+    num_blocks: int = 0
+    head_start: int = 0
+    num_heads: int = 0
+    block_size: int = 0
+    blocks_per_chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A message that passed all checks. `payload` is a view of the message."""
+
+    header: ChunkHeader
+    payload: ByteArray
+
+
+def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
+    """`parts`: C-contiguous arrays that make up the payload in order."""
+    views = [part.data for part in parts]
+    return b"".join((chunk_head(header, views), *views))
+
+
+def chunk_head(header: ChunkHeader, parts: Sequence[memoryview]) -> bytes:
+    """What goes before the payload `parts`."""
+    payload_bytes = sum(part.nbytes for part in parts)
+    return _pack(header, payload_bytes, _checksum(_pack(header, payload_bytes), parts))
+
+
+def fill_header(message: ByteArray, header: ChunkHeader) -> None:
+    """Completes a message whose payload lies behind the place of its header already."""
+    head = chunk_head(header, [message[HEADER.size :].data])
+    message[: HEADER.size] = np.frombuffer(head, np.uint8)
+
+
+class Checksum:
+    """Of a chunk whose payload comes in parts."""
+
+    __slots__ = ("_crc", "_expected")
+
+    def __init__(self, head: bytes) -> None:
+        self._crc: int = google_crc32c.value(head[:_CRC_AT])
+        self._expected: int = HEADER.unpack(head)[-1]
+
+    def extend(self, part: memoryview) -> None:
+        self._crc = _extend(self._crc, part)
+
+    def check(self) -> None:
+        """Raises `CorruptChunk` unless header and payload are as they were sent."""
+        if self._crc != self._expected:
+            raise CorruptChunk("the checksum does not match")
+
+
+def _checksum(head: bytes, parts: Sequence[memoryview]) -> int:
+    crc: int = google_crc32c.value(head[:_CRC_AT])
+    for part in parts:
+        crc = _extend(crc, part)
+    return crc
+
+
+def _extend(crc: int, part: memoryview) -> int:
+    # The library takes an array, but no memoryview that can be written to.
+    extended: int = google_crc32c.extend(crc, np.frombuffer(part, np.uint8))
+    return extended
+
+
+def _pack(header: ChunkHeader, payload_bytes: int, crc: int = 0) -> bytes:
+    return HEADER.pack(
+        MAGIC,
+        VERSION,
+        header.kind,
+        DTYPE_CODES[header.dtype],
+        header.attempt,
+        bytes.fromhex(header.transfer_id),
+        header.layer,
+        header.first_block,
+        header.num_blocks,
+        header.head_start,
+        header.num_heads,
+        header.block_size,
+        header.blocks_per_chunk,
+        payload_bytes,
+        crc,
+    )
+
+
+def decode_chunk(message: ByteArray) -> Chunk:
+    """Raises `CorruptChunk` unless every byte is as it was sent."""
+    head, payload = message[: HEADER.size].tobytes(), message[HEADER.size :]
+    header = decode_head(head, len(message))
+    checksum = Checksum(head)
+    checksum.extend(payload.data)
+    checksum.check()
+    return Chunk(header, payload)
+
+
+def decode_head(head: bytes, message_bytes: int) -> ChunkHeader:
+    """Of a message whose payload may still be on its way: `Checksum` must follow. Raises
+    `CorruptChunk` for what cannot be a chunk of `message_bytes`."""
+    if len(head) < HEADER.size:
+        raise CorruptChunk(f"a message of {message_bytes} bytes cannot hold a header")
+    (magic, version, kind, dtype, *numbers, payload_bytes, _) = HEADER.unpack(head)
+    if magic != MAGIC or version != VERSION:
+        raise CorruptChunk(f"not a chunk of version {VERSION}")
+    if payload_bytes != message_bytes - HEADER.size:
+        raise CorruptChunk(
+            f"{message_bytes - HEADER.size} bytes follow a header that announces {payload_bytes}"
+        )
+    return _header_of(kind, dtype, numbers)
+
+
+def _header_of(kind: int, dtype: int, numbers: list[int | bytes]) -> ChunkHeader:
+    if kind > max(ChunkKind) or dtype not in _DTYPE_NAMES:
+        raise CorruptChunk(f"unknown kind {kind} or dtype {dtype}")
+    attempt, transfer_id, layer, first, blocks, head, heads, block_size, per_chunk = numbers
+    assert isinstance(transfer_id, bytes)
+    return ChunkHeader(
+        kind=ChunkKind(kind),
+        dtype=_DTYPE_NAMES[dtype],
+        transfer_id=transfer_id.hex(),
+        attempt=int(attempt),
+        layer=int(layer),
+        first_block=int(first),
+        num_blocks=int(blocks),
+        head_start=int(head),
+        num_heads=int(heads),
+        block_size=int(block_size),
+        blocks_per_chunk=int(per_chunk),
+    )

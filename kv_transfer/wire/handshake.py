@@ -1,0 +1,134 @@
+"""Two nodes make sure that they fit before KV moves.
+
+    puller                                   holder of the KV
+    1. Handshake(who I am, my layout) ─────▶ 2. compares; FAILED_PRECONDITION names the field
+    4. compares, and makes sure that this ◀─ 3. who I am, my layout
+       is the process that was greeted
+
+The layouts travel as protobuf; `KVPeer` is the same inside a node.
+
+Two processes with the same `host_id` can map each other's memory: then 3 may say how.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from kv_transfer.base import CudaCacheHandle, KVCacheHandle
+from kv_transfer.errors import PeerLost
+from kv_transfer.layout import KVLayout
+from kv_transfer.memory.block_holds import HoldsFile
+from kv_transfer.metadata import KVPeer
+from tandem_pb import kv_transfer_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCache:
+    """What a puller on the same host needs to copy blocks itself."""
+
+    handle: KVCacheHandle
+    holds: HoldsFile
+
+
+def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
+    return pb.KVPeer(
+        engine_id=peer.engine_id,
+        epoch=peer.epoch,
+        layout=pb.KVLayout(
+            protocol_version=peer.layout.protocol_version,
+            model_hash=peer.layout.model_hash,
+            dtype=peer.layout.dtype,
+            num_layers=peer.layout.num_layers,
+            num_kv_heads=peer.layout.num_kv_heads,
+            head_dim=peer.layout.head_dim,
+            block_size=peer.layout.block_size,
+            tp_size=peer.layout.tp_size,
+        ),
+        ranks=[pb.RankEndpoints(addresses=addresses) for addresses in peer.endpoints],
+    )
+
+
+def peer_from_proto(message: pb.KVPeer) -> KVPeer:
+    return KVPeer(
+        engine_id=message.engine_id,
+        epoch=message.epoch,
+        layout=KVLayout(
+            protocol_version=message.layout.protocol_version,
+            model_hash=message.layout.model_hash,
+            dtype=message.layout.dtype,
+            num_layers=message.layout.num_layers,
+            num_kv_heads=message.layout.num_kv_heads,
+            head_dim=message.layout.head_dim,
+            block_size=message.layout.block_size,
+            tp_size=message.layout.tp_size,
+        ),
+        endpoints=tuple(tuple(rank.addresses) for rank in message.ranks),
+    )
+
+
+def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
+    """What the puller makes of an answer.
+
+    Raises:
+        PeerLost: Somebody else answers at this address, or the peer has restarted.
+        HandshakeMismatch: The layouts differ; names the field.
+    """
+    ours.check_compatible(answered.layout)
+    if answered.engine_id != expected.engine_id:
+        raise PeerLost(
+            f"expected engine {expected.engine_id}, but {answered.engine_id} answers; "
+            f"greet the prefill node again"
+        )
+    if answered.epoch != expected.epoch:
+        raise PeerLost(
+            f"engine {expected.engine_id} has restarted (its epoch changed); "
+            f"greet the prefill node again"
+        )
+
+
+@cache
+def host_id() -> str:
+    """Kernel, process namespace and user. Of use to nobody who is not there as well."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{boot}/{namespace}/{os.getuid()}"
+
+
+def cache_to_proto(cache: LocalCache) -> pb.LocalCache:
+    handle = cache.handle
+    message = pb.LocalCache(
+        rank=handle.rank,
+        pid=handle.pid,
+        fd=handle.fd,
+        num_blocks=handle.num_blocks,
+        holds_pid=cache.holds.pid,
+        holds_fd=cache.holds.fd,
+    )
+    if handle.cuda is not None:
+        message.cuda.device_uuid = handle.cuda.device_uuid
+        message.cuda.ipc_handle = handle.cuda.ipc_handle
+        message.cuda.offset = handle.cuda.offset
+        message.cuda.num_bytes = handle.cuda.num_bytes
+    return message
+
+
+def cache_from_proto(message: pb.LocalCache) -> LocalCache:
+    cuda = None
+    if message.HasField("cuda"):
+        cuda = CudaCacheHandle(
+            device_uuid=message.cuda.device_uuid,
+            ipc_handle=message.cuda.ipc_handle,
+            offset=message.cuda.offset,
+            num_bytes=message.cuda.num_bytes,
+        )
+    handle = KVCacheHandle(
+        rank=message.rank,
+        pid=message.pid,
+        fd=message.fd,
+        num_blocks=message.num_blocks,
+        cuda=cuda,
+    )
+    return LocalCache(handle, HoldsFile(message.holds_pid, message.holds_fd))

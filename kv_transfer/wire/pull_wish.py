@@ -1,0 +1,47 @@
+"""What one PullKV call asks for, and whether a transfer process has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.errors import KVTransferError
+from kv_transfer.layout import HeadRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullWish:
+    """What one PullKV call asks for.
+
+    Attributes:
+        heads: Global heads.
+        stream, num_streams: As in `kv_transfer.wire.chunk_grid`.
+        first_token, num_tokens: Tokens [first_token, num_tokens) of the prompt.
+        num_pullers: Calls that carry each chunk, this one included.
+        repeat: Only these chunks, once more; empty for all of the stream.
+        direct: It has mapped our cache and wants to be told where blocks lie.
+    """
+
+    heads: HeadRange
+    stream: int
+    num_streams: int
+    first_token: int
+    num_tokens: int
+    num_pullers: int = 1
+    repeat: frozenset[int] = frozenset()
+    direct: bool = False
+
+    def check(self, held: HeadRange, process: int, num_processes: int, num_tokens: int) -> None:
+        """Raises KVTransferError when process `process` of `num_processes` of a rank with heads
+        `held` does not have it of a prompt of `num_tokens`."""
+        if self.heads.count < 1 or not (
+            held.start <= self.heads.start and self.heads.stop <= held.stop
+        ):
+            raise KVTransferError(f"this rank holds {held}, not {self.heads}")
+        if self.num_streams < 1 or self.num_streams % num_processes != 0:
+            raise KVTransferError(f"{self.num_streams} streams, but {num_processes} processes here")
+        if self.stream >= self.num_streams or self.stream % num_processes != process:
+            raise KVTransferError(f"stream {self.stream} is not for process {process}")
+        if self.num_tokens != num_tokens:
+            raise KVTransferError(
+                f"the prompt has {num_tokens} tokens here and {self.num_tokens} there"
+            )

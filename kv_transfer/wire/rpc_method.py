@@ -1,0 +1,34 @@
+"""What a service offers, apart from who carries the calls (`kv_transfer.producer.pull_server`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+
+from kv_transfer.wire.out_message import OutMessage
+
+
+class ServerCall(ABC):
+    """What a handler may do with the call that it answers."""
+
+    @abstractmethod
+    async def write(self, message: OutMessage) -> None:
+        """Returns when another message should follow. The message says itself when it is sent."""
+
+    @abstractmethod
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        """Ends the call with a status."""
+
+
+@dataclass(frozen=True, slots=True)
+class RpcMethod:
+    """`handle(request, call)` returns the answer, or None after it has written a stream of raw
+    messages (`serialize` is None)."""
+
+    handle: Callable[[Any, ServerCall], Awaitable[Any]]
+    parse: Callable[[bytes], Any]
+    serialize: Callable[[Any], bytes] | None = None

@@ -1,0 +1,69 @@
+"""What operators and their tools ask the router.
+
+    GET  /health     200 while the process lives
+    GET  /ready      200 while requests would be served, else 503
+    GET  /metrics    Prometheus
+    GET  /status     a page for people
+
+All on the port of the API, or the last two on a port of their own (`admin_port`), which then has
+the first two as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from router.nodes.address import NodeRole
+from router.nodes.registry import NodeRegistry
+from router.observe.metrics import RouterMetrics
+from router.observe.status_page import RouterView, render_status
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+def probe_routes(registry: NodeRegistry, is_draining: Callable[[], bool]) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    @routes.get("/ready")
+    async def ready() -> JSONResponse:
+        counts = {f"{role}_nodes": len(registry.usable(role)) for role in NodeRole}
+        state = readiness(registry, is_draining())
+        code = 200 if state == "ready" else 503
+        return JSONResponse({"status": state, **counts}, status_code=code)
+
+    return routes
+
+
+def admin_routes(metrics: RouterMetrics, view: Callable[[], RouterView]) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.render(), media_type=METRICS_TYPE)
+
+    @routes.get("/status")
+    async def status() -> HTMLResponse:
+        return HTMLResponse(render_status(view()), headers=_PAGE_HEADERS)
+
+    return routes
+
+
+def readiness(registry: NodeRegistry, is_draining: bool) -> str:
+    if is_draining:
+        return "draining"
+    return "ready" if registry.usable(NodeRole.DECODE) else "no decode node"

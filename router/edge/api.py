@@ -1,0 +1,128 @@
+"""The router's HTTP interface: what it answers itself, and what it passes on.
+
+    POST /v1/completions, /v1/chat/completions    passed on to a decode node
+    GET  /v1/models, /v1/models/{id}              put together from the decode nodes
+
+What operators ask is in `router.edge.admin_api`.
+
+The two POST paths are a plain ASGI endpoint, because they carry every streamed byte.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from edge.tracing.file import TraceFile
+from router.admission.admission_gate import AdmissionGate
+from router.admission.ticket import Ticket
+from router.edge.client_connection import (
+    ClientDisconnected,
+    ClientGuard,
+    read_body,
+    request_headers,
+    request_id,
+)
+from router.errors import ModelNotFound, NoNodeAvailable, Overloaded, RouterError, send_error
+from router.nodes.models_catalog import ModelCard, ModelCatalog
+from router.observe.metrics import RouterMetrics
+from router.relay.forward import Forwarder
+from router.relay.plain_relay import AnswerBroken
+from router.request.client_request import ClientRequest
+from router.request.info import read_request_info
+from router.request.tenants import Tenant
+from router.request.trace import RequestTrace
+
+logger = logging.getLogger(__name__)
+
+PROXIED_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+_CLIENT_LEFT = 499
+"""Never sent; counted for requests whose client hung up."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ProxyEndpoint:
+    """ASGI endpoint of the paths that a decode node answers."""
+
+    forwarder: Forwarder
+    gate: AdmissionGate
+    metrics: RouterMetrics
+    max_body_bytes: int
+    body_timeout_s: float
+    max_open_requests: int
+    traces: TraceFile | None = None
+    num_open: int = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = request_headers(scope)
+        trace = RequestTrace.begin(headers, request_id(headers))
+        self.num_open += 1
+        self.metrics.open_requests.set(self.num_open)
+        try:
+            status = await self._answer(scope, receive, send, trace)
+        finally:
+            self.num_open -= 1
+            self.metrics.open_requests.set(self.num_open)
+            self.metrics.duration.observe(time.monotonic() - trace.started_at)
+        self.metrics.requests.labels(scope["path"], status).inc()
+        self.metrics.by_tenant.add((_tenant(scope).name,), str(status))
+        if self.traces is not None:
+            trace.write(self.traces, status)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> int:
+        """The status that the client got, or would have got."""
+        try:
+            request = await self._read(scope, receive, trace)
+            async with ClientGuard(receive), Ticket(self.gate, request.info) as ticket:
+                return await self.forwarder.forward(request, ticket, send)
+        except RouterError as error:
+            await send_error(send, error, trace.request_id)
+            return error.status
+        except ClientDisconnected:
+            return _CLIENT_LEFT
+        except AnswerBroken:
+            return 200
+
+    async def _read(self, scope: Scope, receive: Receive, trace: RequestTrace) -> ClientRequest:
+        if self.num_open > self.max_open_requests:
+            raise Overloaded("The router has too many open requests. Try again shortly.")
+        headers = request_headers(scope)
+        body = await read_body(headers, receive, self.max_body_bytes, self.body_timeout_s)
+        name = trace.request_id
+        info = read_request_info(scope["path"], name, headers, body, _tenant(scope))
+        return ClientRequest(info, headers, body, trace)
+
+
+def model_routes(catalog: ModelCatalog) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": await _models(catalog)})
+
+    @routes.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> JSONResponse:
+        for card in await _models(catalog):
+            if card.get("id") == model_id:
+                return JSONResponse(card)
+        raise ModelNotFound(f"The model {model_id!r} does not exist here.")
+
+    return routes
+
+
+def _tenant(scope: Scope) -> Tenant:
+    tenant: Tenant = scope["state"]["tenant"]
+    return tenant
+
+
+async def _models(catalog: ModelCatalog) -> list[ModelCard]:
+    cards = await catalog.list_models()
+    if not cards:
+        raise NoNodeAvailable("No decode node can say which model it serves. Try again shortly.")
+    return cards

@@ -1,0 +1,115 @@
+"""Who is asking. Every path needs a key, if there are any, except those that tell whether the
+router lives.
+
+1. read       keys of the settings, and those of the file. A file that cannot be used stops the
+              start: no router is open by accident
+2. `admit`    digests are compared, all of them, so that the time tells nothing
+3. `watch`    the file has changed: read again. If it cannot be used, the keys stay as they are
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.edge.client_connection import request_headers, request_id
+from router.edge.key_file import Key, digest_of, read_keys
+from router.errors import ConfigurationError, Unauthorized, send_error
+from router.request.tenants import ANYONE, Tenant
+
+logger = logging.getLogger(__name__)
+
+_CHECK_S = 1.0
+
+
+class ApiKeys:
+    """`text`: comma-separated keys of nobody in particular."""
+
+    def __init__(self, text: str = "", file: Path | None = None) -> None:
+        """Raises `ConfigurationError`."""
+        given = [key.strip() for key in text.split(",")]
+        self._fixed = [Key(digest_of(key), ANYONE) for key in given if key]
+        self._file = file
+        self._version = self._file_version()
+        self._from_file = self._read_file()
+
+    @property
+    def tenants(self) -> set[Tenant]:
+        return {key.tenant for key in (*self._fixed, *self._from_file)}
+
+    def admit(self, authorization: str) -> Tenant | None:
+        """Whose key the header holds; None: nobody's. With no keys at all everybody may pass."""
+        if not self._fixed and self._file is None:
+            return ANYONE
+        scheme, _, key = authorization.partition(" ")
+        given = digest_of(key.strip())
+        found = [
+            key.tenant
+            for key in (*self._fixed, *self._from_file)
+            if hmac.compare_digest(given, key.digest)
+        ]
+        return found[0] if found and scheme.lower() == "bearer" else None
+
+    def reload(self) -> bool:
+        """Reads the file again if it has changed. True: there are new keys."""
+        version = self._file_version()
+        if version == self._version:
+            return False
+        self._version = version
+        try:
+            self._from_file = self._read_file()
+        except ConfigurationError as error:
+            logger.error("%s; the keys stay as they were", error)
+            return False
+        logger.info("the API key file has changed: %d keys", len(self._from_file))
+        return True
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            self.reload()
+
+    def _read_file(self) -> list[Key]:
+        if self._file is None:
+            return []
+        try:
+            return read_keys(self._file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"the API key file cannot be read: {error}") from None
+
+    def _file_version(self) -> tuple[int, ...]:
+        """Also changes when a link on the way points elsewhere, as with mounted secrets."""
+        if self._file is None:
+            return ()
+        try:
+            stat = self._file.stat()
+        except OSError:
+            return ()
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+class ApiKeyGate:
+    """ASGI: answers 401 for requests without a key, before anything else looks at them. Leaves
+    the tenant at `scope["state"]["tenant"]`."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = request_headers(scope)
+            tenant = self._keys.admit(headers.get("authorization", ""))
+            if tenant is None and scope["path"] not in self._open_paths:
+                error = Unauthorized("A valid API key is needed: 'Authorization: Bearer KEY'.")
+                await send_error(send, error, request_id(headers))
+                return
+            scope.setdefault("state", {})["tenant"] = tenant or ANYONE
+        await self._app(scope, receive, send)

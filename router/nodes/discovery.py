@@ -1,0 +1,139 @@
+"""Which nodes there are: static ones, those that DNS names resolve to, those of services.
+
+Discovery says who may exist; reports and requests say who is used. So an answer is believed when
+it adds a node and doubted when it takes one away:
+
+    1. found        a name or service has the address: the node is a member
+    2. missing      it no longer has: still a member while it reports, for at most `linger_s`
+    3. gone         it stopped reporting, or the time is over
+    -  leaving      Kubernetes ends the pod: a member for as long as a missing one, but gets
+                    requests only when no other node can take them
+    An empty or failed answer changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from router.kubernetes.endpoint_slices import Endpoints
+from router.nodes.address import NodeAddress, NodeEntry, NodeSource
+from router.observe.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+Resolver = Callable[[str], Awaitable[Sequence[str]]]
+"""Name to IP addresses. Raises `OSError` or `UnicodeError` when it cannot be resolved."""
+
+
+Watcher = Callable[[str, Callable[[Endpoints], None]], Awaitable[None]]
+"""Tells of the endpoints of a Kubernetes service, until cancelled."""
+
+
+async def no_kubernetes(service: str, on_endpoints: Callable[[Endpoints], None]) -> None:
+    """A watcher for a router without a cluster around it."""
+
+
+async def resolve_host(name: str) -> Sequence[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return sorted({str(info[4][0]) for info in found})
+
+
+class Discovery:
+    """Calls `on_members` with all members, and those of them that are leaving, whenever they
+    change, at least once."""
+
+    def __init__(
+        self,
+        entries: Sequence[NodeEntry],
+        on_members: Callable[[set[NodeAddress], set[NodeAddress]], None],
+        is_alive: Callable[[NodeAddress], bool],
+        metrics: RouterMetrics,
+        *,
+        interval_s: float = 5.0,
+        linger_s: float = 30.0,
+        resolve: Resolver = resolve_host,
+        watch: Watcher = no_kubernetes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        by_source = {s: [entry for entry in entries if entry.source is s] for s in NodeSource}
+        self._static = {entry.address() for entry in by_source[NodeSource.STATIC]}
+        self._names = by_source[NodeSource.DNS]
+        self._services = by_source[NodeSource.KUBERNETES]
+        self._on_members = on_members
+        self._is_alive = is_alive
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._linger_s = linger_s
+        self._resolve = resolve
+        self._watch = watch
+        self._clock = clock
+        self._last_seen: dict[NodeEntry, dict[NodeAddress, float]] = {
+            entry: {} for entry in (*self._names, *self._services)
+        }
+        self._present: dict[NodeEntry, set[NodeAddress]] = {}
+        """By the last answer."""
+        self._leaving: dict[NodeEntry, set[NodeAddress]] = {}
+        self._announced: tuple[set[NodeAddress], set[NodeAddress]] | None = None
+
+    async def run(self) -> None:
+        """Runs until cancelled; returns at once when all nodes are static."""
+        await self.refresh()
+        async with asyncio.TaskGroup() as tasks:
+            for entry in self._services:
+                tasks.create_task(self._follow_service(entry))
+            while self._names or self._services:
+                await asyncio.sleep(self._interval_s)
+                await self.refresh()
+
+    async def refresh(self) -> None:
+        for entry in self._names:
+            await self._resolve_entry(entry)
+        for entry in self._services:
+            self._drop_missing(entry)
+        self._announce()
+
+    def _announce(self) -> None:
+        members = self._static.union(*self._last_seen.values())
+        leaving = members & set().union(*self._leaving.values())
+        if (members, leaving) != self._announced:
+            self._announced = (members, leaving)
+            logger.info("members: %s", ", ".join(sorted(map(str, members))) or "none")
+            self._on_members(members, leaving)
+
+    async def _follow_service(self, entry: NodeEntry) -> None:
+        await self._watch(entry.host, lambda endpoints: self._take_endpoints(entry, endpoints))
+
+    def _take_endpoints(self, entry: NodeEntry, endpoints: Endpoints) -> None:
+        """Whatever is missing now was there until now: the watch tells at once."""
+        self._drop_missing(entry)
+        self._present[entry] = {entry.address(host) for host in endpoints.present}
+        self._leaving[entry] = {entry.address(host) for host in endpoints.terminating}
+        self._drop_missing(entry)
+        self._announce()
+
+    async def _resolve_entry(self, entry: NodeEntry) -> None:
+        try:
+            hosts = await self._resolve(entry.host)
+        except (OSError, UnicodeError) as error:
+            logger.warning("cannot resolve %s: %s", entry.host, error)
+            hosts = ()
+        if not hosts:
+            self._metrics.discovery_failures.inc()
+            return
+        self._present[entry] = {entry.address(host) for host in hosts}
+        self._drop_missing(entry)
+
+    def _drop_missing(self, entry: NodeEntry) -> None:
+        now = self._clock()
+        seen = self._last_seen[entry]
+        seen.update(dict.fromkeys(self._present.get(entry, ()), now))
+        self._last_seen[entry] = {
+            address: last for address, last in seen.items() if self._stays(address, now - last)
+        }
+
+    def _stays(self, address: NodeAddress, missing_s: float) -> bool:
+        return missing_s == 0 or (missing_s < self._linger_s and self._is_alive(address))

@@ -1,0 +1,143 @@
+"""One long-lived `Watch` call to every member: how loaded it is, and whether it is alive.
+
+1. a member appears: a task calls `Watch`, each time on a channel of its own, which shows what
+   certificates say by then
+2. each report goes to the registry, which keeps only what is newer
+3. a stream that ends, breaks or falls silent marks the node disconnected; the call is made
+   again after a short random pause, for as long as the node is a member
+4. a member vanishes: its task is cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Collection, Iterable
+
+import grpc
+
+from edge.security.config import PlaintextRefused, Role
+from edge.security.credentials import Credentials
+from router.nodes.address import NodeAddress
+from router.nodes.registry import NodeRegistry
+from router.nodes.report import NodeReport
+from router.observe.metrics import RouterMetrics
+from tandem_pb.node_pb2 import NodeLoad, WatchRequest
+from tandem_pb.node_pb2_grpc import NodeStatusStub
+
+logger = logging.getLogger(__name__)
+
+_MIN_PAUSE_S = 0.2
+_MAX_PAUSE_S = 1.0
+"""A node that comes back is missed by answers that wait for one."""
+
+
+_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.max_receive_message_length", 64 << 10),
+)
+_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
+
+
+class LoadMonitor:
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        metrics: RouterMetrics,
+        interval_s: float,
+        credentials: Credentials,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._request = WatchRequest(interval_s=interval_s)
+        self._silence_s = registry.patience.stale_after_s
+        self._credentials = credentials
+        self._rng = rng or random.Random()
+        self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
+        self._refusals: dict[NodeAddress, str] = {}
+        """Reasons that were told."""
+
+    def set_members(
+        self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()
+    ) -> None:
+        """Watches exactly `addresses` from now on, and makes them the registry's members."""
+        members = set(addresses)
+        self._registry.set_members(members, leaving)
+        for address in self._tasks.keys() - members:
+            self._tasks.pop(address).cancel()
+            self._refusals.pop(address, None)
+        for address in members - self._tasks.keys():
+            self._tasks[address] = asyncio.create_task(
+                self._watch(address), name=f"watch {address.role} {address}"
+            )
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, address: NodeAddress) -> None:
+        pause_s = _MIN_PAUSE_S
+        while True:
+            try:
+                num_reports = await self._call(address)
+            except PlaintextRefused as error:
+                logger.error("%s node %s is not watched: %s", address.role, address, error)
+                return
+            except Exception:
+                # Whatever a peer sends, the watch goes on: without it the node is lost to us.
+                logger.exception("%s node %s: watching failed", address.role, address)
+                num_reports = 0
+            if num_reports > 0:
+                pause_s = _MIN_PAUSE_S
+            self._registry.mark_disconnected(address)
+            self._metrics.watch_failures.labels(address.role).inc()
+            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _call(self, address: NodeAddress) -> int:
+        """One connection; returns how many reports came."""
+        role = Role(address.role)
+        async with self._credentials.channel(address.status_target, role, _OPTIONS) as channel:
+            stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+            return await self._follow(stub, address)
+
+    async def _follow(self, stub: NodeStatusStub, address: NodeAddress) -> int:
+        """Reads one stream until it ends; returns how many reports came."""
+        num_reports = 0
+        call = stub.Watch(self._request, metadata=self._credentials.metadata())
+        try:
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    load = await call.read()
+                if not isinstance(load, NodeLoad):
+                    logger.info("%s node %s ended its reports", address.role, address)
+                    return num_reports
+                num_reports += 1
+                self._take(address, load)
+        except TimeoutError:
+            self._log_loss(address, num_reports, "it has fallen silent")
+        except grpc.aio.AioRpcError as error:
+            self._log_loss(address, num_reports, f"{error.code().name}: {error.details()}")
+        finally:
+            call.cancel()
+        return num_reports
+
+    def _log_loss(self, address: NodeAddress, num_reports: int, reason: str) -> None:
+        """A node that is away stays away for many attempts: its leaving is news, and that it does
+        not believe us, or we it."""
+        is_refusal = any(word in reason for word in _REFUSALS)
+        is_news = num_reports > 0 or (is_refusal and self._refusals.get(address) != reason)
+        if is_refusal:
+            self._refusals[address] = reason
+        level = logging.WARNING if is_news else logging.DEBUG
+        logger.log(level, "%s node %s: no more reports: %s", address.role, address, reason)
+
+    def _take(self, address: NodeAddress, load: NodeLoad) -> None:
+        outcome = self._registry.take_report(address, NodeReport.from_message(load))
+        self._metrics.reports.labels(outcome).inc()

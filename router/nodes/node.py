@@ -1,0 +1,163 @@
+"""One start of one node, as this router sees it: its last report and our own work on it.
+
+    1. joining    discovery named it; no report yet, so it gets no requests
+    2. ready      reports arrive
+    3. suspect    reports are late, the stream broke, or its engine stands still:
+                  used only when no node of the tier is ready
+    -  leaving    Kubernetes ends its pod, which still serves: likewise
+    4. draining   it said that it stops: finishes what it has, gets nothing new
+    5. ejected    it failed several requests in a row (`router.nodes.health`)
+    6. half-open  an ejection is over: one request at a time, until one succeeds
+    7. down       silent for long: not used at all
+
+A node that restarts (another epoch) is a new `Node` at the same address; requests in flight keep
+the old one, so their bookkeeping cannot touch the new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.nodes.address import NodeAddress
+from router.nodes.health import Health
+from router.nodes.pace import Pace
+from router.nodes.report import NodeReport
+from router.nodes.session import node_hash_seed
+
+
+class NodeState(StrEnum):
+    JOINING = "joining"
+    READY = "ready"
+    SUSPECT = "suspect"
+    LEAVING = "leaving"
+    DRAINING = "draining"
+    EJECTED = "ejected"
+    HALF_OPEN = "half_open"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a node may be silent, in seconds."""
+
+    stale_after_s: float = 3.0
+    down_after_s: float = 10.0
+    stall_after_s: float = 10.0
+
+
+@dataclass(slots=True)
+class OwnWork:
+    """What this router has put on a node and is not over. `recent_*` is the part since the node's
+    last report, which therefore cannot contain it yet. `tokens` are of prompts, on a prefill node;
+    `kv_tokens` are those that requests will hold in the end, on a decode node."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    recent_requests: int = 0
+    recent_tokens: int = 0
+    recent_kv_tokens: int = 0
+
+    def forget_recent(self) -> None:
+        self.recent_requests = 0
+        self.recent_tokens = 0
+        self.recent_kv_tokens = 0
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    address: NodeAddress
+    retired_epochs: tuple[int, ...] = ()
+    report: NodeReport | None = None
+    reported_at: float = -1.0
+    connected: bool = False
+    leaving: bool = False
+    health: Health = field(default_factory=Health)
+    work: OwnWork = field(default_factory=OwnWork)
+    pace: Pace = field(default_factory=Pace)
+    hash_seed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hash_seed = node_hash_seed(self.address.target)
+
+    def state(self, now: float, patience: Patience) -> NodeState:
+        report = self.report
+        if report is None:
+            return NodeState.JOINING
+        silent_s = now - self.reported_at
+        if silent_s > patience.down_after_s:
+            return NodeState.DOWN
+        if report.draining:
+            return NodeState.DRAINING
+        if self.health.is_ejected(now):
+            return NodeState.EJECTED
+        stalled = report.seconds_since_progress > patience.stall_after_s
+        if not self.connected or silent_s > patience.stale_after_s or stalled:
+            return NodeState.SUSPECT
+        if self.leaving:
+            return NodeState.LEAVING
+        return NodeState.HALF_OPEN if self.health.half_open else NodeState.READY
+
+    def apply(self, report: NodeReport, now: float) -> None:
+        self.report = report
+        self.reported_at = now
+        self.connected = True
+        self.work.forget_recent()
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for nodes whose KV fits together; empty before the first report."""
+        return self.report.fingerprint if self.report else ""
+
+    @property
+    def predicted_requests(self) -> int:
+        """Requests on the node, counting those of ours that its report cannot know yet."""
+        reported = self.report.num_requests if self.report else 0
+        return max(reported + self.work.recent_requests, self.work.num_requests)
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Prompt tokens the node has yet to compute, counted likewise."""
+        report, work = self.report, self.work
+        expected = work.recent_tokens + (report.num_waiting_tokens if report is not None else 0)
+        return expected if expected > work.num_tokens else work.num_tokens
+
+    def kv_usage_with(self, num_tokens: int) -> float:
+        """Part of the KV cache that will be in use with `num_tokens` more, counted likewise;
+        above 1 when it is more than fits. 0 for a node that has not told its size."""
+        report = self.report
+        if report is None or report.num_kv_tokens == 0:
+            return 0.0
+        return report.kv_usage + (self.work.recent_kv_tokens + num_tokens) / report.num_kv_tokens
+
+    @contextmanager
+    def hold_request(self, num_kv_tokens: int = 0) -> Iterator[None]:
+        """One request of ours is on the node as long as this is open."""
+        work, known_at = self.work, self.reported_at
+        work.num_requests += 1
+        work.recent_requests += 1
+        work.recent_kv_tokens += num_kv_tokens
+        try:
+            with self.health.hold_probe():
+                yield
+        finally:
+            work.num_requests -= 1
+            if self.reported_at == known_at:
+                work.recent_requests -= 1
+                work.recent_kv_tokens -= num_kv_tokens
+
+    @contextmanager
+    def hold_tokens(self, num_tokens: int) -> Iterator[None]:
+        """So many prompt tokens of ours wait on the node as long as this is open."""
+        work, known_at = self.work, self.reported_at
+        work.num_tokens += num_tokens
+        work.recent_tokens += num_tokens
+        try:
+            with self.health.hold_probe():
+                yield
+        finally:
+            work.num_tokens -= num_tokens
+            if self.reported_at == known_at:
+                work.recent_tokens -= num_tokens

@@ -1,0 +1,206 @@
+"""All nodes the router knows, by address. The only place where nodes appear, change and vanish.
+
+discovery  ── set_members ──▶ ┐
+watches    ── apply_report ─▶ ├─ NodeRegistry ──▶ policy, metrics
+requests   ── record_* ─────▶ ┘
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.nodes.address import NodeAddress, NodeRole
+from router.nodes.health import EjectionPolicy
+from router.nodes.node import Node, NodeState, Patience
+from router.nodes.report import NodeReport
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+PrefixListener = Callable[[Node, tuple[int, ...]], None]
+
+_MAX_RETIRED_EPOCHS = 8
+_IN_USE = (NodeState.READY, NodeState.HALF_OPEN)
+_IN_DOUBT = (NodeState.SUSPECT, NodeState.LEAVING, NodeState.EJECTED)
+
+
+class ReportOutcome(StrEnum):
+    """What became of a report."""
+
+    APPLIED = "applied"
+    RESTARTED = "restarted"
+    OUTDATED = "outdated"
+    WRONG_ROLE = "wrong_role"
+    UNKNOWN_NODE = "unknown_node"
+
+
+@dataclass(slots=True)
+class NodeRegistry:
+    """`clock` gives monotonic seconds. `version` grows whenever something happens that changes
+    which nodes may be used; what only time changes (silence, the end of an ejection) does not."""
+
+    patience: Patience = field(default_factory=Patience)
+    ejection: EjectionPolicy = field(default_factory=EjectionPolicy)
+    clock: Clock = time.monotonic
+    version: int = 0
+    on_prefixes: PrefixListener | None = None
+    """Hears of prompts that prefill nodes say they have computed."""
+    _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
+    _counts: Counter[NodeRole] = field(default_factory=Counter)
+
+    def set_members(
+        self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()
+    ) -> None:
+        """Makes `addresses` the members. Those that stay keep all that is known of them.
+        `leaving`: those of them that are about to go."""
+        self._nodes = {address: self._nodes.get(address) or Node(address) for address in addresses}
+        for address, node in self._nodes.items():
+            node.leaving = address in leaving
+        self._counts = Counter(address.role for address in self._nodes)
+        self.version += 1
+
+    def num_members(self, role: NodeRole) -> int:
+        """In whatever state."""
+        return self._counts[role]
+
+    def nodes(self, role: NodeRole) -> list[Node]:
+        return [node for node in self._nodes.values() if node.address.role is role]
+
+    def all_nodes(self) -> list[Node]:
+        return list(self._nodes.values())
+
+    def state(self, node: Node) -> NodeState:
+        return node.state(self.clock(), self.patience)
+
+    def usable(self, role: NodeRole) -> list[Node]:
+        """See `usable_of`."""
+        return self.usable_of(self.nodes(role))
+
+    def usable_of(self, nodes: Iterable[Node]) -> list[Node]:
+        """Those that are ready; with none, those whose state is only in doubt."""
+        now = self.clock()
+        by_state = [(node, node.state(now, self.patience)) for node in nodes]
+        ready = [node for node, state in by_state if state in _IN_USE]
+        return ready or [node for node, state in by_state if state in _IN_DOUBT]
+
+    def is_down(self, node: Node) -> bool:
+        """A member that has been silent for long. Of one that left the list we know nothing."""
+        is_member = self._nodes.get(node.address) is node
+        return is_member and self.state(node) is NodeState.DOWN
+
+    def is_connected(self, address: NodeAddress) -> bool:
+        node = self._nodes.get(address)
+        return node is not None and node.connected
+
+    def model_names(self) -> set[str]:
+        """Models of all decode nodes that ever reported, whatever their state."""
+        reports = (node.report for node in self.nodes(NodeRole.DECODE))
+        return {report.model_name for report in reports if report}
+
+    def take_report(self, address: NodeAddress, report: NodeReport) -> ReportOutcome:
+        """`apply_report`, and what it says of prefixes to the listener."""
+        outcome = self.apply_report(address, report)
+        applied = outcome in (ReportOutcome.APPLIED, ReportOutcome.RESTARTED)
+        if applied and report.recent_prefixes and self.on_prefixes is not None:
+            self.on_prefixes(self._nodes[address], report.recent_prefixes)
+        return outcome
+
+    def apply_report(self, address: NodeAddress, report: NodeReport) -> ReportOutcome:
+        """Takes in a report if it is newer than what is known: (epoch, sequence) decides.
+
+        An epoch is a random number, so which of two is newer is not in the numbers: a new one
+        replaces the current one, and one that was replaced never comes back.
+        """
+        node = self._nodes.get(address)
+        if node is None:
+            return ReportOutcome.UNKNOWN_NODE
+        if report.role is not address.role:
+            logger.error(
+                "%s is listed as a %s node but says it is %s: correct the node list",
+                address.status_target,
+                address.role,
+                report.role or "of an unknown role",
+            )
+            return ReportOutcome.WRONG_ROLE
+        if report.epoch in node.retired_epochs:
+            return ReportOutcome.OUTDATED
+        known = node.report
+        if known is not None and known.epoch != report.epoch:
+            self._replace(node, known.epoch).apply(report, self.clock())
+            self.version += 1
+            self._check_partners(address, report)
+            return ReportOutcome.RESTARTED
+        if known is not None and report.sequence <= known.sequence:
+            return ReportOutcome.OUTDATED
+        if self._changes_use(node, report):
+            self.version += 1
+        node.apply(report, self.clock())
+        if known is None:
+            self._check_partners(address, report)
+        return ReportOutcome.APPLIED
+
+    def _changes_use(self, node: Node, new: NodeReport) -> bool:
+        """Whether `new` may change for what `node` can be used."""
+        old = node.report
+        if old is None or not node.connected:
+            return True
+        stall_s = self.patience.stall_after_s
+        return (
+            (old.draining, old.model_name, old.fingerprint)
+            != (new.draining, new.model_name, new.fingerprint)
+        ) or (old.seconds_since_progress > stall_s) != (new.seconds_since_progress > stall_s)
+
+    def _check_partners(self, address: NodeAddress, report: NodeReport) -> None:
+        """Says once, when a node appears, that no node of the other tier can work with it:
+        everything is answered then, but prompts are computed on the decode nodes."""
+        others = {
+            node.report.fingerprint
+            for node in self._nodes.values()
+            if node.report is not None and node.address.role is not address.role
+        }
+        if others and report.fingerprint not in others:
+            logger.warning(
+                "%s node %s fits no node of the other tier: its protocol-dtype-model is %s, "
+                "theirs %s; start all nodes with the same model and dtype",
+                address.role,
+                address,
+                report.fingerprint,
+                ", ".join(sorted(others)),
+            )
+
+    def _replace(self, node: Node, old_epoch: int) -> Node:
+        logger.info("%s node %s was restarted", node.address.role, node.address)
+        retired = (*node.retired_epochs, old_epoch)[-_MAX_RETIRED_EPOCHS:]
+        new = Node(node.address, retired_epochs=retired, leaving=node.leaving)
+        self._nodes[node.address] = new
+        return new
+
+    def mark_disconnected(self, address: NodeAddress) -> None:
+        node = self._nodes.get(address)
+        if node is not None:
+            node.connected = False
+            self.version += 1
+
+    def find(self, role: NodeRole, target: str) -> Node | None:
+        """The node of `role` at `target` (`host:port`)."""
+        wanted = (role, target)
+        return next((n for a, n in self._nodes.items() if (a.role, a.target) == wanted), None)
+
+    def record_success(self, node: Node) -> None:
+        self.ejection.record_success(node.health)
+
+    def record_failure(self, node: Node) -> bool:
+        """Counts a failed request against `node`. True if the node was ejected for it."""
+        tier = [other.health for other in self.nodes(node.address.role)]
+        if node.health not in tier:
+            return False
+        ejected = self.ejection.record_failure(node.health, tier, self.clock())
+        if ejected:
+            self.version += 1
+            logger.warning("%s node %s keeps failing: left out", node.address.role, node.address)
+        return ejected

@@ -1,0 +1,76 @@
+"""A node's load report as the router uses it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from router.nodes.address import NodeRole
+from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
+
+_ROLES = {NODE_ROLE_PREFILL: NodeRole.PREFILL, NODE_ROLE_DECODE: NodeRole.DECODE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """What `NodeLoad` says, checked. `role` is None when the node did not name one we know."""
+
+    node_id: str
+    role: NodeRole | None
+    epoch: int
+    sequence: int
+    draining: bool = False
+    num_waiting_requests: int = 0
+    num_running_requests: int = 0
+    num_waiting_tokens: int = 0
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    block_size: int = 0
+    prefill_tokens_per_s: float = 0.0
+    seconds_since_progress: float = 0.0
+    model_name: str = ""
+    fingerprint: str = ""
+    recent_prefixes: tuple[int, ...] = ()
+
+    @classmethod
+    def from_message(cls, load: NodeLoad) -> Self:
+        return cls(
+            node_id=load.node_id,
+            role=_ROLES.get(load.role),
+            epoch=load.epoch,
+            sequence=load.sequence,
+            draining=load.draining,
+            num_waiting_requests=load.num_waiting_requests,
+            num_running_requests=load.num_running_requests,
+            num_waiting_tokens=load.num_waiting_tokens,
+            num_free_blocks=load.num_free_blocks,
+            num_total_blocks=load.num_total_blocks,
+            block_size=load.block_size,
+            prefill_tokens_per_s=_usable(load.prefill_tokens_per_s),
+            seconds_since_progress=_usable(load.seconds_since_progress),
+            model_name=load.model_name,
+            fingerprint=load.fingerprint,
+            recent_prefixes=tuple(load.recent_prefixes),
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_waiting_requests + self.num_running_requests
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache has room for."""
+        return self.num_total_blocks * self.block_size
+
+    @property
+    def kv_usage(self) -> float:
+        """Part of the KV cache in use, 0..1."""
+        if self.num_total_blocks == 0:
+            return 0.0
+        return 1.0 - min(self.num_free_blocks / self.num_total_blocks, 1.0)
+
+
+def _usable(value: float) -> float:
+    """A float from the wire, with NaN, infinities and negative values read as "unknown"."""
+    return value if math.isfinite(value) and value > 0.0 else 0.0

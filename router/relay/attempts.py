@@ -1,0 +1,179 @@
+"""Gets a decode node to begin, or to go on with, an answer.
+
+1. place     the policy chooses nodes
+2. attempt   `Exchange.open`; on failure, or a 429 or 503 from the node, back to 1 without it: at
+             most `max_attempts` times and within the retry budget
+3. judge     when the answer is over: it speaks for the node, or against it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable, RouterError
+from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
+from router.nodes.transport import Transport
+from router.observe.decision_log import DecisionLog
+from router.observe.metrics import RouterMetrics
+from router.placement.policy import Placement, Policy, PrefillChoice
+from router.placement.prefill_outcome import PrefillOutcome
+from router.relay.exchange import Exchange
+from router.relay.journal import JOURNAL_HEADER
+from router.relay.retry_budget import RetryBudget
+from router.relay.silence_watch import SilenceWatch
+from router.request.client_request import ClientRequest
+from router.request.info import RequestInfo
+
+logger = logging.getLogger(__name__)
+
+_PASSED_HEADERS = ("content-type", "accept", "x-tandem-timeline")
+_NODE_FAULTS = (500, 502, 504)
+_REFUSALS = (429, 503)
+"""A node that is full or stops; another may have room."""
+
+
+class Failure(StrEnum):
+    """What went wrong at a decode node. `fault`: it answered, with a 500, 502 or 504."""
+
+    UNREACHABLE = "unreachable"
+    LOST = "lost"
+    REFUSED = "refused"
+    FAULT = "fault"
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempts:
+    """`wants_journal`: ask nodes for what resuming needs."""
+
+    policy: Policy
+    registry: NodeRegistry
+    transport: Transport
+    metrics: RouterMetrics
+    budget: RetryBudget
+    silence: SilenceWatch
+    decisions: DecisionLog
+    max_attempts: int = 3
+    node_api_key: str = ""
+    wants_journal: bool = True
+
+    async def begin(self, request: ClientRequest, check: Callable[[Placement], None]) -> Exchange:
+        """An answer whose beginning is here. `check` may refuse the first placement.
+
+        Raises:
+            RouterError: nobody answers.
+        """
+        self.budget.add_request()
+        tried: list[Node] = []
+        placement = self.place(request, tried)
+        check(placement)
+        while True:
+            headers = self.node_headers(request, placement)
+            exchange = Exchange(placement, self.silence.exchanges)
+            failure = await self.attempt(exchange, request.info, headers, request.body)
+            if failure is None:
+                return exchange
+            tried.append(placement.decode)
+            following = self._next_placement(request, tried)
+            if following is None:
+                return _last_word(exchange, failure, len(tried))
+            exchange.close()
+            placement = following
+            self.metrics.retries.labels(failure).inc()
+
+    async def attempt(
+        self, exchange: Exchange, info: RequestInfo, headers: Mapping[str, str], body: bytes
+    ) -> Failure | None:
+        decode = exchange.placement.decode
+        try:
+            await exchange.open(self.transport, info.path, headers, body)
+        except NodeUnreachable as error:
+            return self.node_failed(decode, Failure.UNREACHABLE, str(error), info)
+        except NodeLost as error:
+            return self.node_failed(decode, Failure.LOST, str(error), info)
+        except BaseException:
+            exchange.close()
+            raise
+        if exchange.status in _REFUSALS:
+            self.note(decode, Failure.REFUSED)
+            return Failure.REFUSED
+        outcome = PrefillOutcome.from_headers(exchange.node_headers())
+        self.policy.observe(info, exchange.placement, outcome)
+        return None
+
+    def node_failed(self, node: Node, failure: Failure, reason: str, info: RequestInfo) -> Failure:
+        logger.warning(
+            "request %s: decode node %s: %s (%s)", info.request_id, node.address, failure, reason
+        )
+        self.metrics.node_failures.labels(failure).inc()
+        self.note(node, failure)
+        if self.registry.record_failure(node):
+            self.metrics.ejections.labels(node.address.role).inc()
+        return failure
+
+    def judge(self, exchange: Exchange, info: RequestInfo) -> None:
+        """A complete answer speaks for the node, unless it says that something broke there."""
+        decode = exchange.placement.decode
+        if exchange.status in _NODE_FAULTS:
+            self.node_failed(decode, Failure.FAULT, f"status {exchange.status}", info)
+        elif exchange.status not in _REFUSALS:
+            self.registry.record_success(decode)
+            self.note(decode, "answered")
+
+    def note(self, node: Node, outcome: str) -> None:
+        self.metrics.by_node.add((node.address.role, node.address.target), outcome)
+
+    def place(self, request: ClientRequest, tried: Sequence[Node]) -> Placement:
+        """Raises `RouterError`."""
+        info = request.info
+        placement = self.policy.place(info, tried)
+        self.metrics.placements.labels(placement.choice, info.session_source).inc()
+        self.decisions.note(info, placement, len(tried), request.trace.context.trace_id)
+        return placement
+
+    def node_headers(self, request: ClientRequest, placement: Placement) -> dict[str, str]:
+        """Chosen ones of the client's headers, and ours. What only a router says never comes from
+        a client: `x-prefiller-host-port` would let it point nodes anywhere."""
+        info = request.info
+        headers = {k: request.headers[k] for k in _PASSED_HEADERS if k in request.headers}
+        headers |= request.trace.context.child_headers()
+        headers["x-request-id"] = info.request_id
+        if self.wants_journal:
+            headers[JOURNAL_HEADER] = "1"
+        if info.prefix_blocks:
+            headers["x-tandem-prefix"] = f"{info.prefix_blocks[-1]:016x}"
+        if info.session_id:
+            headers["x-session-id"] = info.session_id
+        if info.tenant.salt:
+            headers["x-tandem-cache-salt"] = info.tenant.salt.hex()
+        if placement.prefills or placement.choice is PrefillChoice.LOCAL:
+            headers["x-prefiller-host-port"] = ",".join(
+                node.address.target for node in placement.prefills
+            )
+        if self.node_api_key:
+            headers["authorization"] = f"Bearer {self.node_api_key}"
+        return headers
+
+    def _next_placement(self, request: ClientRequest, tried: Sequence[Node]) -> Placement | None:
+        """Where to try again; None when the request has had its chances."""
+        if len(tried) >= self.max_attempts:
+            return None
+        try:
+            placement = self.place(request, tried)
+        except RouterError:
+            return None
+        return placement if self.budget.try_take() else None
+
+
+def _last_word(exchange: Exchange, failure: Failure, num_tried: int) -> Exchange:
+    """A node's own refusal is the best answer there is; otherwise the router has to say it."""
+    if failure is Failure.REFUSED:
+        return exchange
+    exchange.close()
+    nodes = "The decode node" if num_tried == 1 else f"{num_tried} decode nodes"
+    raise NoNodeAvailable(
+        f"{nodes} did not answer, and there is no other to try. Try again shortly."
+    )

@@ -1,0 +1,134 @@
+"""One attempt to have one request answered by one decode node.
+
+1. made      the request counts as work of the decode node and of the first prefill node
+2. open()    the head and the first chunk of the answer are here: the prompt is computed,
+             so it no longer counts on the prefill node. Until now another node may be tried.
+3. read…     the rest of the answer
+4. close()   nothing counts any more; if the answer is not complete, the node is hung up on,
+             which makes it abort the request
+-  give_up() whoever waits for the node now hears that it is lost, and why
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from router.errors import NodeLost
+from router.nodes.transport import Transport, UpstreamResponse
+from router.placement.policy import Placement
+from router.relay.journal import JOURNAL_HEADER
+
+_MAX_BUFFERED_BYTES = 1 << 20
+"""A plain (not streamed) answer up to this size is read whole before any of it is passed on, so
+that a node lost in the middle of it costs the client nothing."""
+
+_PASSED = frozenset(
+    b"content-type content-length cache-control retry-after x-tandem-prefill-node".split()
+)
+"""What of a node's headers a client gets; the rest is between the node and us."""
+
+
+class Exchange:
+    """`status` and `first_chunk` are meaningful once `open` has returned. It is in `open_ones`
+    until it is closed."""
+
+    def __init__(self, placement: Placement, open_ones: set[Exchange]) -> None:
+        self.placement = placement
+        self.status = 0
+        self.first_chunk = b""
+        self.asked_at = time.monotonic()
+        self.waiting_since: float | None = self.asked_at
+        """Monotonic seconds; None while nobody waits for the node."""
+        self.is_journaled = False
+        self.journal_number = 0
+        self._silence = ""
+        self._head_deadline: asyncio.Timeout | None = None
+        self._open_ones = open_ones
+        open_ones.add(self)
+        self._response: UpstreamResponse | None = None
+        self._complete = False
+        self._work = ExitStack()
+        self._work.enter_context(placement.hold_decode())
+        self._prefill_work = ExitStack()
+        self._prefill_work.enter_context(placement.hold_prefill())
+
+    async def open(
+        self, transport: Transport, path: str, headers: Mapping[str, str], body: bytes
+    ) -> None:
+        """Sends the request and waits for the beginning of the answer.
+
+        Raises `NodeUnreachable` or `NodeLost`.
+        """
+        url = f"http://{self.placement.decode.address.target}{path}"
+        try:
+            async with asyncio.timeout(None) as self._head_deadline:
+                self._response = await transport.request("POST", url, headers, body)
+        except TimeoutError:
+            raise NodeLost(self._silence) from None
+        self.status = self._response.status
+        self._read_journal_header()
+        self.first_chunk = await self._read_beginning()
+        self._prefill_work.close()
+
+    async def read_chunk(self) -> bytes:
+        """The next piece of the answer; b"" when it is complete. Raises `NodeLost`."""
+        if self._complete or self._response is None:
+            return b""
+        self.waiting_since = time.monotonic()
+        try:
+            chunk = await self._response.read_chunk()
+        except NodeLost as error:
+            raise (NodeLost(self._silence) if self._silence else error) from error
+        self.waiting_since = None
+        self._complete = not chunk
+        return chunk
+
+    def give_up(self, why: str) -> None:
+        """The node will say nothing more: `open` and `read_chunk` raise `NodeLost(why)`."""
+        self._silence = why
+        if self._response is not None:
+            self._response.close()
+        elif self._head_deadline is not None:
+            self._head_deadline.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def is_event_stream(self) -> bool:
+        return self._header(b"content-type").startswith(b"text/event-stream")
+
+    def response_headers(self) -> list[tuple[bytes, bytes]]:
+        """What the client gets to see of the node's headers, names in lower case."""
+        return [(name, value) for name, value in self.node_headers() if name in _PASSED]
+
+    def node_headers(self) -> list[tuple[bytes, bytes]]:
+        """All that the node said, names in lower case."""
+        headers = self._response.headers if self._response else ()
+        return [(name.lower(), value) for name, value in headers]
+
+    def close(self) -> None:
+        self._open_ones.discard(self)
+        if self._response is not None:
+            self._response.close()
+        self._prefill_work.close()
+        self._work.close()
+
+    async def _read_beginning(self) -> bytes:
+        chunk = await self.read_chunk()
+        if self.is_event_stream or self.is_journaled:
+            return chunk
+        parts, size = [chunk], len(chunk)
+        while size < _MAX_BUFFERED_BYTES and (chunk := await self.read_chunk()):
+            parts.append(chunk)
+            size += len(chunk)
+        return b"".join(parts)
+
+    def _header(self, wanted: bytes) -> bytes:
+        return next((value for name, value in self.node_headers() if name == wanted), b"")
+
+    def _read_journal_header(self) -> None:
+        number = self._header(JOURNAL_HEADER.encode())
+        self.is_journaled = self.status == 200 and number.isdigit()
+        if self.is_journaled:
+            self.journal_number = int(number)

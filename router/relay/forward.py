@@ -1,0 +1,55 @@
+"""A streaming reverse proxy that may change its mind, as long as the client cannot notice.
+
+1. begin     a decode node begins the answer (`router.relay.attempts`)
+2. relay     to the client, as it comes (`router.relay.plain_relay`, `router.relay.journaled_relay`)
+3. migrate   the node is lost or stops: another one goes on behind what the client has
+             (`router.relay.migration`), back to 2
+4. broken    nobody can: a stream of events ends with an error event (and without `[DONE]`), a
+             plain answer with an error status if nothing of it was sent, else with a cut
+             connection: never a short answer that looks complete
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from starlette.types import Send
+
+from router.admission.ticket import Ticket
+from router.observe.metrics import RouterMetrics
+from router.relay.attempts import Attempts
+from router.relay.journaled_relay import JournaledRelay
+from router.relay.migration import Migrations
+from router.relay.plain_relay import Client, PlainRelay
+from router.request.client_request import ClientRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class Forwarder:
+    """`send_timeout_s`: a client that takes nothing for so long is disconnected."""
+
+    attempts: Attempts
+    migrations: Migrations
+    metrics: RouterMetrics
+    send_timeout_s: float = 20.0
+
+    async def forward(self, request: ClientRequest, ticket: Ticket, send: Send) -> int:
+        """Has `request` answered through `send`; returns the status that the client got.
+
+        Raises:
+            RouterError: nothing has been sent yet; the caller answers with it.
+            AnswerBroken: the client's connection must be cut.
+        """
+        trace = request.trace
+        trace.admitted_at = time.monotonic()
+        exchange = await self.attempts.begin(request, ticket.check)
+        ticket.first_byte()
+        trace.answered_at = time.monotonic()
+        trace.decode_node = str(exchange.placement.decode.address)
+        self.metrics.first_byte.observe(trace.answered_at - trace.admitted_at)
+        client = Client(send, request.info.request_id, self.send_timeout_s)
+        if exchange.is_journaled:
+            relay = JournaledRelay(self.attempts, self.migrations, request, client)
+            return await relay.run(exchange)
+        return await PlainRelay(self.attempts, request.info, client).run(exchange)

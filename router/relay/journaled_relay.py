@@ -1,0 +1,201 @@
+"""From a node's answer to the client, and from the next node's when that one is lost.
+
+    node ──bytes──▶ EventBuffer ──events──▶ Journal ──the client's part──▶ Outlet ──▶ client
+                                               │
+                             lost, or stops:   └──▶ Migrations ──▶ the next node, from the left
+
+Giving an event to the outlet is the point of no return: its entries are in the journal then, and
+whatever node goes on begins behind them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.errors import NodeLost
+from router.relay.attempts import Attempts, Failure
+from router.relay.event_buffer import EventBuffer
+from router.relay.exchange import Exchange
+from router.relay.journal import Journal, JournalEnd
+from router.relay.migration import Migrations
+from router.relay.move_times import MoveTimes
+from router.relay.plain_relay import Client, Headers, lost_event
+from router.request.client_request import ClientRequest
+
+logger = logging.getLogger(__name__)
+
+_MAX_EVENT_BYTES = 64 << 20
+"""A whole plain answer is one event."""
+_UNAVAILABLE = 503
+_DATA = b"data: "
+_DONE = b"data: [DONE]\n\n"
+
+
+class Interruption(StrEnum):
+    """Why a node cannot end the answer that it gives. `handed_over`: it says so itself."""
+
+    LOST = "lost"
+    HANDED_OVER = "handed_over"
+    GAP = "gap"
+
+
+_INTERRUPTIONS = {
+    JournalEnd.HANDED_OVER: Interruption.HANDED_OVER,
+    JournalEnd.GAP: Interruption.GAP,
+}
+
+
+class Outlet(ABC):
+    """What the client asked for: a stream, or a whole body."""
+
+    def __init__(self, client: Client, headers: Headers) -> None:
+        self._client = client
+        self._headers = headers
+
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def write(self, events: bytes) -> None: ...
+
+    @abstractmethod
+    async def end(self, error: bytes, status: int) -> int:
+        """`error`: the event that says why the answer is not complete, or nothing; `status`
+        belongs to it. Returns the status that the client got."""
+
+
+class StreamOutlet(Outlet):
+    async def start(self) -> None:
+        await self._client.start(200, self._headers)
+
+    async def write(self, events: bytes) -> None:
+        await self._client.write(events, more=True)
+
+    async def end(self, error: bytes, status: int) -> int:
+        await self._client.write(error, more=False)
+        return 200
+
+
+class BodyOutlet(Outlet):
+    """Sends nothing before all is there."""
+
+    def __init__(self, client: Client, headers: Headers) -> None:
+        super().__init__(client, headers)
+        self._body = b""
+
+    async def start(self) -> None:
+        """The status is not known before the end."""
+
+    async def write(self, events: bytes) -> None:
+        self._body += events
+
+    async def end(self, error: bytes, status: int) -> int:
+        body = error or self._body.removesuffix(_DONE)
+        body = body.removeprefix(_DATA).rstrip(b"\n")
+        headers = [*self._headers, (b"content-length", str(len(body)).encode())]
+        if status == _UNAVAILABLE:
+            headers.append((b"retry-after", b"1"))
+        await self._client.start(status, headers)
+        await self._client.write(body, more=False)
+        return status
+
+
+@dataclass(slots=True)
+class JournaledRelay:
+    """One request's answer, over all nodes that give it."""
+
+    attempts: Attempts
+    migrations: Migrations
+    request: ClientRequest
+    client: Client
+    journal: Journal = field(default_factory=Journal)
+    _last_event_at: float = field(default_factory=time.monotonic)
+    _move: MoveTimes | None = None
+    """One that the client waits for."""
+
+    async def run(self, exchange: Exchange) -> int:
+        """The status that the client got. Raises `AnswerBroken`."""
+        kind = StreamOutlet if exchange.is_event_stream else BodyOutlet
+        outlet = kind(self.client, exchange.response_headers())
+        num_migrations = 0
+        while True:
+            try:
+                if not num_migrations:
+                    await outlet.start()
+                interruption = await self._pump(exchange, outlet)
+            finally:
+                exchange.close()
+            if interruption is None:
+                return await self._end(exchange, outlet)
+            following = await self._migrate(exchange, interruption, num_migrations)
+            if following is None:
+                return await outlet.end(self.journal.error or lost_event(), _UNAVAILABLE)
+            exchange = following
+            num_migrations += 1
+
+    async def _pump(self, exchange: Exchange, outlet: Outlet) -> Interruption | None:
+        """Until the answer is over (None), or another node has to go on."""
+        journal = self.journal
+        buffer = EventBuffer(_MAX_EVENT_BYTES)
+        chunk = exchange.first_chunk
+        try:
+            while chunk:
+                if events := buffer.feed(chunk):
+                    if passed := journal.take(events):
+                        self._note_event(exchange)
+                        await outlet.write(passed)
+                    if journal.end is not None:
+                        return _INTERRUPTIONS.get(journal.end)
+                chunk = await exchange.read_chunk()
+        except NodeLost as error:
+            self._lost(exchange, str(error))
+            return Interruption.LOST
+        self._lost(exchange, "it ended the answer too early")
+        return Interruption.LOST
+
+    async def _end(self, exchange: Exchange, outlet: Outlet) -> int:
+        if self.journal.end is JournalEnd.FAILED:
+            self.attempts.metrics.broken_streams.inc()
+            return await outlet.end(self.journal.error, self.journal.error_status)
+        self.attempts.judge(exchange, self.request.info)
+        self.attempts.policy.finished(self.request.info, self.journal.next_number)
+        return await outlet.end(b"", 200)
+
+    async def _migrate(
+        self, lost: Exchange, interruption: Interruption, num_before: int
+    ) -> Exchange | None:
+        metrics = self.attempts.metrics
+        if interruption is Interruption.GAP:
+            self._lost(lost, "entries of the journal are missing")
+        elif interruption is Interruption.HANDED_OVER:
+            self.attempts.note(lost.placement.decode, interruption)
+        move = self._move or MoveTimes(self._last_event_at, time.monotonic())
+        following = await self.migrations.resume(
+            self.request, self.journal, lost.placement, num_before
+        )
+        if following is None:
+            metrics.broken_streams.inc()
+        else:
+            metrics.migrations.labels(interruption).inc()
+            move.accepted(following.asked_at)
+            self._move = move
+        return following
+
+    def _note_event(self, exchange: Exchange) -> None:
+        self._last_event_at = time.monotonic()
+        if self._move is not None:
+            logger.info(
+                "request %s goes on at %s: %s",
+                self.request.info.request_id,
+                exchange.placement.decode.address,
+                self._move.observe(self.attempts.metrics.move_seconds),
+            )
+            self._move = None
+
+    def _lost(self, exchange: Exchange, reason: str) -> None:
+        decode = exchange.placement.decode
+        self.attempts.node_failed(decode, Failure.LOST, reason, self.request.info)

@@ -1,0 +1,103 @@
+"""Lets another decode node go on with an answer whose node is lost or stops.
+
+1. place     anywhere but there, on a node of the same model and KV: the same tokens would follow
+2. attempt   the original body and the journal so far. Refused or lost: back to 1 without it
+3. wait      nobody is left to try: until a node comes back, or for a moment, because one may get
+             room; back to 1 with everybody
+4. go on     the node has accepted: the answer continues behind the last entry of the journal
+-  give up   after `timeout_s`, or when the request or the router has used up its migrations
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+
+from router.errors import RouterError
+from router.nodes.node import Node
+from router.placement.policy import Placement
+from router.relay.attempts import Attempts, Failure
+from router.relay.exchange import Exchange
+from router.relay.journal import Journal
+from router.relay.retry_budget import RetryBudget
+from router.request.client_request import ClientRequest
+
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 1.0
+_LOOK_S = 0.05
+
+
+@dataclass(slots=True, kw_only=True)
+class Migrations:
+    """`budget` is shared by all requests, `max_per_request` bounds each."""
+
+    attempts: Attempts
+    budget: RetryBudget
+    max_per_request: int = 3
+    timeout_s: float = 30.0
+    rng: random.Random = field(default_factory=random.Random)
+
+    async def resume(
+        self, request: ClientRequest, journal: Journal, lost: Placement, num_before: int
+    ) -> Exchange | None:
+        """The exchange that goes on; None when nobody can. `num_before`: migrations so far."""
+        if num_before >= self.max_per_request or journal.is_too_long:
+            return None
+        deadline = time.monotonic() + self.timeout_s
+        pause_s = _FIRST_PAUSE_S
+        tried: list[Node] = [lost.decode]
+        while True:
+            placement = self._place(request, lost.decode.fingerprint, tried)
+            if placement is not None:
+                if not self.budget.try_take():
+                    return None
+                exchange = await self._attempt(request, journal, placement)
+                if exchange is not None:
+                    return exchange
+                tried.append(placement.decode)
+                continue
+            if not await self._pause(pause_s * self.rng.uniform(0.8, 1.2), deadline):
+                return None
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            tried = []
+
+    async def _pause(self, pause_s: float, deadline: float) -> bool:
+        """Shorter if something changes about the nodes. False: there is no time left."""
+        registry = self.attempts.registry
+        version, until = registry.version, time.monotonic() + pause_s
+        while registry.version == version and (left_s := until - time.monotonic()) > 0:
+            if time.monotonic() + left_s > deadline:
+                return False
+            await asyncio.sleep(min(left_s, _LOOK_S))
+        return True
+
+    def _place(
+        self, request: ClientRequest, fingerprint: str, tried: list[Node]
+    ) -> Placement | None:
+        """None: there is nobody. Nodes of another model or KV layout are added to `tried`."""
+        while True:
+            try:
+                placement = self.attempts.place(request, tried)
+            except RouterError:
+                return None
+            if placement.decode.fingerprint == fingerprint:
+                return placement
+            tried.append(placement.decode)
+
+    async def _attempt(
+        self, request: ClientRequest, journal: Journal, placement: Placement
+    ) -> Exchange | None:
+        attempts = self.attempts
+        number = journal.next_number
+        body, headers = journal.resume(request.body, attempts.node_headers(request, placement))
+        exchange = Exchange(placement, attempts.silence.exchanges)
+        failure = await attempts.attempt(exchange, request.info, headers, body)
+        if failure is None and exchange.is_journaled and exchange.journal_number == number:
+            return exchange
+        if failure is None:
+            reason = f"status {exchange.status} to a resumed request"
+            attempts.node_failed(placement.decode, Failure.FAULT, reason, request.info)
+        exchange.close()
+        return None

@@ -1,0 +1,101 @@
+"""From a node's answer to the client, byte by byte, and with nothing to fall back on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.types import Send
+
+from router.errors import NodeLost, error_body
+from router.relay.attempts import Attempts, Failure
+from router.relay.event_buffer import EventBuffer
+from router.relay.exchange import Exchange
+from router.request.info import RequestInfo
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class AnswerBroken(Exception):
+    """An answer ended early, after part of it had gone to the client."""
+
+
+@dataclass(slots=True)
+class Client:
+    """Where the answer goes. Raises `AnswerBroken` when the client takes nothing for long."""
+
+    send: Send
+    request_id: str
+    send_timeout_s: float
+
+    async def start(self, status: int, headers: Headers) -> None:
+        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        try:
+            async with asyncio.timeout(self.send_timeout_s):
+                await self.send(message)
+        except TimeoutError:
+            raise AnswerBroken(f"{self.request_id}: the client does not read") from None
+
+
+@dataclass(slots=True)
+class PlainRelay:
+    """For answers without a journal: errors, and nodes that keep none."""
+
+    attempts: Attempts
+    info: RequestInfo
+    client: Client
+
+    async def run(self, exchange: Exchange) -> int:
+        """The status. Raises `AnswerBroken`."""
+        try:
+            await self._relay(exchange)
+        finally:
+            exchange.close()
+        return exchange.status
+
+    async def _relay(self, exchange: Exchange) -> None:
+        await self.client.start(exchange.status, exchange.response_headers())
+        try:
+            if exchange.is_event_stream:
+                await self._relay_events(exchange)
+            else:
+                await self._relay_bytes(exchange)
+        except NodeLost as error:
+            self.attempts.metrics.broken_streams.inc()
+            decode = exchange.placement.decode
+            self.attempts.node_failed(decode, Failure.LOST, str(error), self.info)
+            if not exchange.is_event_stream:
+                raise AnswerBroken(self.info.request_id) from error
+            await self.client.write(lost_event(), more=False)
+        else:
+            self.attempts.judge(exchange, self.info)
+
+    async def _relay_events(self, exchange: Exchange) -> None:
+        buffer = EventBuffer()
+        chunk = exchange.first_chunk
+        while chunk:
+            if events := buffer.feed(chunk):
+                await self.client.write(events, more=True)
+            chunk = await exchange.read_chunk()
+        await self.client.write(buffer.rest(), more=False)
+
+    async def _relay_bytes(self, exchange: Exchange) -> None:
+        chunk, more = exchange.first_chunk, True
+        while more:
+            following = await exchange.read_chunk()
+            more = bool(following)
+            await self.client.write(chunk, more=more)
+            chunk = following
+
+
+def lost_event() -> bytes:
+    body = error_body(
+        "The node that was answering was lost. The answer so far is not complete.",
+        "server_error",
+        "node_lost",
+    )
+    return b"data: " + body + b"\n\n"

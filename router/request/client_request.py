@@ -1,0 +1,19 @@
+"""What a client asked for, once all of it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from router.request.info import RequestInfo
+from router.request.trace import RequestTrace
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """`headers` have lower-case names."""
+
+    info: RequestInfo
+    headers: Mapping[str, str]
+    body: bytes
+    trace: RequestTrace

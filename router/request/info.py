@@ -1,0 +1,213 @@
+"""What the router reads of a request: just enough to place it.
+
+Nothing is checked beyond JSON syntax: the decode node validates, with the tokenizer at hand. A
+field of a wrong type counts as absent here and is refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+import xxhash
+
+from router.errors import BadRequest
+from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
+from router.request.tenants import ANYONE, Priority, Tenant
+
+_MAX_KEY_LENGTH = 256
+_PREFIX_BYTES = 4096
+"""About 1024 tokens of raw text: past a short shared opening, still equal in every later turn."""
+_BYTES_PER_TOKEN = 4
+_LIST_START = b" \t\r\n["
+_MAX_COUNT = 1 << 31
+
+_Body = dict[str, msgspec.Raw]
+_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_count = msgspec.json.Decoder(int).decode
+
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class SessionSource(StrEnum):
+    """What told the router which requests belong together."""
+
+    HEADER = "header"
+    CACHE_KEY = "prompt_cache_key"
+    PROMPT = "prompt"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestInfo:
+    """What places a request.
+
+    Attributes:
+        session_key: Empty when nothing tells the session.
+        session_id: What the client called the session, if it did.
+        is_later_turn: The conversation has gone on after its first question.
+        num_prompt_tokens: A guess from the length of the text.
+        prefix_blocks: Hash chain of the prompt's text (`router.request.prompt_blocks`).
+        tokens_per_block: About so many tokens are in each block.
+        max_tokens: Longest answer that the client wants; 0 when it does not say.
+        priority: Never better than the tenant's.
+        ttft_deadline_s: The client's time to the first token, in seconds; 0 when it does not say.
+    """
+
+    path: str
+    request_id: str
+    model: str = ""
+    session_key: bytes = b""
+    session_source: SessionSource = SessionSource.NONE
+    session_id: str = ""
+    is_later_turn: bool = False
+    num_prompt_tokens: int = 0
+    prefix_blocks: tuple[int, ...] = ()
+    tokens_per_block: float = 0.0
+    max_tokens: int = 0
+    tenant: Tenant = ANYONE
+    priority: Priority = Priority.STANDARD
+    ttft_deadline_s: float = 0.0
+
+
+def read_request_info(
+    path: str,
+    request_id: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    tenant: Tenant = ANYONE,
+) -> RequestInfo:
+    """Raises `BadRequest` when the body is not a JSON object."""
+    fields = _read_body(body)
+    model = _text(fields.get("model"))
+    prompt = bytes(fields.get("messages") or fields.get("prompt") or b"").lstrip(_LIST_START)
+    messages = _list(fields.get("messages"))
+    opening = _opening(messages)
+    first = b"\n".join(opening) if "messages" in fields else prompt[:_PREFIX_BYTES]
+    source, session = _session(headers, fields, first)
+    num_tokens = estimate_tokens(prompt)
+    return RequestInfo(
+        path=path,
+        request_id=request_id,
+        model=model,
+        session_key=_session_key(tenant, model, source, session),
+        session_source=source,
+        session_id=session.decode() if source is not SessionSource.PROMPT else "",
+        is_later_turn=len(messages) > len(opening),
+        num_prompt_tokens=num_tokens,
+        prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, model)),
+        tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
+        max_tokens=_count(fields.get("max_completion_tokens") or fields.get("max_tokens")),
+        tenant=tenant,
+        priority=_priority(headers, tenant),
+        ttft_deadline_s=_milliseconds(headers.get("x-slo-ttft-ms", "")) / 1000,
+    )
+
+
+def _read_body(body: bytes) -> _Body:
+    try:
+        return _decode_body(body)
+    except msgspec.ValidationError:
+        raise BadRequest("The request body must be a JSON object.") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The request body is not valid JSON: {error}.") from None
+    except UnicodeDecodeError:
+        raise BadRequest("The request body is not valid JSON: it is not UTF-8.") from None
+    except RecursionError:
+        raise BadRequest("The JSON of the request body is nested too deeply.") from None
+
+
+def _session(
+    headers: Mapping[str, str], fields: _Body, opening: bytes
+) -> tuple[SessionSource, bytes]:
+    """The first of: the client's header, its `prompt_cache_key`, the opening of the prompt."""
+    if is_plain_key(header := headers.get("x-session-id", "")):
+        return SessionSource.HEADER, header.encode()
+    if is_plain_key(cache_key := _text(fields.get("prompt_cache_key"))):
+        return SessionSource.CACHE_KEY, cache_key.encode()
+    return (SessionSource.PROMPT, opening) if opening else (SessionSource.NONE, b"")
+
+
+def _session_key(tenant: Tenant, model: str, source: SessionSource, session: bytes) -> bytes:
+    """16 bytes; equal for requests of one tenant's session to one model."""
+    if source is SessionSource.NONE:
+        return b""
+    named = b"\0".join((model.encode(), source.value.encode(), session))
+    return xxhash.xxh3_128_digest(_salted(tenant, named))
+
+
+def _chain_seed(tenant: Tenant, model: str) -> int:
+    return xxhash.xxh3_64_intdigest(_salted(tenant, model.encode()))
+
+
+def _salted(tenant: Tenant, data: bytes) -> bytes:
+    return b"%d:%b%b" % (len(tenant.salt), tenant.salt, data)
+
+
+def _priority(headers: Mapping[str, str], tenant: Tenant) -> Priority:
+    """What the client asks for, as far as its tenant may have it."""
+    wanted = Priority.__members__.get(headers.get("x-tandem-priority", "").upper())
+    return tenant.priority if wanted is None else max(wanted, tenant.priority)
+
+
+def is_plain_key(text: str) -> bool:
+    """Printable ASCII of a reasonable length, so that it may become a header value."""
+    return 0 < len(text) <= _MAX_KEY_LENGTH and text.isascii() and text.isprintable()
+
+
+def _opening(messages: list[msgspec.Raw]) -> list[bytes]:
+    """The messages up to the first of the user: the same in every turn of a conversation, and
+    different between conversations that share a system prompt."""
+    opening: list[bytes] = []
+    for message in messages:
+        opening.append(bytes(message))
+        if _role(message) == "user":
+            break
+    return opening
+
+
+def estimate_tokens(prompt: bytes) -> int:
+    """From JSON text: token ids are counted by their commas, text by its length."""
+    if prompt.lstrip(_LIST_START)[:1].isdigit():
+        return prompt.count(b",") + 1
+    return len(prompt) // _BYTES_PER_TOKEN
+
+
+def _text(raw: msgspec.Raw | None) -> str:
+    try:
+        return _decode_text(raw) if raw is not None else ""
+    except _UNREADABLE:
+        return ""
+
+
+def _count(raw: msgspec.Raw | None) -> int:
+    """0 for what is no sensible number."""
+    try:
+        count = _decode_count(raw) if raw is not None else 0
+    except _UNREADABLE:
+        return 0
+    return count if 0 < count < _MAX_COUNT else 0
+
+
+def _milliseconds(text: str) -> int:
+    """0 for what is no sensible number."""
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    return int(text) if is_number else 0
+
+
+def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
+    try:
+        return _decode_list(raw) if raw is not None else []
+    except _UNREADABLE:
+        return []
+
+
+def _role(message: msgspec.Raw) -> str:
+    try:
+        return _text(_decode_body(message).get("role"))
+    except _UNREADABLE:
+        return ""

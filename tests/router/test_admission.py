@@ -1,0 +1,345 @@
+"""Who may go on to the nodes, who waits, and what the others are told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.admission.admission_gate import (
+    AdmissionGate,
+    GateLimits,
+    Refusal,
+    shed_probability,
+)
+from router.admission.retry_after import RetryAfter
+from router.admission.ticket import Ticket
+from router.admission.token_bucket import TokenBucket
+from router.errors import Overloaded, RateLimited
+from router.nodes.node import Node
+from router.placement.policy import Placement
+from router.request.info import RequestInfo
+from router.request.tenants import Priority, Tenant
+from tests.router.cluster import Cluster, eventually
+from tests.router.factories import ManualClock, address, request
+from tests.router.fakes import never_answer
+
+BATCH, STANDARD, INTERACTIVE = Priority.BATCH, Priority.STANDARD, Priority.INTERACTIVE
+
+
+class Gate:
+    """A gate under a manual clock. `started` holds the ids of requests in the order they went."""
+
+    def __init__(self, slots: int = 1, **limits: Any) -> None:
+        self.clock = ManualClock()
+        self.started: list[str] = []
+        self.gate = AdmissionGate(
+            limits=GateLimits(slots_per_node=slots, **limits),
+            num_nodes=lambda: 1,
+            clock=self.clock,
+            rng=random.Random(3),
+        )
+        self._names = map(str, itertools.count())
+
+    def offer(self, name: str = "", **fields: Any) -> Any:
+        name = name or next(self._names)
+        info = request(**{"request_id": name, "num_prompt_tokens": 100, **fields})
+        return self.gate.offer(info, lambda: self.started.append(name))
+
+    def run(self, seconds: float = 0.0) -> str:
+        """The one that goes when a slot becomes free."""
+        self.clock.now += seconds
+        self.gate.free()
+        return self.started[-1]
+
+
+def tenant(name: str, **fields: Any) -> Tenant:
+    return Tenant(name=name, **fields)
+
+
+# Token buckets ---------------------------------------------------------------------------------
+
+
+def test_a_bucket_allows_a_burst_then_its_rate() -> None:
+    bucket = TokenBucket(rate=2, burst=4)
+    for _ in range(4):
+        assert bucket.wait_s(0) == 0
+        bucket.take(1)
+    assert 0 < bucket.wait_s(0) < 0.01
+    assert bucket.wait_s(1) == 0
+
+
+def test_a_request_larger_than_the_bucket_is_served_and_paid_for_later() -> None:
+    bucket = TokenBucket(rate=10, burst=20)
+    assert bucket.wait_s(0) == 0
+    bucket.take(120)
+    assert bucket.wait_s(0) == pytest.approx(10, abs=0.01)
+    assert bucket.wait_s(9) > 0
+    assert bucket.wait_s(10.1) == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.floats(0.1, 50),
+    st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 30)), max_size=60),
+)
+def test_the_long_run_rate_holds(rate: float, wishes: list[tuple[float, float]]) -> None:
+    bucket = TokenBucket(rate=rate, burst=rate * 10)
+    now, taken, largest = 0.0, 0.0, 0.0
+    for pause, amount in wishes:
+        now += pause
+        if bucket.wait_s(now) == 0:
+            bucket.take(amount)
+            taken, largest = taken + amount, max(largest, amount)
+    assert taken <= rate * (10 + now) + largest + 1e-6
+
+
+# Tenants ---------------------------------------------------------------------------------------
+
+
+def test_a_tenant_over_its_request_rate_is_told_when_to_come_back() -> None:
+    gate = Gate(slots=1000)
+    busy = tenant("busy", requests_per_s=2)
+    for _ in range(20):
+        gate.offer(tenant=busy)
+    with pytest.raises(RateLimited, match="busy has used up its requests") as refused:
+        gate.offer(tenant=busy)
+    assert refused.value.status == 429
+    assert refused.value.retry_after_s == 1
+    gate.offer(tenant=tenant("other", requests_per_s=2))
+    gate.clock.now += 0.6
+    gate.offer(tenant=busy)
+    assert gate.gate.refusals[Refusal.RATE_LIMITED] == 1
+
+
+def test_tokens_count_prompt_and_longest_answer() -> None:
+    gate = Gate(slots=1000)
+    small = tenant("small", tokens_per_s=100)
+    gate.offer(tenant=small, num_prompt_tokens=1000, max_tokens=1000)
+    with pytest.raises(RateLimited, match="tokens") as refused:
+        gate.offer(tenant=small)
+    assert 8 <= (refused.value.retry_after_s or 0) <= 12, "1000 tokens of debt at 100 a second"
+
+
+def test_replicas_grant_their_share_and_a_fifth() -> None:
+    gate = Gate(slots=1000, num_routers=4)
+    shared = tenant("shared", requests_per_s=100)
+    with pytest.raises(RateLimited):
+        for _ in range(1000):
+            gate.offer(tenant=shared)
+    assert len(gate.started) == pytest.approx(100 / 4 * 1.2 * 10, abs=1)
+
+
+def test_a_changed_limit_holds_at_once() -> None:
+    gate = Gate(slots=1000)
+    with pytest.raises(RateLimited):
+        for _ in range(100):
+            gate.offer(tenant=tenant("t", requests_per_s=1))
+    gate.offer(tenant=tenant("t", requests_per_s=5))
+
+
+# The line --------------------------------------------------------------------------------------
+
+
+def test_requests_go_at_once_while_there_is_room() -> None:
+    gate = Gate(slots=3)
+    for name in "abc":
+        assert gate.offer(name) is None
+    assert gate.offer("d") is not None
+    assert gate.started == ["a", "b", "c"]
+    assert gate.run() == "d"
+    assert gate.gate.num_started == 3
+
+
+def test_better_classes_go_first() -> None:
+    gate = Gate()
+    gate.offer("first")
+    gate.offer("batch", priority=BATCH)
+    gate.offer("standard")
+    gate.offer("interactive", priority=INTERACTIVE)
+    assert [gate.run() for _ in range(3)] == ["interactive", "standard", "batch"]
+
+
+def test_nobody_waits_for_ever() -> None:
+    """After 20 s a batch request is in the first class, with the earliest deadline."""
+    gate = Gate(wait_s=1000)
+    gate.offer("first")
+    gate.offer("batch", priority=BATCH)
+    gone = []
+    for _ in range(12):
+        gate.offer(priority=INTERACTIVE)
+        gone.append(gate.run(2.0))
+    assert gone.index("batch") == 9
+
+
+def test_the_earliest_deadline_goes_first_in_a_class() -> None:
+    gate = Gate()
+    gate.offer("first")
+    gate.offer("patient", ttft_deadline_s=30)
+    gate.offer("urgent", ttft_deadline_s=2)
+    gate.offer("usual")
+    assert [gate.run() for _ in range(3)] == ["urgent", "patient", "usual"]
+
+
+def test_a_flood_of_one_tenant_does_not_stand_before_another() -> None:
+    gate = Gate()
+    gate.offer("first")
+    for i in range(100):
+        gate.offer(f"flood-{i}", tenant=tenant("flood"))
+    for i in range(5):
+        gate.offer(f"calm-{i}", tenant=tenant("calm"))
+    gone = [gate.run() for _ in range(11)]
+    assert sum(name.startswith("calm") for name in gone) == 5
+
+
+def test_a_full_line_refuses() -> None:
+    gate = Gate(max_waiting=2)
+    for _ in range(3):
+        gate.offer()
+    with pytest.raises(Overloaded, match="2 requests are waiting") as refused:
+        gate.offer()
+    assert refused.value.status == 503
+    assert 1 <= (refused.value.retry_after_s or 0) <= 30
+
+
+def test_one_who_could_not_be_served_in_time_is_refused_at_once() -> None:
+    gate = Gate(wait_s=10)
+    gate.offer()
+    for _ in range(40):
+        gate.offer()
+    for _ in range(30):
+        gate.run(2.0)
+    with pytest.raises(Overloaded, match="longer than this one may") as refused:
+        gate.offer(ttft_deadline_s=5)
+    assert (refused.value.retry_after_s or 0) > 3
+    gate.offer(ttft_deadline_s=60)
+
+
+def test_a_placement_that_comes_too_late_is_refused() -> None:
+    gate = Gate().gate
+    placement = Placement(Node(address("d")), queue_s=5.0, ttft_s=8.0)
+    gate.check_placement(request(ttft_deadline_s=10), placement, waited_s=1.0)
+    with pytest.raises(Overloaded, match="about 8 s"):
+        gate.check_placement(request(ttft_deadline_s=10), placement, waited_s=3.0)
+
+
+def test_without_a_deadline_only_the_wait_counts() -> None:
+    gate = Gate(wait_s=10).gate
+    long_prompt = Placement(Node(address("d")), queue_s=5.0, ttft_s=500.0)
+    gate.check_placement(request(), long_prompt, waited_s=4.0)
+    with pytest.raises(Overloaded, match="about 5 s"):
+        gate.check_placement(request(), long_prompt, waited_s=6.0)
+
+
+def test_batch_requests_are_shed_as_the_line_grows() -> None:
+    assert shed_probability(0.0) == 0
+    assert shed_probability(0.1) < 0.01
+    assert shed_probability(0.35) == 1
+    gate = Gate(max_waiting=10)
+    for _ in range(6):
+        gate.offer()
+    with pytest.raises(Overloaded, match="batch"):
+        gate.offer(priority=BATCH)
+    gate.offer()
+
+
+def test_retry_after_is_bounded_and_spread() -> None:
+    after = RetryAfter(random.Random(1))
+    assert {after.seconds(0.01) for _ in range(50)} == {1}
+    assert max(after.seconds(1e9) for _ in range(50)) == 30
+    assert len({after.seconds(15) for _ in range(200)}) >= 5
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(["offer", "free", "withdraw"]), max_size=80), st.integers(1, 4))
+def test_slots_are_never_exceeded_nor_lost(moves: list[str], slots: int) -> None:
+    gate = Gate(slots=slots)
+    waiting: list[Any] = []
+    for move in moves:
+        if move == "offer":
+            waiting.append(gate.offer())
+        elif move == "free" and gate.gate.num_started:
+            gate.gate.free()
+        elif move == "withdraw" and waiting and (last := waiting.pop()) is not None:
+            gate.gate.withdraw(last)
+        assert gate.gate.num_started <= slots
+        assert not len(gate.gate.line) or gate.gate.num_started == slots
+
+
+# Tickets ---------------------------------------------------------------------------------------
+
+
+def real_gate(**limits: Any) -> AdmissionGate:
+    clock = asyncio.get_running_loop().time
+    return AdmissionGate(
+        limits=GateLimits(slots_per_node=1, **limits),
+        num_nodes=lambda: 1,
+        clock=clock,
+        rng=random.Random(1),
+    )
+
+
+async def test_a_ticket_waits_for_its_turn_and_gives_the_slot_back() -> None:
+    gate = real_gate()
+
+    async def hold(info: RequestInfo, until: asyncio.Event) -> None:
+        async with Ticket(gate, info):
+            await until.wait()
+
+    done = asyncio.Event()
+    async with Ticket(gate, request()) as first:
+        second = asyncio.create_task(hold(request(), done))
+        await eventually(lambda: len(gate.line) == 1)
+        first.first_byte()
+        await eventually(lambda: not len(gate.line))
+        assert gate.num_started == 1
+    assert gate.num_started == 1, "the first had given its slot back before"
+    done.set()
+    await second
+    assert gate.num_started == 0
+
+
+async def test_whoever_leaves_the_line_is_forgotten() -> None:
+    gate = real_gate()
+    async with Ticket(gate, request()):
+        waiting = asyncio.create_task(Ticket(gate, request()).__aenter__())
+        await eventually(lambda: len(gate.line) == 1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert not len(gate.line)
+    assert gate.num_started == 0
+
+
+async def test_the_deadline_ends_the_wait() -> None:
+    gate = real_gate(wait_s=0.05)
+    async with Ticket(gate, request()):
+        with pytest.raises(Overloaded, match=r"within 0\.05 s"):
+            async with Ticket(gate, request()):
+                pass
+        assert not len(gate.line)
+    assert gate.refusals[Refusal.TOO_LATE] == 1
+
+
+# Through a router ------------------------------------------------------------------------------
+
+
+async def test_a_client_hears_of_a_full_router_in_the_form_of_the_api(cluster: Cluster) -> None:
+    node = await cluster.decode(handler=never_answer())
+    router = await cluster.router(node, max_prefills_per_node=1, max_waiting_requests=1)
+    body = {"model": "demo", "prompt": "hello"}
+    open_ones = [asyncio.create_task(router.text(body)) for _ in range(2)]
+    await eventually(lambda: router.metric("tandem_router_waiting_requests") == 1)
+    async with router.post(body) as response:
+        assert response.status == 503
+        assert 1 <= int(response.headers["retry-after"]) <= 30
+        assert (await response.json())["error"]["code"] == "overloaded"
+    assert router.metric("tandem_router_refusals_total", reason="line_full") == 1
+    assert router.metric("tandem_router_prefilling_requests") == 1
+    for task in open_ones:
+        task.cancel()
+    await asyncio.wait(open_ones)

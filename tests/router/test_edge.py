@@ -1,0 +1,279 @@
+"""What the router answers itself: limits, keys, bad input, models, readiness, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from typing import Any
+
+import pytest
+
+from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
+from tests.router.fakes import answer_json
+
+BODY = {"model": "demo", "prompt": "hello"}
+
+
+async def _post(router: RunningRouter, data: bytes, **headers: str) -> tuple[int, Any]:
+    url = router.url + "/v1/completions"
+    async with router.client.post(url, data=data, headers=headers) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"12",
+        b'"text"',
+        b'{"model": }',
+        b'{"a": NaN}',
+        b"\xff\xfe\x00",
+        b'{"model": "x"} {}',
+        b"[" * 200_000,
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"model": "\\ud800"}',
+        b'{"\xff": 1}',
+    ],
+    ids=lambda data: repr(data[:30]),
+)
+async def test_a_body_that_is_not_a_json_object_is_a_400(cluster: Cluster, data: bytes) -> None:
+    decode = await cluster.decode()
+    status, body = await _post(await cluster.router(decode), data)
+    assert status == 400
+    assert body["error"]["type"] == "invalid_request_error"
+    assert "JSON" in body["error"]["message"]
+    assert not decode.requests
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"model": 3, "prompt": {"a": 1}}',
+        b'{"messages": "hello"}',
+        b'{"messages": [1, null, {"role": 7}]}',
+        b'{"messages": [], "prompt_cache_key": ["x"]}',
+        b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}",
+        b'{"prompt": "\xff"}',
+        b'{"model": "\xff"}',
+        b"{}",
+    ],
+    ids=lambda data: repr(data[:30]),
+)
+async def test_what_only_the_node_can_judge_is_left_to_it(cluster: Cluster, data: bytes) -> None:
+    decode = await cluster.decode(handler=answer_json(400, {"error": {"message": "no"}}))
+    status, body = await _post(await cluster.router(decode), data)
+    assert (status, body) == (400, {"error": {"message": "no"}})
+    assert decode.requests[0][1] == data
+
+
+async def test_random_bytes_never_hurt(cluster: Cluster) -> None:
+    rng = random.Random(5)
+    router = await cluster.router(await cluster.decode(handler=answer_json(200, {})))
+    good = b'{"model": "demo", "messages": [{"role": "user", "content": "hi"}], "n": 1}'
+    for _ in range(200):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 6)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        status, _ = await _post(router, bytes(data))
+        assert status in (200, 400, 404)
+
+
+async def test_garbage_instead_of_http_is_refused_and_others_go_on(cluster: Cluster) -> None:
+    router = await cluster.router(await cluster.decode())
+    host, port = router.url.removeprefix("http://").split(":")
+    rng = random.Random(6)
+    for _ in range(20):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(rng.randbytes(rng.randrange(1, 2000)))
+        writer.write_eof()
+        async with asyncio.timeout(TIMEOUT_S):
+            answer = await reader.read()
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+        writer.close()
+    assert "[DONE]" in await router.text(BODY)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_too_large_a_body_is_a_413(cluster: Cluster, declared: bool) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode, max_body_bytes=100_000)
+
+    async def pieces() -> Any:
+        for _ in range(11):
+            yield b"x" * 10_000
+
+    data = b"x" * 110_000 if declared else pieces()
+    async with router.client.post(router.url + "/v1/completions", data=data) as response:
+        assert response.status == 413
+        assert (await response.json())["error"]["code"] == "request_too_large"
+    assert not decode.requests
+
+
+async def test_a_large_body_within_the_limit_passes(cluster: Cluster) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    await router.text({**BODY, "prompt": "y" * (3 << 20)})
+    assert len(decode.requests[0][1]) > 3 << 20
+
+
+async def test_a_body_that_never_ends_is_a_408(cluster: Cluster) -> None:
+    router = await cluster.router(await cluster.decode(), body_timeout_s=0.2)
+    host, port = router.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{")
+    async with asyncio.timeout(TIMEOUT_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+    writer.close()
+
+
+async def test_a_client_that_leaves_while_sending_its_body_is_forgotten(cluster: Cluster) -> None:
+    router = await cluster.router(await cluster.decode())
+    host, port = router.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)))
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{")
+    await asyncio.sleep(0)
+    client.close()
+    assert "[DONE]" in await router.text(BODY)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({"content-encoding": "gzip"}, 415), ({"content-encoding": "identity"}, 200)],
+)
+async def test_compressed_bodies_are_refused(
+    cluster: Cluster, headers: dict[str, str], status: int
+) -> None:
+    router = await cluster.router(await cluster.decode(handler=answer_json(200, {})))
+    assert (await _post(router, b'{"prompt": "x"}', **headers))[0] == status
+
+
+async def test_an_unknown_model_is_a_404_that_names_the_known(cluster: Cluster) -> None:
+    router = await cluster.router(await cluster.decode())
+    status, body = await _post(router, b'{"model": "gpt-9", "prompt": "x"}')
+    assert status == 404
+    assert body["error"]["code"] == "model_not_found"
+    assert "'demo'" in body["error"]["message"]
+    status, body = await _post(router, b'{"model": "%b"}' % (b"x" * 100_000))
+    assert status == 404
+    assert len(body["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/", "/v1/completions"])
+async def test_other_paths_and_methods_get_the_error_object(cluster: Cluster, path: str) -> None:
+    router = await cluster.router(await cluster.decode())
+    async with router.client.get(router.url + path) as response:
+        assert response.status == (405 if path == "/v1/completions" else 404)
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_more_open_requests_than_allowed_are_a_503(cluster: Cluster) -> None:
+    gate = asyncio.Event()
+
+    async def held(request: Any) -> Any:
+        await gate.wait()
+        return await answer_json(200, {})(request)
+
+    router = await cluster.router(await cluster.decode(handler=held), max_open_requests=2)
+    tasks = [asyncio.create_task(router.text(BODY)) for _ in range(2)]
+    await eventually(lambda: router.num_open == 2)
+    status, body = await _post(router, b"{}")
+    assert (status, body["error"]["code"]) == (503, "overloaded")
+    gate.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        ("Bearer one", 200),
+        ("bearer two", 200),
+        ("Bearer three", 401),
+        ("Bearer ", 401),
+        ("Basic one", 401),
+        ("one", 401),
+        ("", 401),
+        ("Bearer \xff", 401),
+    ],
+)
+async def test_keys(cluster: Cluster, authorization: str, status: int) -> None:
+    decode = await cluster.decode(handler=answer_json(200, {}))
+    router = await cluster.router(decode, api_keys="one, two")
+    headers = {"authorization": authorization} if authorization else {}
+    got, body = await _post(router, b'{"prompt": "x"}', **headers)
+    assert got == status
+    if status == 401:
+        assert body["error"]["code"] == "invalid_api_key"
+        assert not decode.requests
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/whatever", "//health", "/health/../v1/models"])
+async def test_without_a_key_nothing_but_the_probes_answers(cluster: Cluster, path: str) -> None:
+    router = await cluster.router(await cluster.decode(), api_keys="one")
+    async with router.client.get(router.url + path) as response:
+        assert response.status == 401
+    for probe in ("/health", "/ready", "/metrics"):
+        async with router.client.get(router.url + probe) as response:
+            assert response.status == 200
+
+
+async def test_models_are_those_of_all_nodes(cluster: Cluster) -> None:
+    nodes = [await cluster.decode(f"d{i}") for i in range(3)]
+    await nodes[1].status.change(model_name="other/model")
+    router = await cluster.router(*nodes)
+    async with router.client.get(router.url + "/v1/models") as response:
+        listed = await response.json()
+    assert listed["object"] == "list"
+    assert [card["id"] for card in listed["data"]] == ["demo", "other/model"]
+    async with router.client.get(router.url + "/v1/models/other/model") as response:
+        assert (await response.json())["id"] == "other/model"
+    async with router.client.get(router.url + "/v1/models/none") as response:
+        assert response.status == 404
+
+
+async def test_a_request_goes_to_a_node_of_its_model(cluster: Cluster) -> None:
+    nodes = [await cluster.decode(f"d{i}") for i in range(2)]
+    await nodes[1].status.change(model_name="other")
+    router = await cluster.router(*nodes)
+    for _ in range(5):
+        await router.text({"model": "other", "prompt": "x"})
+    assert (len(nodes[0].requests), len(nodes[1].requests)) == (0, 5)
+
+
+async def test_ready_follows_the_nodes_and_health_does_not(cluster: Cluster) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    async with router.client.get(router.url + "/ready") as response:
+        body = await response.json()
+        assert (response.status, body["decode_nodes"], body["prefill_nodes"]) == (200, 1, 0)
+    await decode.status.change(draining=True)
+    await router.wait_usable(decode=0, prefill=0)
+    for path, status in (("/ready", 503), ("/health", 200), ("/v1/models", 503)):
+        async with router.client.get(router.url + path) as response:
+            assert response.status == status
+
+
+async def test_without_any_node_the_answer_is_a_503(cluster: Cluster) -> None:
+    router = await cluster.router()
+    async with router.post(BODY) as response:
+        assert response.status == 503
+        assert response.headers["retry-after"]
+
+
+async def test_metrics_name_the_nodes_that_exist(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    router = await cluster.router(prefill, decode)
+    await router.text(BODY)
+    async with router.client.get(router.url + "/metrics") as response:
+        text = await response.text()
+    assert 'tandem_router_nodes{state="ready",tier="decode"} 1.0' in text
+    assert (
+        f'tandem_router_node_report_age_seconds{{node="{prefill.target}",tier="prefill"}}' in text
+    )
+    assert 'tandem_router_placements_total{choice="home",session="prompt"} 1.0' in text
+    assert "tandem_router_time_to_first_byte_seconds_count 1.0" in text
+    assert "process_resident_memory_bytes" in text

@@ -1,0 +1,86 @@
+"""The journal takes every event once and in order, however its bytes arrive."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.relay.event_buffer import EventBuffer
+from router.relay.journal import MAX_JOURNAL_BYTES, Journal, JournalEnd
+
+
+def entry(number: int) -> bytes:
+    return b': %d ["tokens",0,[%d]]\n' % (number, 100 + number)
+
+
+def event(number: int) -> bytes:
+    return entry(number) + b'data: {"n":%d}\n\n' % number
+
+
+def data(number: int) -> bytes:
+    return b'data: {"n":%d}\n\n' % number
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@given(
+    count=st.integers(1, 8),
+    cuts=st.lists(st.integers(0, 400)),
+    beats=st.lists(st.integers(0, 8)),
+    again=st.lists(st.integers(0, 7)),
+)
+def test_however_it_arrives(
+    count: int, cuts: list[int], beats: list[int], again: list[int]
+) -> None:
+    """With signs of life and repetitions anywhere."""
+    sent = b""
+    for number in range(count):
+        sent += b":\n\n" * beats.count(number) + event(number)
+        sent += b"".join(event(old) for old in again if old <= number)
+    sent += DONE
+    journal, buffer, passed = Journal(), EventBuffer(), b""
+    edges = [0, *sorted({cut for cut in cuts if cut < len(sent)}), len(sent)]
+    for start, stop in itertools.pairwise(edges):
+        passed += journal.take(buffer.feed(sent[start:stop]))
+    assert passed == b"".join(data(number) for number in range(count)) + DONE
+    assert journal.end is JournalEnd.COMPLETE
+    assert journal.next_number == count
+
+
+@given(count=st.integers(0, 6))
+def test_the_next_node_gets_the_body_and_all_entries(count: int) -> None:
+    journal = Journal()
+    for number in range(count):
+        journal.take(event(number))
+    body, headers = journal.resume(b'{"prompt":1}', {"a": "b"})
+    assert headers["a"] == "b"
+    if count == 0:
+        assert (body, "x-tandem-resume" in headers) == (b'{"prompt":1}', False)
+        return
+    offset = int(headers["x-tandem-resume"])
+    assert body[:offset] == b'{"prompt":1}'
+    assert json.loads(body[offset:]) == [["tokens", 0, [100 + n]] for n in range(count)]
+
+
+def test_nothing_behind_a_gap_is_passed_or_kept() -> None:
+    journal = Journal()
+    assert journal.take(event(0) + event(2) + event(3)) == data(0)
+    assert (journal.end, journal.next_number) == (JournalEnd.GAP, 1)
+
+
+def test_several_entries_of_one_event_are_kept_together() -> None:
+    journal = Journal()
+    assert journal.take(entry(0) + event(1)) == data(1)
+    assert journal.next_number == 2
+
+
+def test_a_journal_that_grows_too_long_is_given_up_and_the_answer_is_not() -> None:
+    journal = Journal()
+    big = b': 0 ["tokens",0,[%s]]\ndata: {}\n\n' % (b"1" * MAX_JOURNAL_BYTES)
+    assert journal.take(big) == b"data: {}\n\n"
+    assert journal.is_too_long
+    assert journal.take(event(1)) == data(1)

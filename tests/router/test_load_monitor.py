@@ -1,0 +1,117 @@
+"""Load reports over real gRPC: fresh, late, broken, from a restarted node, from a liar."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from router.nodes.node import Node, NodeState
+from tandem_pb.node_pb2 import NODE_ROLE_DECODE
+from tests.router.cluster import Cluster, RunningRouter, eventually
+
+
+def node_at(router: RunningRouter, target: str) -> Node:
+    [node] = [n for n in router.services.registry.all_nodes() if n.address.target == target]
+    return node
+
+
+def state_of(router: RunningRouter, target: str) -> NodeState:
+    return router.services.registry.state(node_at(router, target))
+
+
+async def test_reports_reach_the_registry_from_both_tiers(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    router = await cluster.router(prefill, decode)
+    await prefill.status.change(num_waiting_tokens=700)
+    await decode.status.change(num_running_requests=3)
+    await eventually(lambda: node_at(router, prefill.target).predicted_tokens == 700)
+    await eventually(lambda: node_at(router, decode.target).predicted_requests == 3)
+    assert (prefill.status.num_watchers, decode.status.num_watchers) == (1, 1)
+
+
+async def test_a_dead_node_is_noticed_at_once_and_a_restarted_one_is_new(cluster: Cluster) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    old = node_at(router, decode.target)
+    old.health.consecutive_failures = 2
+    await decode.stop()
+    await eventually(lambda: state_of(router, decode.target) is NodeState.SUSPECT)
+    await decode.restart()
+    await eventually(lambda: state_of(router, decode.target) is NodeState.READY)
+    new = node_at(router, decode.target)
+    assert new is not old
+    assert new.health.consecutive_failures == 0
+    assert router.metric("tandem_router_node_reports_total", outcome="restarted") == 1
+
+
+async def test_a_node_that_falls_silent_becomes_suspect_then_down_and_comes_back(
+    cluster: Cluster,
+) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode, stale_after_s=0.3, down_after_s=0.8)
+    decode.status.silent = True
+    await eventually(lambda: state_of(router, decode.target) is NodeState.SUSPECT)
+    await eventually(lambda: state_of(router, decode.target) is NodeState.DOWN)
+    assert router.metric("tandem_router_watch_failures_total", tier="decode") >= 1
+    decode.status.silent = False
+    await eventually(lambda: state_of(router, decode.target) is NodeState.READY)
+    assert decode.status.num_watchers == 1
+
+
+async def test_an_engine_that_stands_still_is_suspect(cluster: Cluster) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    await decode.status.change(seconds_since_progress=60.0)
+    await eventually(lambda: state_of(router, decode.target) is NodeState.SUSPECT)
+
+
+async def test_a_prefill_node_in_the_decode_list_is_never_used(cluster: Cluster) -> None:
+    liar = await cluster.prefill("liar")
+    router = await cluster.router(decode=f"127.0.0.1:9/{liar.status_port}")
+    await eventually(
+        lambda: router.metric("tandem_router_node_reports_total", outcome="wrong_role") > 0
+    )
+    async with router.post({"prompt": "x"}) as response:
+        assert response.status == 503
+        assert "1 joining" in (await response.json())["error"]["message"]
+    await liar.status.change(role=NODE_ROLE_DECODE)
+    await router.wait_usable(decode=1, prefill=0)
+
+
+async def test_a_port_that_speaks_no_grpc_does_no_harm(cluster: Cluster) -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\xff" * 5000)
+        await reader.read(100)
+        writer.close()
+
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        decode = await cluster.decode()
+        router = await cluster.router(decode=f"{decode.entry},127.0.0.1:9/{port}")
+        await router.wait_usable(decode=1, prefill=0)
+        await eventually(
+            lambda: router.metric("tandem_router_watch_failures_total", tier="decode") > 0
+        )
+        for _ in range(5):
+            await router.text({"prompt": "x"})
+
+
+async def test_a_report_that_is_far_too_large_is_refused(cluster: Cluster) -> None:
+    decode = await cluster.decode()
+    decode.status.load.node_id = "x" * (1 << 20)
+    router = await cluster.router(decode=decode.entry)
+    await eventually(lambda: router.metric("tandem_router_watch_failures_total", tier="decode") > 0)
+    assert state_of(router, decode.target) is NodeState.JOINING
+
+
+async def test_a_node_without_the_status_service_is_never_used(cluster: Cluster) -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    router = await cluster.router(decode=f"127.0.0.1:9/{port}")
+    await eventually(lambda: router.metric("tandem_router_watch_failures_total", tier="decode") > 0)
+    async with router.client.get(router.url + "/ready") as response:
+        assert response.status == 503
+    await server.stop(None)

@@ -1,0 +1,539 @@
+"""The parts of a placement, one by one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.nodes.address import NodeRole
+from router.nodes.node import Node
+from router.nodes.pace import Pace
+from router.placement.choose_policy import PolicyName, choose_policy
+from router.placement.decode_choice import DecodeChoice, OutputLengths, step_cost
+from router.placement.local_prefill import LocalPrefillRule
+from router.placement.node_pool import NodeGroup, NodePool
+from router.placement.policy import PrefillChoice
+from router.placement.prefill_candidates import NUM_OTHERS, accepting, others, prefill_candidates
+from router.placement.prefill_outcome import PrefillOutcome
+from router.placement.prefix_index import PrefixIndex
+from router.placement.service_time import ServiceTime, ServiceTimeFit
+from router.placement.spill import MARGINS, Margin
+from router.placement.tandem_policy import TandemParameters, TandemPolicy
+from router.placement.ttft_estimate import TtftEstimator, doubt
+from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
+from tests.router.factories import Fleet, address, report, request
+
+PREFILL = NodeRole.PREFILL
+RNG = random.Random(0)
+
+
+def node(name: str, role: NodeRole = PREFILL, **fields: Any) -> Node:
+    made = Node(address(name, role))
+    made.apply(report(role, **fields), now=0.0)
+    return made
+
+
+def served(target: Node, prompt: int, cached: int, seconds: float) -> PrefillOutcome:
+    return PrefillOutcome(
+        node=target.address.target,
+        num_prompt_tokens=prompt,
+        num_cached_tokens=cached,
+        compute_s=seconds,
+    )
+
+
+# Blocks of a prompt ----------------------------------------------------------------------------
+
+
+def test_equal_beginnings_give_equal_chains() -> None:
+    text = random.Random(1).randbytes(3 * BLOCK_BYTES + 10)
+    longer = text + b"x" * BLOCK_BYTES
+    assert len(hash_blocks(text, 7)) == 3
+    assert hash_blocks(longer, 7)[:3] == hash_blocks(text, 7)
+    changed = b"?" + text[1:]
+    assert not set(hash_blocks(changed, 7)) & set(hash_blocks(text, 7)), (
+        "each depends on all before"
+    )
+    assert hash_blocks(text, 8) != hash_blocks(text, 7)
+    assert hash_blocks(b"x" * (BLOCK_BYTES - 1), 7) == ()
+
+
+# Prefix index ----------------------------------------------------------------------------------
+
+
+def test_a_match_is_as_long_as_the_beginning_that_the_node_has() -> None:
+    index, (a, b, c) = PrefixIndex(1000), (node("a"), node("b"), node("c"))
+    index.learn(a, (1, 2, 3), 100)
+    index.learn(b, (1, 2, 9), 100)
+    match = index.match((1, 2, 3, 4))
+    assert [match.num_blocks(n) for n in (a, b, c)] == [3, 2, 0]
+    assert match.best(2, RNG) == [a]
+    assert index.match((2, 3)).best(2, RNG) == [a], "the chain holds what came before"
+    assert index.match(()).best(2, RNG) == []
+
+
+def test_a_reported_end_stands_for_all_before_it() -> None:
+    index, (a, b) = PrefixIndex(1000), (node("a"), node("b"))
+    index.learn(a, (1, 2), 100)
+    index.note(b, [3])
+    match = index.match((1, 2, 3, 4))
+    assert (match.num_blocks(a), match.num_blocks(b)) == (2, 3)
+    assert match.best(1, RNG) == [b]
+    index.retain([a])
+    assert index.match((1, 2, 3, 4)).num_blocks(b) == 0
+
+
+def test_the_end_of_a_chain_is_forgotten_first() -> None:
+    index, a = PrefixIndex(1000), node("a")
+    index.learn(a, (1, 2, 3, 4), capacity=3)
+    assert index.match((1, 2, 3, 4)).num_blocks(a) == 3
+
+
+def test_the_index_is_bounded_and_all_nodes_share_it() -> None:
+    index, nodes = PrefixIndex(50), [node(f"n{i}") for i in range(5)]
+    for block in range(0, 1000, 2):
+        index.learn(nodes[block % 5], (block, block + 1), capacity=10_000)
+        assert index.num_entries <= 50
+    assert index.match((996, 997)).num_blocks(nodes[996 % 5]) == 2
+
+
+def test_a_node_that_is_gone_leaves_nothing() -> None:
+    index, a, b = PrefixIndex(1000), node("a"), node("b")
+    index.learn(a, (1, 2), 100)
+    index.learn(b, (1, 3), 100)
+    index.retain([b])
+    assert index.num_entries == 2
+    assert index.match((1, 2)).best(5, RNG) == [b]
+    index.learn(node("c"), (7,), 100)
+    assert index.match((1, 3)).num_blocks(b) == 2, "the bit of the first is used again"
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 6), min_size=1, max_size=5)),
+        max_size=30,
+    ),
+    st.lists(st.integers(0, 6), max_size=6),
+    st.integers(1, 8),
+)
+def test_the_index_agrees_with_plain_lists(
+    prompts: list[tuple[int, list[int]]], wanted: list[int], capacity: int
+) -> None:
+    """Against one ordered dictionary for each node. Blocks hash what came before them."""
+    nodes = [node(f"n{i}") for i in range(4)]
+    index = PrefixIndex(10_000)
+    plain: list[OrderedDict[int, None]] = [OrderedDict() for _ in nodes]
+
+    def chain(blocks: list[int]) -> tuple[int, ...]:
+        return tuple(hash(tuple(blocks[: i + 1])) for i in range(len(blocks)))
+
+    for which, blocks in prompts:
+        index.learn(nodes[which], chain(blocks), capacity)
+        for block in reversed(chain(blocks)):
+            plain[which][block] = None
+            plain[which].move_to_end(block)
+        while len(plain[which]) > capacity:
+            plain[which].popitem(last=False)
+    match = index.match(chain(wanted))
+    for which, known in enumerate(plain):
+        expected = 0
+        for block in chain(wanted):
+            if block not in known:
+                break
+            expected += 1
+        assert match.num_blocks(nodes[which]) == expected
+
+
+# Service time ----------------------------------------------------------------------------------
+
+
+def test_the_fit_finds_the_cost_of_prompts() -> None:
+    truth, rng = ServiceTime(0.02, 1 / 5000, 1e-9), random.Random(1)
+    fit = ServiceTimeFit(tokens_per_s=8000)
+    for _ in range(1500):
+        prompt = int(rng.lognormvariate(8, 1))
+        new = max(1, int(prompt * rng.random()))
+        fit.observe(new, prompt, truth.seconds(new, prompt) * rng.lognormvariate(0, 0.1))
+    for prompt in (200, 3000, 30_000):
+        found = fit.time.seconds(prompt, prompt)
+        assert found == pytest.approx(truth.seconds(prompt, prompt), rel=0.1)
+
+
+def test_nothing_measured_is_the_assumed_speed() -> None:
+    fit = ServiceTimeFit(tokens_per_s=4000)
+    assert fit.time.seconds(8000, 8000) == pytest.approx(2.0)
+    fit.observe(0, 100, 5.0)
+    fit.observe(100, 100, 0.0)
+    assert fit.time.seconds(8000, 8000) == pytest.approx(2.0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 100_000), st.integers(0, 100_000), st.floats(1e-4, 100)),
+        max_size=60,
+    )
+)
+def test_no_prompt_ever_takes_negative_time(seen: list[tuple[int, int, float]]) -> None:
+    fit = ServiceTimeFit(tokens_per_s=8000)
+    for new, more, seconds in seen:
+        fit.observe(new, new + more, seconds)
+    assert min(fit.time.base_s, fit.time.per_token_s, fit.time.per_pair_s) >= 0
+    assert fit.mean_s > 0 and fit.s_per_token > 0
+
+
+def test_the_pace_of_a_node_ignores_single_delays() -> None:
+    pace = Pace()
+    for took in (1, 1, 30, 1, 1):
+        pace.observe(took, 1.0)
+    assert pace.factor == 1.0
+    for _ in range(10):
+        pace.observe(2.0, 1.0)
+    assert pace.factor == 2.0
+
+
+# Estimate and spill ----------------------------------------------------------------------------
+
+
+def estimator() -> TtftEstimator:
+    return TtftEstimator(fit=ServiceTimeFit(tokens_per_s=1000), base_weight=2, queue_weight=10)
+
+
+def test_the_estimate_is_queue_and_service() -> None:
+    busy = node("a", num_waiting_tokens=3000)
+    assert estimator().queue_s(busy, now=0.5) == pytest.approx(3.0)
+    assert estimator().service_s(busy, 500, 500) == pytest.approx(0.5)
+    busy.pace.factor, busy.pace.is_known = 2.0, True
+    assert estimator().queue_s(busy, now=0.5) == pytest.approx(6.0)
+    assert estimator().service_s(busy, 500, 500) == pytest.approx(1.0)
+
+
+def test_a_queue_empties_at_the_rate_that_the_node_reports() -> None:
+    """Prompts that share their steps take long each, and are computed together all the same."""
+    batching = node("a", num_waiting_tokens=3000, prefill_tokens_per_s=10_000.0)
+    batching.pace.factor, batching.pace.is_known = 60.0, True
+    assert estimator().queue_s(batching, now=0.5) == pytest.approx(0.3)
+
+
+def test_before_any_prompt_the_reported_speed_counts() -> None:
+    assert estimator().pace(node("a", prefill_tokens_per_s=500.0)) == pytest.approx(2.0)
+
+
+def test_old_reports_are_doubted() -> None:
+    assert [doubt(age) for age in (0.0, 1.0, 3.0)] == [1.0, 1.0, 1.5]
+
+
+def test_computing_costs_more_when_even_the_best_node_is_busy() -> None:
+    idle, busy = node("idle"), node("busy", num_waiting_tokens=1000)
+    costs = estimator().costs_s({idle: 1000, busy: 100}, 1000, now=0.0)
+    assert costs[idle] == pytest.approx(2.0)
+    assert costs[busy] == pytest.approx(1.0 + 2 * 0.1)
+    costs = estimator().costs_s({busy: 100}, 1000, now=0.0)
+    assert costs[busy] == pytest.approx(1.0 + (2 + 10 * 1.0) * 0.1)
+
+
+def test_a_margin_has_a_factor_and_a_number_of_services() -> None:
+    margin = Margin(ratio=0.5, services=2.0)
+    assert margin.keeps(4.0, best_s=2.0, mean_service_s=0.5)
+    assert not margin.keeps(4.1, best_s=2.0, mean_service_s=0.5)
+    assert MARGINS.margin(is_later_turn=True) is MARGINS.later_turn
+    assert MARGINS.margin(is_later_turn=False) is MARGINS.first_turn
+
+
+# Candidates ------------------------------------------------------------------------------------
+
+
+def test_candidates_are_home_matches_and_a_few_at_random() -> None:
+    nodes = [node(f"n{i}") for i in range(100)]
+    group, index = NodeGroup(tuple(nodes)), PrefixIndex(1000)
+    for holder in nodes[40:50]:
+        index.learn(holder, (1,), 10)
+    match, rng = index.match((1,)), random.Random(2)
+    found = prefill_candidates(group, nodes[7], match, rng)
+    assert found[0] is nodes[7]
+    assert set(found[1:3]) < set(nodes[40:50])
+    assert len(found) == len(set(found)) <= 3 + NUM_OTHERS
+    holders = {n for _ in range(200) for n in match.best(2, rng)}
+    assert holders == set(nodes[40:50]), "not always the same two of many"
+    assert len({n for _ in range(200) for n in prefill_candidates(group, None, match, rng)}) == 100
+
+
+def test_of_many_nodes_the_others_are_idle_ones() -> None:
+    """One node in eight is idle: four at random would miss them all more often than not."""
+    nodes, rng = [node(f"n{i}", num_waiting_tokens=i % 8) for i in range(1000)], random.Random(0)
+    drawn = [others(nodes, rng) for _ in range(100)]
+    assert sum(few[0].predicted_tokens == 0 for few in drawn) > 80
+    few = {n for _ in range(100) for n in others(nodes[:16], rng)}
+    assert few == set(nodes[:16]), "of few nodes the busy ones too, or all routers do the same"
+
+
+def test_of_a_small_group_all_are_candidates() -> None:
+    nodes = [node(f"n{i}") for i in range(5)]
+    found = prefill_candidates(
+        NodeGroup(tuple(nodes)), nodes[3], PrefixIndex(9).match(()), random.Random(1)
+    )
+    assert found[0] is nodes[3]
+    assert set(found) == set(nodes)
+
+
+def test_matches_outside_the_group_are_no_candidates() -> None:
+    index, stranger = PrefixIndex(9), node("stranger")
+    index.learn(stranger, (1,), 10)
+    group = NodeGroup(tuple(node(f"n{i}") for i in range(20)))
+    assert stranger not in prefill_candidates(group, None, index.match((1,)), random.Random(1))
+
+
+def test_a_probed_node_is_left_out_unless_there_is_no_other() -> None:
+    sick, well = node("sick"), node("well")
+    sick.health.half_open = True
+    assert accepting([sick, well]) == [sick, well]
+    with sick.hold_tokens(1):
+        assert accepting([sick, well]) == [well]
+        assert accepting([sick]) == [sick]
+
+
+# The pool --------------------------------------------------------------------------------------
+
+
+def test_the_pool_looks_at_the_nodes_only_when_something_happened() -> None:
+    fleet = Fleet()
+    fleet.add("d")
+    fleet.add("p", PREFILL)
+    pool = NodePool(registry=fleet.registry)
+    group = pool.partners(fleet.node("d"))
+    assert group.nodes == (fleet.node("p"),)
+    fleet.registry.apply_report(fleet.node("p").address, report(PREFILL, sequence=2))
+    assert pool.partners(fleet.node("d")) is group, "the same nodes are the same group"
+    fleet.registry.mark_disconnected(fleet.node("p").address)
+    fleet.add("q", PREFILL)
+    assert pool.partners(fleet.node("d")).nodes == (fleet.node("q"),)
+
+
+def test_time_alone_makes_nodes_suspect() -> None:
+    fleet = Fleet()
+    late = fleet.add("late")
+    pool = NodePool(registry=fleet.registry, refresh_s=0.1)
+    assert pool.decodes("demo").nodes == (late,)
+    fleet.clock.now += 3.5
+    fresh = fleet.add("fresh")
+    assert pool.decodes("demo").nodes == (fresh,)
+    assert pool.decodes("another").nodes == ()
+
+
+# Decode ----------------------------------------------------------------------------------------
+
+
+def decode(name: str, used: int = 0, **fields: Any) -> Node:
+    size = {"num_total_blocks": 100, "num_free_blocks": 100 - used, "block_size": 10}
+    return node(name, NodeRole.DECODE, **size, **fields)
+
+
+def test_a_request_goes_where_its_kv_fits() -> None:
+    choice = DecodeChoice(rng=random.Random(1))
+    full, roomy = decode("full", used=85), decode("roomy", used=40, num_running_requests=9)
+    assert not choice.fits(full, 100)
+    assert {choice.pick([full, roomy], 100) for _ in range(20)} == {roomy}
+    many = [decode(f"f{i}", used=85) for i in range(20)]
+    assert {choice.pick([*many, roomy], 100) for _ in range(20)} == {roomy}, "drawn or not"
+    assert choice.pick(many, 100) in many, "nobody has room: somebody has to take it"
+
+
+def test_own_placements_count_before_the_next_report() -> None:
+    target = decode("d", used=50)
+    with target.hold_request(300):
+        assert target.kv_usage_with(0) == pytest.approx(0.8)
+        target.apply(report(num_total_blocks=100, num_free_blocks=20, block_size=10), now=1.0)
+        assert target.kv_usage_with(0) == pytest.approx(0.8)
+    assert target.kv_usage_with(0) == pytest.approx(0.8)
+    assert target.work.recent_kv_tokens == 0
+
+
+def test_context_costs_as_sequences_do() -> None:
+    assert step_cost(decode("a", num_running_requests=3)) == 3
+    assert step_cost(decode("b", used=50, num_running_requests=3)) == pytest.approx(3.5)
+
+
+def test_answers_teach_how_long_answers_get() -> None:
+    lengths, rng = OutputLengths(), random.Random(1)
+    assert lengths.expected(request()) == 400
+    for _ in range(3000):
+        lengths.observe("m", rng.randrange(100))
+    assert 60 < lengths.expected(request(model="m")) < 90, "three in four are not longer"
+    assert lengths.expected(request(model="m", max_tokens=5)) == 5
+
+
+# Short prompts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "remote_s", "used", "local"),
+    [
+        (200, 0.0, 0, True),
+        (300, 0.1, 0, False),
+        (300, 9.0, 0, True),
+        (2000, 99.0, 0, False),
+        (200, 0.0, 90, False),
+    ],
+)
+def test_short_prompts_are_computed_on_the_decode_node(
+    tokens: int, remote_s: float, used: int, local: bool
+) -> None:
+    rule, target = LocalPrefillRule(short_tokens=256), decode("d", used=used)
+    target.apply(report(num_total_blocks=1000, num_free_blocks=1000 - 10 * used, block_size=10), 0)
+    assert rule.applies(target, tokens, alone_s=0.3, remote_s=remote_s) is local
+    assert not LocalPrefillRule().applies(target, tokens, 0.3, remote_s)
+
+
+# Policies --------------------------------------------------------------------------------------
+
+
+def fleet_of(count: int, **fields: Any) -> Fleet:
+    fleet = Fleet()
+    fleet.add("d")
+    for i in range(count):
+        fleet.add(f"p{i}", PREFILL, **fields)
+    return fleet
+
+
+def first_nodes(name: PolicyName, fleet: Fleet, count: int, **fields: Any) -> list[str]:
+    policy = choose_policy(name, fleet.registry, random.Random(1), TandemParameters())
+    placed = [policy.place(request(num_prompt_tokens=100, **fields)) for _ in range(count)]
+    return [placement.prefills[0].address.target for placement in placed]
+
+
+def test_round_robin_takes_one_after_the_other() -> None:
+    names = first_nodes(PolicyName.ROUND_ROBIN, fleet_of(3), 6)
+    assert names == ["p0:80", "p1:80", "p2:80"] * 2
+
+
+def test_least_loaded_takes_the_one_with_the_fewest_tokens() -> None:
+    fleet = fleet_of(3, num_waiting_tokens=500)
+    fleet.add("idle", PREFILL)
+    assert set(first_nodes(PolicyName.LEAST_LOADED, fleet, 9)) == {"idle:80"}
+
+
+def test_sticky_stays_whatever_the_load() -> None:
+    fleet = fleet_of(4)
+    [home] = set(first_nodes(PolicyName.STICKY, fleet, 5, session_key=b"s"))
+    fleet.node(home.removesuffix(":80")).work.num_tokens = 10**9
+    assert set(first_nodes(PolicyName.STICKY, fleet, 5, session_key=b"s")) == {home}
+    assert home not in first_nodes(PolicyName.STICKY, fleet, 5)
+
+
+def tandem(fleet: Fleet, **parameters: Any) -> TandemPolicy:
+    return TandemPolicy(fleet.registry, random.Random(1), TandemParameters(**parameters))
+
+
+def test_a_turn_follows_its_prefix_wherever_it_was_computed() -> None:
+    """By what the router itself sent, and by what a node reports of another router's work."""
+    fleet = fleet_of(20)
+    policy = tandem(fleet)
+    turn = request(
+        num_prompt_tokens=8000, prefix_blocks=(1, 2, 3, 4, 5, 6, 7), tokens_per_block=1000.0
+    )
+    first = policy.place(turn).prefills[0]
+    again = policy.place(turn)
+    assert again.prefills[0] is first
+    assert again.num_new_tokens == 1000
+    other = fleet.node("p3") if first is not fleet.node("p3") else fleet.node("p4")
+    stranger = request(num_prompt_tokens=3000, prefix_blocks=(71, 72, 73), tokens_per_block=1000.0)
+    fleet.registry.take_report(other.address, report(PREFILL, sequence=2, recent_prefixes=(73,)))
+    assert policy.place(stranger).prefills[0] is other
+
+
+def test_a_restarted_node_has_nothing_cached() -> None:
+    fleet = fleet_of(2)
+    policy = tandem(fleet)
+    turn = request(num_prompt_tokens=2000, prefix_blocks=(1,), tokens_per_block=1000.0)
+    first = policy.place(turn).prefills[0]
+    fleet.registry.apply_report(first.address, report(PREFILL, epoch=9))
+    policy.place(request())
+    assert policy.index.match((1,)).best(1, RNG) == []
+
+
+def test_measurements_teach_speed_and_pace() -> None:
+    fleet = fleet_of(2)
+    policy = tandem(fleet, prefill_tokens_per_s=1000)
+    slow, fast = fleet.node("p0"), fleet.node("p1")
+    for _ in range(200):
+        for target, factor in ((slow, 3.0), (fast, 1.0)):
+            placement = policy.place(request(num_prompt_tokens=1000))
+            outcome = served(target, 1000, 0, factor * 0.1)
+            policy.observe(request(num_prompt_tokens=1000), placement, outcome)
+    ratio = slow.pace.factor / fast.pace.factor
+    assert ratio == pytest.approx(3.0, rel=0.2)
+    firsts = Counter(policy.place(request(num_prompt_tokens=1000)).prefills[0] for _ in range(20))
+    assert firsts[fast] == 20
+
+
+def test_prefill_nodes_that_keep_failing_are_left_out() -> None:
+    fleet = fleet_of(2)
+    policy = tandem(fleet)
+    bad = fleet.node("p0")
+    for code in ("resource_exhausted", "unreachable", "unreachable", "timeout"):
+        placement = policy.place(request())
+        policy.observe(request(), placement, PrefillOutcome(failures=(("p0:80", code),)))
+    assert fleet.registry.usable(PREFILL) == [fleet.node("p1")]
+    assert bad.health.consecutive_failures == 2, "refusing is not failing"
+
+
+def test_short_prompts_get_no_prefill_node() -> None:
+    placement = tandem(fleet_of(2), short_prompt_tokens=64).place(request(num_prompt_tokens=60))
+    assert (placement.prefills, placement.choice) == ((), PrefillChoice.LOCAL)
+
+
+def test_two_routers_spill_alike() -> None:
+    """Nothing is shared, and the same loads lead both away from the same busy home."""
+    fleets = [fleet_of(6), fleet_of(6)]
+    policies = [tandem(fleet) for fleet in fleets]
+    key = b"a session"
+    homes = [p.place(request(session_key=key)).prefills[0].address for p in policies]
+    assert homes[0] == homes[1]
+    for fleet in fleets:
+        for index in range(6):
+            name = f"p{index}"
+            waiting = 10**6 if fleet.node(name).address == homes[0] else 1000 * index
+            busy = report(PREFILL, sequence=2, num_waiting_tokens=waiting)
+            fleet.registry.apply_report(fleet.node(name).address, busy)
+    spilled = [p.place(request(session_key=key, num_prompt_tokens=100)) for p in policies]
+    assert {p.choice for p in spilled} == {PrefillChoice.SPILL}
+    assert spilled[0].prefills[0].address == spilled[1].prefills[0].address != homes[0]
+
+
+# What nodes say --------------------------------------------------------------------------------
+
+
+def test_an_outcome_is_read_from_headers() -> None:
+    outcome = PrefillOutcome.from_headers(
+        [
+            (b"x-tandem-prefill-node", b"[::1]:5001"),
+            (b"x-tandem-prefill-work", b"prompt=1234;cached=1024;queue=0.5;compute=0.25"),
+            (b"x-tandem-prefill-failed", b"a:1=unreachable,[::2]:5=timeout"),
+        ]
+    )
+    assert outcome == PrefillOutcome(
+        node="[::1]:5001",
+        num_prompt_tokens=1234,
+        num_cached_tokens=1024,
+        queue_s=0.5,
+        compute_s=0.25,
+        failures=(("a:1", "unreachable"), ("[::2]:5", "timeout")),
+    )
+    assert outcome.num_computed_tokens == 210
+    assert PrefillOutcome.from_headers([(b"x-tandem-prefill-node", b"local")]) == PrefillOutcome()
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="promtcached=;.,-1e9nainf ", max_size=60))
+def test_spoilt_headers_mean_nothing_bad(text: str) -> None:
+    outcome = PrefillOutcome.from_headers(
+        [(b"x-tandem-prefill-work", text.encode()), (b"x-tandem-prefill-failed", text.encode())]
+    )
+    assert 0 <= outcome.num_cached_tokens <= outcome.num_prompt_tokens
+    assert outcome.compute_s >= 0

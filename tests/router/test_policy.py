@@ -1,0 +1,247 @@
+"""Which nodes a request gets, decided without any network."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from router.errors import ModelNotFound, NoNodeAvailable
+from router.nodes.address import NodeRole
+from router.nodes.report import NodeReport
+from router.placement.policy import PrefillChoice
+from router.placement.spill import Margin, SpillRule
+from router.placement.tandem_policy import TandemParameters, TandemPolicy
+from tests.router.factories import Fleet, report, request
+
+PREFILL = NodeRole.PREFILL
+
+
+HALF_A_SECOND = SpillRule(*[Margin(ratio=1.0, services=4.0)] * 2)
+"""Before anything was served, a service takes an eighth of a second."""
+
+
+def policy(fleet: Fleet, **settings: Any) -> TandemPolicy:
+    parameters = TandemParameters(spill=HALF_A_SECOND)
+    return TandemPolicy(fleet.registry, random.Random(1), parameters, **settings)
+
+
+def draining(role: NodeRole = NodeRole.DECODE) -> NodeReport:
+    return report(role, sequence=2, draining=True)
+
+
+def sessions(count: int) -> list[bytes]:
+    return [f"session-{i}".encode() for i in range(count)]
+
+
+def with_prefills(count: int, **fields: Any) -> Fleet:
+    fleet = Fleet()
+    fleet.add("d")
+    for i in range(count):
+        fleet.add(f"p{i}", PREFILL, prefill_tokens_per_s=1000.0, **fields)
+    return fleet
+
+
+# Prefill ---------------------------------------------------------------------------------------
+
+
+def test_a_session_keeps_its_prefill_node_and_sessions_spread() -> None:
+    fleet = with_prefills(4)
+    place = policy(fleet).place
+    homes = {key: place(request(session_key=key)).prefills[0] for key in sessions(400)}
+    for key, home in homes.items():
+        placement = place(request(session_key=key))
+        assert placement.prefills[0] is home
+        assert placement.choice is PrefillChoice.HOME
+    assert min(Counter(id(home) for home in homes.values()).values()) > 60
+
+
+def test_two_routers_agree_on_homes() -> None:
+    one, two = policy(with_prefills(5)), policy(with_prefills(5))
+    for key in sessions(50):
+        first, second = (p.place(request(session_key=key)).prefills[0] for p in (one, two))
+        assert first.address == second.address
+
+
+def test_a_session_whose_home_leaves_moves_and_others_stay() -> None:
+    fleet = with_prefills(4)
+    place = policy(fleet).place
+    before = {key: place(request(session_key=key)).prefills for key in sessions(200)}
+    leaving = fleet.node("p2")
+    fleet.registry.apply_report(leaving.address, draining(PREFILL))
+    for key, ranked in before.items():
+        now = place(request(session_key=key)).prefills[0]
+        if ranked[0] is leaving:
+            assert now is not leaving
+        else:
+            assert now is ranked[0]
+
+
+@pytest.mark.parametrize(
+    ("home_tokens", "other_tokens", "choice"),
+    [
+        (0, 0, PrefillChoice.HOME),
+        (500, 0, PrefillChoice.HOME),
+        (510, 0, PrefillChoice.SPILL),
+        (2550, 1000, PrefillChoice.HOME),
+        (2600, 1000, PrefillChoice.SPILL),
+    ],
+)
+def test_a_session_leaves_home_only_for_a_much_shorter_queue(
+    home_tokens: int, other_tokens: int, choice: PrefillChoice
+) -> None:
+    """1000 tokens/s, so 510 tokens are just over the half second it is willing to wait."""
+    fleet = with_prefills(3)
+    place = policy(fleet).place
+    key = b"a session"
+    home = place(request(session_key=key)).prefills[0]
+    for node in fleet.registry.nodes(PREFILL):
+        node.work.num_tokens = home_tokens if node is home else other_tokens
+    placement = place(request(session_key=key))
+    assert placement.choice is choice
+    assert (placement.prefills[0] is home) == (choice is PrefillChoice.HOME)
+
+
+def test_the_nodes_after_home_are_ranked_by_queue() -> None:
+    fleet = with_prefills(5)
+    place = policy(fleet, max_prefill_candidates=4).place
+    home = place(request(session_key=b"s")).prefills[0]
+    others = [node for node in fleet.registry.nodes(PREFILL) if node is not home]
+    for tokens, node in zip((400, 100, 300, 200), others, strict=True):
+        node.work.num_tokens = tokens
+    ranked = place(request(session_key=b"s")).prefills
+    assert ranked == (home, others[1], others[3], others[2])
+
+
+def test_a_slower_node_counts_as_fuller() -> None:
+    fleet = Fleet()
+    fleet.add("d")
+    slow = fleet.add("slow", PREFILL, num_waiting_tokens=1000, prefill_tokens_per_s=100.0)
+    fast = fleet.add("fast", PREFILL, num_waiting_tokens=5000, prefill_tokens_per_s=10000.0)
+    placement = policy(fleet).place(request())
+    assert placement.prefills == (fast, slow)
+    assert placement.choice is PrefillChoice.LEAST_LOADED
+
+
+def test_requests_without_session_spread_over_idle_nodes() -> None:
+    fleet = with_prefills(4)
+    place = policy(fleet).place
+    firsts = Counter(place(request(request_id=f"r{i}")).prefills[0].address for i in range(400))
+    assert min(firsts.values()) > 60
+
+
+def test_own_work_counts_before_a_report_knows_of_it() -> None:
+    fleet = with_prefills(2)
+    place = policy(fleet).place
+    home = place(request(session_key=b"s")).prefills[0]
+    for reports_in_between in (False, True):
+        with home.hold_tokens(10_000):
+            assert place(request(session_key=b"s")).choice is PrefillChoice.SPILL
+            if reports_in_between:
+                fresh = report(PREFILL, sequence=2, prefill_tokens_per_s=1000.0)
+                fleet.clock.now += 0.25
+                fleet.registry.apply_report(home.address, fresh)
+                assert place(request(session_key=b"s")).choice is PrefillChoice.SPILL
+        assert place(request(session_key=b"s")).choice is PrefillChoice.HOME
+        assert (home.work.num_tokens, home.work.recent_tokens) == (0, 0)
+
+
+def test_only_nodes_whose_kv_agrees_work_together() -> None:
+    fleet = Fleet()
+    for version in ("a", "b"):
+        for i in range(2):
+            fleet.add(f"d{version}{i}", fingerprint=version)
+            fleet.add(f"p{version}{i}", PREFILL, fingerprint=version)
+    place = policy(fleet).place
+    for key in sessions(100):
+        placement = place(request(session_key=key))
+        assert placement.decode.report is not None
+        wanted = placement.decode.report.fingerprint
+        assert [n.report.fingerprint for n in placement.prefills if n.report] == [wanted] * 2
+
+
+def test_decode_nodes_without_a_partner_serve_only_when_none_has_one() -> None:
+    fleet = Fleet()
+    alone = fleet.add("alone", fingerprint="new")
+    paired = fleet.add("paired", fingerprint="old")
+    prefill = fleet.add("p", PREFILL, fingerprint="old")
+    place = policy(fleet).place
+    assert {place(request()).decode for _ in range(20)} == {paired}
+    fleet.registry.apply_report(prefill.address, draining(PREFILL))
+    placements = [place(request()) for _ in range(50)]
+    assert {placement.decode for placement in placements} == {alone, paired}
+    assert {placement.choice for placement in placements} == {PrefillChoice.NONE}
+
+
+# Decode ----------------------------------------------------------------------------------------
+
+
+def test_the_less_loaded_of_two_random_nodes_is_taken() -> None:
+    fleet = Fleet()
+    for i in range(8):
+        fleet.add(f"d{i}", num_running_requests=i)
+    place = policy(fleet).place
+    counts = Counter(place(request()).decode.address.target for _ in range(2000))
+    assert counts["d7:80"] == 0
+    assert counts["d0:80"] > counts["d3:80"] > counts["d6:80"] > 0
+
+
+def test_a_burst_between_two_reports_is_shared_evenly() -> None:
+    fleet = Fleet()
+    nodes = [fleet.add(f"d{i}") for i in range(4)]
+    place = policy(fleet).place
+    for _ in range(400):
+        place(request()).decode.work.recent_requests += 1
+    counts = [node.work.recent_requests for node in nodes]
+    assert sum(counts) == 400
+    assert max(counts) - min(counts) <= 6
+
+
+def test_tried_nodes_are_not_chosen_again() -> None:
+    fleet = Fleet()
+    nodes = [fleet.add(f"d{i}") for i in range(3)]
+    place = policy(fleet).place
+    assert {place(request(), nodes[:2]).decode for _ in range(10)} == {nodes[2]}
+    with pytest.raises(NoNodeAvailable):
+        place(request(), nodes)
+
+
+def test_the_error_says_what_the_nodes_are_doing() -> None:
+    fleet = Fleet()
+    with pytest.raises(NoNodeAvailable, match="No decode node is known"):
+        policy(fleet).place(request())
+    fleet.add("a", draining=True)
+    fleet.add("b")
+    fleet.clock.now += 60
+    fleet.registry.apply_report(fleet.node("a").address, draining())
+    with pytest.raises(NoNodeAvailable, match="2 known: 1 draining, 1 down"):
+        policy(fleet).place(request())
+
+
+def test_an_unknown_model_is_told_from_one_that_is_away() -> None:
+    fleet = Fleet()
+    fleet.add("a", model_name="here")
+    fleet.add("b", model_name="away", draining=True)
+    place = policy(fleet).place
+    with pytest.raises(ModelNotFound, match="'away', 'here'"):
+        place(request(model="nowhere"))
+    with pytest.raises(NoNodeAvailable):
+        place(request(model="away"))
+    assert place(request(model="here")).decode is fleet.node("a")
+
+
+# Filters ---------------------------------------------------------------------------------------
+
+
+def test_suspect_nodes_are_used_only_when_none_is_ready() -> None:
+    fleet = Fleet()
+    late, fresh = fleet.add("late"), fleet.add("fresh")
+    fleet.clock.now += 4
+    fleet.registry.apply_report(fresh.address, report(sequence=2))
+    assert fleet.registry.usable(NodeRole.DECODE) == [fresh]
+    fleet.registry.mark_disconnected(fresh.address)
+    assert fleet.registry.usable(NodeRole.DECODE) == [late, fresh]
+    fleet.clock.now += 7
+    assert fleet.registry.usable(NodeRole.DECODE) == [fresh]

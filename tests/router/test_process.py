@@ -1,0 +1,129 @@
+"""`python -m router` as its supervisor sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from router.__main__ import main
+from router.config import RouterSettings
+from tests.router.cluster import TIMEOUT_S, Cluster
+from tests.router.fakes import event, open_stream
+from tests.router.processes import ready_line, router_process
+
+BODY = {"model": "demo", "prompt": "hello", "stream": True}
+
+
+async def _ready(process: asyncio.subprocess.Process) -> str:
+    line = await ready_line(process)
+    assert line["event"] == "ready"
+    return f"http://{line['host']}:{line['port']}"
+
+
+async def _status(client: aiohttp.ClientSession, url: str) -> int:
+    async with client.get(url) as response:
+        return response.status
+
+
+async def _wait_status(client: aiohttp.ClientSession, url: str, wanted: int) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while await _status(client, url) != wanted:
+            await asyncio.sleep(0.02)
+
+
+async def test_it_serves_and_drains_without_breaking_an_answer(cluster: Cluster) -> None:
+    gate = asyncio.Event()
+
+    async def held(request: web.Request) -> web.StreamResponse:
+        response = await open_stream(request)
+        await response.write(event(0))
+        await gate.wait()
+        await response.write(event(1))
+        return response
+
+    decode = await cluster.decode(handler=held)
+    args = ("--decode", decode.entry, "--drain-delay-s", "0.5")
+    async with router_process(*args) as process, aiohttp.ClientSession() as client:
+        url = await _ready(process)
+        await _wait_status(client, url + "/ready", 200)
+        async with client.post(url + "/v1/completions", json=BODY) as response:
+            assert await response.content.readany() == event(0)
+            process.send_signal(signal.SIGTERM)
+            await _wait_status(client, url + "/ready", 503)
+            async with aiohttp.ClientSession() as late:
+                with pytest.raises(aiohttp.ClientConnectionError):
+                    await _wait_status(late, url + "/health", -1)
+            gate.set()
+            assert await response.read() == event(1)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await process.wait() == 0
+
+
+async def test_a_second_signal_cuts_open_answers_short(cluster: Cluster) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = await open_stream(request)
+        await response.write(event(0))
+        await asyncio.Event().wait()
+        return response
+
+    decode = await cluster.decode(handler=endless)
+    async with (
+        router_process("--decode", decode.entry) as process,
+        aiohttp.ClientSession() as client,
+    ):
+        url = await _ready(process)
+        await _wait_status(client, url + "/ready", 200)
+        async with client.post(url + "/v1/completions", json=BODY) as response:
+            await response.content.readany()
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+            assert process.returncode is None
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(TIMEOUT_S):
+                assert await process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("--decode", "nonsense"), 2, "host:http_port/grpc_port"),
+        (("--max-attempts", "0"), 2, "max_attempts"),
+        (("--host", "203.0.113.1"), 1, "cannot listen on 203.0.113.1"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_nothing_starts(
+    args: tuple[str, ...],
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("router.__main__.configure_logging", lambda level: None)
+    assert main(["--port", "0", *args]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+
+
+def test_a_setting_is_a_flag_and_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_ROUTER_DECODE", "a:1/2")
+    monkeypatch.setenv("TANDEM_ROUTER_PORT", "9000")
+    settings = RouterSettings(_cli_parse_args=["--port", "9001", "--stale-after-s", "5"])
+    assert (settings.decode, settings.port, settings.stale_after_s) == ("a:1/2", 9001, 5.0)
+    assert settings.host == "127.0.0.1"
+
+
+def test_every_setting_is_described() -> None:
+    fields: dict[str, Any] = dict(RouterSettings.model_fields)
+    assert all(field.description for field in fields.values())
+
+
+def test_keys_do_not_show_when_settings_are_printed() -> None:
+    settings = RouterSettings(api_keys="secret-1", node_api_key="secret-2")
+    assert "secret-1" not in repr(settings)
+    assert "secret-2" not in repr(settings)

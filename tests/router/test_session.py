@@ -1,0 +1,261 @@
+"""Rendezvous hashing, and what makes two requests one session."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.errors import BadRequest
+from router.nodes.session import Rendezvous, node_hash_seed
+from router.request.info import SessionSource, estimate_tokens, read_request_info
+from router.request.tenants import Priority, Tenant
+
+
+@dataclass(frozen=True)
+class Place:
+    name: str
+
+    @property
+    def hash_seed(self) -> int:
+        return node_hash_seed(self.name)
+
+
+names = st.sets(st.text(min_size=1, max_size=20), min_size=2, max_size=12).map(sorted)
+keys = st.binary(min_size=1, max_size=40)
+
+
+def home(key: bytes, nodes: Iterable[Place]) -> Place:
+    return Rendezvous(list(nodes)).home(key)
+
+
+@settings(deadline=None)
+@given(names, keys, st.randoms())
+def test_the_home_does_not_depend_on_the_order_of_nodes(
+    names: list[str], key: bytes, rng: Any
+) -> None:
+    nodes = [Place(name) for name in names]
+    shuffled = list(nodes)
+    rng.shuffle(shuffled)
+    assert home(key, nodes) == home(key, shuffled)
+
+
+@settings(deadline=None)
+@given(names, keys, st.data())
+def test_a_node_that_leaves_moves_only_its_own_sessions(
+    names: list[str], key: bytes, data: st.DataObject
+) -> None:
+    nodes = [Place(name) for name in names]
+    leaving = data.draw(st.sampled_from(nodes))
+    after = home(key, [node for node in nodes if node != leaving])
+    assert after == home(key, nodes) or home(key, nodes) == leaving
+
+
+@settings(deadline=None)
+@given(names, keys, st.text(min_size=1))
+def test_a_node_that_joins_takes_sessions_only_for_itself(
+    names: list[str], key: bytes, new: str
+) -> None:
+    nodes = [Place(name) for name in names]
+    assert home(key, {*nodes, Place(new)}) in (home(key, nodes), Place(new))
+
+
+@pytest.mark.parametrize(
+    ("count", "spread", "most_moved"),
+    [(16, 0.1, 1.2), (1000, 0.6, 2.6)],
+    ids=["all are weighed", "a window is weighed"],
+)
+def test_sessions_spread_evenly_and_one_node_more_takes_its_share(
+    count: int, spread: float, most_moved: float
+) -> None:
+    nodes = [Place(f"10.0.{i >> 8}.{i & 255}:5001") for i in range(count)]
+    more = [*nodes, Place("10.9.9.9:5001")]
+    keys = [str(i).encode() for i in range(40_000)]
+    fewer, larger = Rendezvous(nodes), Rendezvous(more)
+    homes = {key: fewer.home(key) for key in keys}
+    counts = Counter(homes.values())
+    assert len(counts) == count
+    assert max(counts.values()) < (1 + spread) * len(keys) / count
+    moved = sum(larger.home(key) != homes[key] for key in keys)
+    assert moved < most_moved * len(keys) / (count + 1)
+
+
+def test_a_session_that_was_forgotten_has_the_same_home() -> None:
+    rendezvous = Rendezvous([Place(f"n{i}") for i in range(5)])
+    before = rendezvous.home(b"session")
+    for i in range(20_000):
+        rendezvous.home(str(i).encode())
+    assert rendezvous.home(b"session") is before
+
+
+def _read(body: dict[str, Any], path: str = "/v1/chat/completions", **headers: str) -> Any:
+    return read_request_info(path, "r", headers, json.dumps(body).encode())
+
+
+SYSTEM = {"role": "system", "content": "You are kind."}
+HELLO = {"role": "user", "content": "Hello"}
+
+
+def test_the_header_wins_over_the_cache_key_and_that_over_the_prompt() -> None:
+    body = {"model": "m", "messages": [HELLO], "prompt_cache_key": "k"}
+    by_header = read_request_info("/", "r", {"x-session-id": "s"}, json.dumps(body).encode())
+    assert (by_header.session_source, by_header.session_id) == (SessionSource.HEADER, "s")
+    by_key = _read(body)
+    assert (by_key.session_source, by_key.session_id) == (SessionSource.CACHE_KEY, "k")
+    by_prompt = _read({"model": "m", "messages": [HELLO]})
+    assert (by_prompt.session_source, by_prompt.session_id) == (SessionSource.PROMPT, "")
+    assert len({by_header.session_key, by_key.session_key, by_prompt.session_key}) == 3
+
+
+@pytest.mark.parametrize("header", ["", "x" * 257, "line\nbreak", "ünï", "nul\0"])
+def test_a_session_id_that_cannot_be_a_header_is_not_used(header: str) -> None:
+    body = json.dumps({"messages": [HELLO]}).encode()
+    info = read_request_info("/", "r", {"x-session-id": header}, body)
+    assert info.session_source is SessionSource.PROMPT
+
+
+def test_later_turns_of_a_conversation_are_one_session() -> None:
+    first = _read({"model": "m", "messages": [SYSTEM, HELLO]})
+    answer = {"role": "assistant", "content": "Hi"}
+    again = {"role": "user", "content": "How are you?"}
+    later = _read({"model": "m", "stream": True, "messages": [SYSTEM, HELLO, answer, again]})
+    assert first.session_key == later.session_key
+
+
+def test_conversations_that_share_a_system_prompt_are_different_sessions() -> None:
+    other = {"role": "user", "content": "Good evening"}
+    one = _read({"model": "m", "messages": [SYSTEM, HELLO]})
+    two = _read({"model": "m", "messages": [SYSTEM, other]})
+    assert one.session_key != two.session_key
+
+
+def test_the_same_conversation_with_another_model_is_another_session() -> None:
+    assert (
+        _read({"model": "a", "messages": [HELLO]}).session_key
+        != _read({"model": "b", "messages": [HELLO]}).session_key
+    )
+
+
+@pytest.mark.parametrize(
+    ("long", "longer"),
+    [("abc" * 2000, "abc" * 2000 + "more"), ([7] * 4000, [7] * 4000 + [8])],
+    ids=["text", "token ids"],
+)
+def test_a_raw_prompt_that_grows_at_its_end_stays_one_session(long: Any, longer: Any) -> None:
+    one = _read({"model": "m", "prompt": long}, "/v1/completions")
+    two = _read({"model": "m", "prompt": longer}, "/v1/completions")
+    assert one.session_key == two.session_key
+    assert one.session_source is SessionSource.PROMPT
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": ""}, {"messages": []}, {"messages": 3}])
+def test_nothing_to_go_by_is_no_session(body: dict[str, Any]) -> None:
+    info = _read(body)
+    if info.session_source is SessionSource.NONE:
+        assert info.session_key == b""
+    else:
+        assert body == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [([1, 2, 3], 3), ([[1, 2], [3]], 3), ([5], 1), ("x" * 398, 100), ("", 0)],
+)
+def test_prompt_lengths_are_guessed(prompt: Any, tokens: int) -> None:
+    assert estimate_tokens(json.dumps(prompt).encode()) == tokens
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_body_is_read_or_refused(body: bytes) -> None:
+    try:
+        info = read_request_info("/v1/completions", "r", {}, body)
+    except BadRequest as error:
+        assert error.message
+    else:
+        assert isinstance(json.loads(body.decode("utf-8", "replace")), dict)
+        assert info.num_prompt_tokens >= 0
+
+
+# Tenants, priorities, turns --------------------------------------------------------------------
+
+
+def _read_as(tenant: Tenant, body: dict[str, Any], **headers: str) -> Any:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return read_request_info("/v1/chat/completions", "r", named, json.dumps(body).encode(), tenant)
+
+
+def test_tenants_with_a_salt_share_neither_sessions_nor_prefixes() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 9000}]}
+    infos = [_read_as(Tenant(salt=salt), body) for salt in (b"", b"a", b"b")]
+    assert len({info.session_key for info in infos}) == 3
+    assert len({info.prefix_blocks for info in infos}) == 3
+    assert {len(info.prefix_blocks) for info in infos} == {2}
+
+
+def test_a_salt_cannot_be_imitated_by_a_model_name() -> None:
+    one = _read_as(Tenant(salt=b"ab"), {"model": "c", "messages": [HELLO]})
+    two = _read_as(Tenant(salt=b"a"), {"model": "bc", "messages": [HELLO]})
+    assert one.session_key != two.session_key
+
+
+@pytest.mark.parametrize(
+    ("best", "wanted", "given"),
+    [
+        (Priority.STANDARD, "", Priority.STANDARD),
+        (Priority.STANDARD, "interactive", Priority.STANDARD),
+        (Priority.STANDARD, "batch", Priority.BATCH),
+        (Priority.INTERACTIVE, "Standard", Priority.STANDARD),
+        (Priority.BATCH, "interactive", Priority.BATCH),
+        (Priority.STANDARD, "first", Priority.STANDARD),
+    ],
+)
+def test_a_request_may_only_lower_its_class(best: Priority, wanted: str, given: Priority) -> None:
+    info = _read_as(Tenant(priority=best), {}, x_tandem_priority=wanted)
+    assert info.priority is given
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1500", 1.5), ("", 0), ("-5", 0), ("1e3", 0), ("9" * 30, 0), ("２", 0)]
+)
+def test_a_deadline_is_whole_milliseconds(text: str, seconds: float) -> None:
+    assert _read_as(Tenant(), {}, x_slo_ttft_ms=text).ttft_deadline_s == seconds
+
+
+def test_a_conversation_that_went_on_is_a_later_turn() -> None:
+    answer = {"role": "assistant", "content": "Hi"}
+    assert not _read({"messages": [SYSTEM, HELLO]}).is_later_turn
+    assert _read({"messages": [SYSTEM, HELLO, answer, HELLO]}).is_later_turn
+    assert not _read({"prompt": "Hello"}).is_later_turn
+
+
+def test_a_later_turn_has_the_blocks_of_the_earlier_one() -> None:
+    long = {"role": "user", "content": "tell me more " * 2000}
+    answer = {"role": "assistant", "content": "well " * 2000}
+    first = _read({"model": "m", "messages": [SYSTEM, long]})
+    later = _read({"model": "m", "messages": [SYSTEM, long, answer, HELLO]})
+    count = len(first.prefix_blocks)
+    assert count == 6
+    assert later.prefix_blocks[:count] == first.prefix_blocks
+    assert first.tokens_per_block == pytest.approx(1024, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        ({"max_tokens": "7"}, 0),
+        ({"max_tokens": -7}, 0),
+        ({"max_tokens": 1 << 80}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_longest_answer_is_read(body: dict[str, Any], count: int) -> None:
+    assert _read(body).max_tokens == count
