@@ -277,7 +277,7 @@ class SimCluster:
 
     def _place(self, request: SimRequest, router: SimRouter) -> None:
         began = time.perf_counter()
-        placement = router.placement.policy.place(request.info)
+        placement = router.policy.place(request.info)
         took_s = time.perf_counter() - began
         try:
             router.gate.check_placement(request.info, placement, self.now - request.at_s)

@@ -81,7 +81,7 @@ BETWEEN_VALUES = [
     ({"decode": {"drain": {"drainSeconds": 600}}}, "raise router.drain.drainSeconds"),
     ({"router": {"discovery": {"type": "static"}}}, "list the decode nodes"),
     ({"router": {"ports": {"admin": 8000}}}, "choose two"),
-    ({"router": {"discovery": {"prefill": ["a:1"]}}}, "set router.nodes.discovery.type to static"),
+    ({"router": {"discovery": {"prefill": ["a:1"]}}}, "set router.discovery.type to static"),
     (
         {"router": {"autoscaling": {"kind": "hpa", "minReplicas": 9}}},
         "minReplicas is more than maxReplicas",
