@@ -153,16 +153,16 @@
 {{- define "tandem.mistakes.router" -}}
 {{- $found := .found -}}
 {{- $router := .root.Values.router -}}
-{{- $discovery := $router.nodes.discovery -}}
+{{- $discovery := $router.discovery -}}
 {{- if eq (int $router.ports.http) (int $router.ports.admin) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "router.ports.http and router.ports.admin are both %d: choose two" (int $router.ports.http))) -}}
 {{- end -}}
 {{- if eq $discovery.type "static" -}}
 {{- if not $discovery.decode -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "router.nodes.discovery.type is static: list the decode nodes in router.nodes.discovery.decode, as host:http_port/grpc_port") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.discovery.type is static: list the decode nodes in router.discovery.decode, as host:http_port/grpc_port") -}}
 {{- end -}}
 {{- else if or $discovery.prefill $discovery.decode -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "router.nodes.discovery lists nodes, which type %s does not read: set router.nodes.discovery.type to static" $discovery.type)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "router.discovery lists nodes, which type %s does not read: set router.discovery.type to static" $discovery.type)) -}}
 {{- end -}}
 {{- if ne $router.autoscaling.kind "none" -}}{{- if gt (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.autoscaling: minReplicas is more than maxReplicas") -}}

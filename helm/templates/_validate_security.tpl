@@ -54,6 +54,6 @@
 {{- include "tandem.mistake" (dict "found" $found "text" "router.https.existingSecret is set, but router.https.enabled is false: set it to true") -}}
 {{- end -}}
 {{- if and (eq $values.router.discovery.type "static") $values.auth.clusterToken.enabled (not $values.auth.clusterToken.existingSecret) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "router.nodes.discovery.type is static: the nodes must know the cluster token, so set auth.clusterToken.existingSecret to a Secret with theirs, or auth.clusterToken.enabled to false") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.discovery.type is static: the nodes must know the cluster token, so set auth.clusterToken.existingSecret to a Secret with theirs, or auth.clusterToken.enabled to false") -}}
 {{- end -}}
 {{- end -}}
