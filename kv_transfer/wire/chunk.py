@@ -13,8 +13,8 @@ Kinds: DATA carries KV. BLOCKS tells a puller of the same host, which has mapped
 cache, where chunks lie: slot and number of a hold (`kv_transfer.memory.block_holds`), how many
 chunks, their places in the grid, then the sender's physical blocks of each group that occurs, in
 order and without those that the puller has; 32 bits each. All layers of a group lie in the same
-blocks, so these come once. HEARTBEAT says that the sender lives but has nothing yet. END is the last message
-of a complete stream; a stream that ends without it is broken.
+blocks, so these come once. HEARTBEAT says that the sender lives but has nothing yet. END is the
+last message of a complete stream; a stream that ends without it is broken.
 """
 
 from __future__ import annotations
