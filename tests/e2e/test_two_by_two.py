@@ -20,7 +20,11 @@ import pytest_asyncio
 
 REMOTE = ["--local-prefill-threshold", "0"]
 PATIENCE = ["--stale-after-s", "2", "--down-after-s", "4"]
-WORKER, CORE, TRANSFER = "engine.executor.worker_proc", "engine.core.core_proc", "kv_transfer.control.process"
+WORKER, CORE, TRANSFER = (
+    "engine.executor.worker_proc",
+    "engine.core.core_proc",
+    "kv_transfer.control.process",
+)
 
 
 def body(i: int) -> dict[str, Any]:
