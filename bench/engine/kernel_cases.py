@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.engine.kernel_timing import rotations
-from engine.layers.flash_attention import FlashPrompts
+from engine.layers.attention.backend import AttentionSpec
+from engine.layers.attention.flash_attention import FlashPrefill
+from engine.layers.attention.uncached_prefill import split_metadata
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.batch_tables import RowTables, StepInputs
@@ -120,14 +122,14 @@ def dense_attention(
         "sdpa flash": [lambda: run(SDPBackend.FLASH_ATTENTION)],
         "sdpa cudnn": [lambda: run(SDPBackend.CUDNN_ATTENTION)],
     }
-    package = FlashPrompts.package(BF16, HEAD_DIM, heads.device)
+    package = FlashPrefill.package(BF16, HEAD_DIM, heads.device)
     if package is not None:
         lengths = torch.empty(num_prompts, device=heads.device)
-        whole = AttentionMetadata(
-            lengths, bounds, lengths, 0, length, length, whole_prompt_lens=(length,) * num_prompts
-        )
-        flash = FlashPrompts(package)
-        others["FlashAttention 3"] = [lambda: flash.attend(heads, NUM_Q_HEADS, whole, SCALE)]
+        spec = AttentionSpec(NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE)
+        whole = AttentionMetadata(lengths, bounds, lengths, 0, length, length)
+        uncached = split_metadata(whole, (length,) * num_prompts)
+        flash = FlashPrefill(package)
+        others["FlashAttention 3"] = [lambda: flash.attend(spec, heads, uncached)]
     return others
 
 

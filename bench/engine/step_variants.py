@@ -35,7 +35,7 @@ from bench.engine.variant_list import (
 )
 from bench.engine.variant_model import VariantModel
 from bench.record import write_result
-from engine.layers.attention_backend import OWN_ATTENTION
+from engine.layers.attention.paged import PagedBackend
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 _LARGEST_LOGITS_ERROR, _LARGEST_KERNEL_ERROR = 0.1, 1e-2
@@ -157,7 +157,7 @@ def try_prefill(model: VariantModel) -> list[dict[str, object]]:
             trial.measure(Variant(name), model.prefill_step(lengths, backend))
         if lengths in _TUNED_PROMPTS:
             for variant in (*prefill_variants(), Variant("deterministic", deterministic=True)):
-                trial.measure(variant, model.prefill_step(lengths, OWN_ATTENTION))
+                trial.measure(variant, model.prefill_step(lengths, PagedBackend()))
         rows += trial.rows
     return rows
 
@@ -186,7 +186,7 @@ def compile_part(arguments: argparse.Namespace) -> None:
     work += [(16, variant) for variant in (*narrow_variants(), *whole_steps())]
     work += [(0, variant) for variant in prefill_variants()]
     for batch, variant in work[index::count]:
-        step = model.prefill_step((2048, 1024), OWN_ATTENTION)
+        step = model.prefill_step((2048, 1024), PagedBackend())
         if batch:
             step = model.decode_step(model.decode_metadata(batch, 1088))
         try:

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from bench.engine.offline import shape_config
 from engine.distributed import TensorParallelGroup
-from engine.layers.attention_backend import OWN_ATTENTION, AttentionBackend, choose_attention
-from engine.layers.cudnn_prompts import CudnnPrompts
-from engine.layers.flash_attention import FlashPrompts
+from engine.layers.attention.backend import AttentionBackend
+from engine.layers.attention.cudnn_prefill import CudnnPrefill
+from engine.layers.attention.flash_attention import FlashPrefill
+from engine.layers.attention.paged import PagedBackend
+from engine.layers.attention.selection import choose_attention
+from engine.layers.attention.uncached_prefill import UncachedPrefillBackend, split_metadata
+from engine.models.base import ForwardInputs
 from engine.models.llama import LlamaDecoderLayer
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
@@ -69,22 +73,21 @@ class VariantModel:
     def decode_step(self, metadata: AttentionMetadata) -> Callable[[], Tensor]:
         """Gives logits."""
         positions = metadata.seq_lens.long() - 1
-        step = self._step(positions, metadata)
+        step = self._step(positions, metadata, PagedBackend())
         return lambda: self.model.compute_logits(step())
 
     def prefill_step(
         self, lengths: tuple[int, ...], backend: AttentionBackend, num_cached: int = 0
     ) -> Callable[[], Tensor]:
         """Prompts behind `num_cached` tokens that are in the cache; gives the logits of their last
-        tokens. Whole prompts are attended apart, as the runner has it."""
+        tokens. Uncached prompts are attended apart, as the runner has it."""
         lengths = tuple(sorted(lengths, reverse=True))
         num_cached = min(num_cached, self.longest_context)
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths]) + num_cached
         metadata = self._metadata([n + num_cached for n in lengths], list(lengths))
-        apart_from = backend.whole_prompts_from
-        if apart_from is not None and num_cached == 0:
-            apart = tuple(n for n in lengths if n >= apart_from)
-            metadata = replace(metadata, whole_prompt_lens=apart)
+        if isinstance(backend, UncachedPrefillBackend) and num_cached == 0:
+            apart = tuple(n for n in lengths if n >= backend.dense.min_tokens)
+            metadata = split_metadata(metadata, apart) if apart else metadata
         step = self._step(positions, metadata, backend)
         last = metadata.query_start_loc[1:].long() - 1
         return lambda: self.model.compute_logits(step().index_select(0, last))
@@ -93,20 +96,23 @@ class VariantModel:
         """By name; `present` is what the engine chooses here, the others attend to all prompts of a
         batch alike."""
         shape = torch.bfloat16, self.config.model.head_dim, self.device
-        ways = {"present": choose_attention(self.config, self.device), "triton": OWN_ATTENTION}
-        if CudnnPrompts.is_available(*shape):
-            ways["cuDNN"] = AttentionBackend(whole_prompts=CudnnPrompts(_SHORTEST_APART))
-        package = FlashPrompts.package(*shape)
+        ways: dict[str, AttentionBackend] = {
+            "present": choose_attention(self.config, self.device),
+            "triton": PagedBackend(),
+        }
+        if CudnnPrefill.is_available(*shape):
+            ways["cuDNN"] = UncachedPrefillBackend(CudnnPrefill(_SHORTEST_APART))
+        package = FlashPrefill.package(*shape)
         if package is not None:
-            prompts = FlashPrompts(package, _SHORTEST_APART)
-            ways["FlashAttention 3"] = AttentionBackend(whole_prompts=prompts)
+            dense = FlashPrefill(package, _SHORTEST_APART)
+            ways["FlashAttention 3"] = UncachedPrefillBackend(dense)
         return ways
 
     def _step(
         self,
         positions: Tensor,
         metadata: AttentionMetadata,
-        backend: AttentionBackend = OWN_ATTENTION,
+        backend: AttentionBackend,
     ) -> Callable[[], Tensor]:
         counts = metadata.query_start_loc.diff()
         requests = torch.repeat_interleave(counts)
@@ -121,7 +127,9 @@ class VariantModel:
         def run() -> Tensor:
             ordered = replace(metadata, fixed_order=self.model.lm_head.deterministic)
             hidden: Tensor = self.model(
-                ids, positions, self.kv_caches, slots, ordered, lambda layer: None, backend
+                ForwardInputs(
+                    ids, positions, slots, self.kv_caches, ordered, backend, lambda layer: None
+                )
             )
             return hidden
 

@@ -12,14 +12,12 @@ Order of requests, so that every group is a slice:
     |  one token each  | chunks that end     | chunks that leave       |
     |  (all sample)    | a prefill (sample)  | a rest (do not sample)  |
 
-Long prompts without a cached beginning may be asked to come right behind the decodes; attention
-treats them apart.
+Within its group, the attention backend puts the chunks in order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TypeAlias
 
 import numpy as np
@@ -28,8 +26,8 @@ import torch
 
 from engine.batch.buffer_utils import upload
 from engine.batch.states import RequestState
+from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.batch_tables import RowTables, StepInputs
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -40,96 +38,64 @@ _ALIGNED_INTS = 4
 
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
-    """Who computes how much. Arrays are indexed by position in the batch."""
+    """Says who computes how much. Arrays are indexed by position in the batch."""
 
     rows: Int32Array
     """batch position -> row."""
     query_lens: Int32Array
+    seq_lens: Int32Array
+    """Context with this step's tokens."""
     num_decodes: int
     num_sampled: int
-    whole_prompt_lens: tuple[int, ...] = ()
-    """Of the requests behind the decodes; see `order_batch`."""
 
 
 def order_batch(
     decode_rows: Int32Array,
     prefill_chunks: list[tuple[int, int]],
     states: RequestState,
-    whole_prompts_from: int | None = None,
+    attention: AttentionBackend,
 ) -> BatchOrder:
     """Decodes first. A chunk of one token that ends its prefill runs as a decode: so does the
     first step of a request whose KV came from a peer.
-
-    Args:
-        whole_prompts_from: Chunks of so many tokens or more that begin their sequence come behind
-            the decodes; None: they are like all others.
 
     Raises:
         RowError: A chunk is empty, goes beyond its prefill, or belongs to nobody.
     """
     as_decode: list[int] = []
-    ending: list[tuple[int, int]] = []
-    leaving: list[tuple[int, int]] = []
+    ending: list[PrefillChunk] = []
+    leaving: list[PrefillChunk] = []
     for row, length in prefill_chunks:
         states.check_chunk(row, length)
+        chunk = PrefillChunk(row, length, int(states.num_computed_np[row]))
         if length < states.num_uncomputed_prefill(row):
-            leaving.append((row, length))
+            leaving.append(chunk)
         elif length == 1:
             as_decode.append(row)
         else:
-            ending.append((row, length))
-    whole_prompt_lens: tuple[int, ...] = ()
-    if whole_prompts_from is not None:
-        ending, leaving, whole_prompt_lens = _whole_prompts_first(
-            ending, leaving, states, whole_prompts_from
-        )
+            ending.append(chunk)
     num_decodes = len(decode_rows) + len(as_decode)
-    chunks = np.array(ending + leaving, np.int32).reshape(-1, 2)
+    in_order = attention.order(ending) + attention.order(leaving)
+    chunks = np.array(in_order, np.int32).reshape(-1, 3)
+    rows = np.concatenate([decode_rows, np.array(as_decode, np.int32), chunks[:, 0]])
+    query_lens = np.concatenate([np.ones(num_decodes, np.int32), chunks[:, 1]])
     return BatchOrder(
-        rows=np.concatenate([decode_rows, np.array(as_decode, np.int32), chunks[:, 0]]),
-        query_lens=np.concatenate([np.ones(num_decodes, np.int32), chunks[:, 1]]),
+        rows=rows,
+        query_lens=query_lens,
+        seq_lens=states.num_computed_np[rows] + query_lens,
         num_decodes=num_decodes,
         num_sampled=num_decodes + len(ending),
-        whole_prompt_lens=whole_prompt_lens,
     )
-
-
-def _whole_prompts_first(
-    ending: list[tuple[int, int]],
-    leaving: list[tuple[int, int]],
-    states: RequestState,
-    min_tokens: int,
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]], tuple[int, ...]]:
-    """Both in a new order, and the lengths of the whole prompts that lie together. Those that
-    leave come behind all that end, so they are among them only if all that end are whole."""
-
-    def is_part(chunk: tuple[int, int]) -> bool:
-        return chunk[1] < min_tokens or states.num_computed_np[chunk[0]] > 0
-
-    ending, leaving = sorted(ending, key=is_part), sorted(leaving, key=is_part)
-    together = list(takewhile(lambda chunk: not is_part(chunk), ending + leaving))
-    return ending, leaving, tuple(length for _, length in together)
 
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """R requests with T tokens, the first `num_sampled` of which get a new token.
+    """R requests with T tokens, the first `order.num_sampled` of which get a new token.
 
-    `_np` arrays are on the host and indexed by position in the batch. Tensors are views of the
-    input buffers: the next `prepare` overwrites them.
+    Tensors are views of the input buffers: the next `prepare` overwrites them.
     """
 
-    rows_np: Int32Array
-    """[R], batch position -> row."""
-    seq_lens_np: Int32Array
-    """[R], context with this step's tokens."""
-    num_decodes: int
-    num_sampled: int
+    order: BatchOrder
     num_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    whole_prompt_lens: tuple[int, ...]
-    """Of the requests behind the decodes, which attention treats apart."""
     idx_mapping: torch.Tensor
     """[R] int32, batch position -> row."""
     query_start_loc: torch.Tensor
@@ -147,24 +113,12 @@ class InputBatch:
 
     @property
     def num_reqs(self) -> int:
-        return len(self.rows_np)
+        return len(self.order.rows)
 
     @property
     def logits_indices(self) -> torch.Tensor:
         """[num_sampled], the last token of each request that samples."""
-        return self.query_start_loc[1 : self.num_sampled + 1] - 1
-
-    def attention_metadata(self, fixed_order: bool = False) -> AttentionMetadata:
-        return AttentionMetadata(
-            block_tables=self.block_tables,
-            query_start_loc=self.query_start_loc,
-            seq_lens=self.seq_lens,
-            num_decodes=self.num_decodes,
-            max_query_len=self.max_query_len,
-            max_seq_len=self.max_seq_len,
-            whole_prompt_lens=self.whole_prompt_lens,
-            fixed_order=fixed_order,
-        )
+        return self.query_start_loc[1 : self.order.num_sampled + 1] - 1
 
 
 class InputBuffers:
@@ -192,13 +146,13 @@ class InputBuffers:
             block_tables=zeros(max_num_reqs, max_num_blocks),
         )
 
-    def prepare(self, order: BatchOrder, states: RequestState, tables: RowTables) -> InputBatch:
+    def prepare(self, order: BatchOrder, tables: RowTables) -> InputBatch:
         """Loads and gathers a batch that is not empty. Raises `ValueError` like `load`."""
-        batch = self.load(order, states, len(order.rows))
+        batch = self.load(order, len(order.rows))
         self.gather(len(order.rows), tables)
         return batch
 
-    def load(self, order: BatchOrder, states: RequestState, num_padded: int) -> InputBatch:
+    def load(self, order: BatchOrder, num_padded: int) -> InputBatch:
         """The batch, whose inputs `gather(num_padded)` will fill; requests behind it are nobody's.
 
         Raises:
@@ -215,8 +169,7 @@ class InputBuffers:
                 f"({self.max_num_tokens})"
             )
         self._upload(order.rows, bounds)
-        seq_lens = states.num_computed_np[order.rows] + order.query_lens
-        return self._batch(order, seq_lens, num_reqs, num_tokens)
+        return self._batch(order, num_reqs, num_tokens)
 
     def load_padding(self, num_reqs: int, num_tokens: int) -> InputBatch:
         """Requests that are nobody's: what a graph is recorded with. As many tokens as requests:
@@ -226,8 +179,8 @@ class InputBuffers:
         query_lens = np.ones(num_reqs, np.int32)
         query_lens[-1] += num_tokens - num_reqs
         num_decodes = num_reqs if num_reqs == num_tokens else 0
-        order = BatchOrder(nobody, query_lens, num_decodes, num_reqs)
-        return self._batch(order, query_lens, num_reqs, num_tokens)
+        order = BatchOrder(nobody, query_lens, query_lens, num_decodes, num_reqs)
+        return self._batch(order, num_reqs, num_tokens)
 
     def gather(self, num_reqs: int, tables: RowTables) -> None:
         """Fills the inputs of what was loaded."""
@@ -249,19 +202,11 @@ class InputBuffers:
             upload(order, self._order[: len(order)])
             self._loaded = order
 
-    def _batch(
-        self, order: BatchOrder, seq_lens: Int32Array, num_reqs: int, num_tokens: int
-    ) -> InputBatch:
+    def _batch(self, order: BatchOrder, num_reqs: int, num_tokens: int) -> InputBatch:
         inputs = self._inputs
         return InputBatch(
-            rows_np=order.rows,
-            seq_lens_np=seq_lens,
-            num_decodes=order.num_decodes,
-            num_sampled=order.num_sampled,
+            order=order,
             num_tokens=num_tokens,
-            max_query_len=int(order.query_lens.max()),
-            max_seq_len=int(seq_lens.max()),
-            whole_prompt_lens=order.whole_prompt_lens,
             idx_mapping=self._idx_mapping(num_reqs),
             query_start_loc=self._query_start_loc(num_reqs),
             input_ids=inputs.input_ids[:num_tokens],

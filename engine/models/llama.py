@@ -12,20 +12,19 @@ product before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from engine.config import EngineConfig, ModelConfig
-from engine.layers.attention import Attention, AttentionInputs
-from engine.layers.attention_backend import OWN_ATTENTION, AttentionBackend
+from engine.layers.attention.layer import Attention, AttentionInputs
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import cos_sin_cache
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.models.base import ForwardInputs
 from kv_transfer.layout import HeadRange
-from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 class LlamaAttention(nn.Module):
@@ -149,31 +148,16 @@ class LlamaForCausalLM(nn.Module):
         )
         self.register_buffer("cos_sin_cache", rotary.to(shard.device), persistent=False)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: list[Tensor],
-        slot_mapping: Tensor,
-        metadata: AttentionMetadata,
-        on_layer: Callable[[int], None],
-        backend: AttentionBackend = OWN_ATTENTION,
-    ) -> Tensor:
-        """[T] token ids -> hidden states [T, H], after the last norm.
-
-        Args:
-            positions: [T] int64.
-            kv_caches: Of each layer, [N, 2, Hkv, B, D].
-            slot_mapping: [T] int64, block * B + offset; -1: nowhere.
-            on_layer: Told the index of each layer when its keys and values are in the cache.
-            backend: Whose kernels attend.
-        """
-        inputs = AttentionInputs(positions, self.cos_sin_cache, slot_mapping, metadata, backend)
-        x: Tensor | None = self.embed_tokens(input_ids)
+    def forward(self, step: ForwardInputs) -> Tensor:
+        """[T] token ids -> hidden states [T, H], after the last norm."""
+        inputs = AttentionInputs(
+            step.positions, self.cos_sin_cache, step.slot_mapping, step.metadata, step.backend
+        )
+        x: Tensor | None = self.embed_tokens(step.input_ids)
         residual: Tensor | None = None
-        for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+        for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
             x, residual = layer(x, residual, kv_cache, inputs)
-            on_layer(index)
+            step.on_layer(index)
         assert residual is not None
         return self.norm.add(x, residual)[0]
 

@@ -75,8 +75,8 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
         """`logits` [S, V] float32 of the first S requests of `batch`; may be changed."""
-        num_sampled = batch.num_sampled
-        rows = batch.rows_np[:num_sampled]
+        num_sampled = batch.order.num_sampled
+        rows = batch.order.rows[:num_sampled]
         idx_mapping = batch.idx_mapping[:num_sampled]
         has_bias = self._logit_bias.needed_by(rows)
         has_penalties = self.penalties.needed_by(rows)
@@ -86,7 +86,7 @@ class Sampler:
             logprobs = LogprobsRequest(logits, wanted, keep=has_bias or has_penalties)
 
         if has_bias:
-            self._logit_bias.apply(logits, rows, batch.seq_lens_np[:num_sampled])
+            self._logit_bias.apply(logits, rows, batch.order.seq_lens[:num_sampled])
         if has_penalties:
             self.penalties.apply(logits, idx_mapping)
         has_filters = self._params.has_filters(rows)

@@ -29,7 +29,8 @@ from engine.batch.decode_set import DecodeSet
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.states import RequestState, RowError
 from engine.config import EngineConfig
-from engine.layers.attention_backend import choose_attention
+from engine.layers.attention.selection import choose_attention
+from engine.models.base import ForwardInputs
 from engine.models.llama import LlamaForCausalLM
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
@@ -47,8 +48,6 @@ from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
 
 _NO_TOKEN = -1
-_LONGEST_DECODE_WITH_PROMPTS = 4096
-"""Graphs with prompts attend decodes without cutting their contexts: one program walks each."""
 
 
 class ModelRunner:
@@ -104,7 +103,7 @@ class ModelRunner:
             self._decode_set.rows,
             step.prefill_chunks,
             self.states,
-            self._attention.whole_prompts_from,
+            self._attention,
         )
         rows = order.rows[: order.num_sampled]
         epochs = self.states.epoch_np[rows].tolist()
@@ -154,9 +153,8 @@ class ModelRunner:
         max_model_len = self._config.model.max_model_len
         longest = min(max_model_len, limits.max_num_batched_tokens)
         steps = warm_up_steps(limits.max_num_seqs, longest, max_model_len)
-        if self._attention.whole_prompts is not None:
-            num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
-            self._attention.whole_prompts.prepare(num_heads, self.kv_caches[0], longest)
+        num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
+        self._attention.prepare(num_heads, self.kv_caches[0], longest)
         for index, step in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(step)
@@ -235,21 +233,16 @@ class ModelRunner:
         if order.num_decodes == num_reqs:
             size = self._graphs.dispatch(num_reqs)
             return None if size is None else GraphKey(size, size, samples)
-        if not samples or order.num_sampled < num_reqs or order.whole_prompt_lens:
+        if not samples or order.num_sampled < num_reqs or not self._attention.graph_ok(order):
             return None
         if self._prompt_logprobs.needed_by(order):
             return None
-        if order.num_decodes > 0 and self._longest_context(order) > _LONGEST_DECODE_WITH_PROMPTS:
-            return None
         return self._graphs.dispatch_prompts(num_reqs, int(order.query_lens.sum()))
-
-    def _longest_context(self, order: BatchOrder) -> int:
-        return int((self.states.num_computed_np[order.rows] + order.query_lens).max())
 
     def _run_eagerly(
         self, order: BatchOrder, on_layer: OnLayer
     ) -> tuple[SamplerOutput | None, list[PromptLogprobsTensors]]:
-        batch = self._input_buffers.prepare(order, self.states, self._row_tables)
+        batch = self._input_buffers.prepare(order, self._row_tables)
         hidden = self._forward(batch, on_layer)
         of_prompts = self._prompt_logprobs.compute(
             order, hidden, self.states, self._model.compute_logits
@@ -261,7 +254,7 @@ class ModelRunner:
     def _run_graph(self, order: BatchOrder, key: GraphKey, on_layer: OnLayer) -> SamplerOutput:
         assert self._graphs is not None
         num_reqs = len(order.rows)
-        batch = self._input_buffers.load(order, self.states, key.num_reqs)
+        batch = self._input_buffers.load(order, key.num_reqs)
         self._graphs.replay(key)
         for layer in range(len(self.kv_caches)):
             on_layer(layer)
@@ -290,19 +283,21 @@ class ModelRunner:
 
     def _forward(self, batch: InputBatch, on_layer: OnLayer) -> torch.Tensor:
         hidden: torch.Tensor = self._model(
-            batch.input_ids,
-            batch.positions,
-            self.kv_caches,
-            batch.slot_mapping,
-            batch.attention_metadata(self._config.device.deterministic),
-            on_layer,
-            self._attention,
+            ForwardInputs(
+                batch.input_ids,
+                batch.positions,
+                batch.slot_mapping,
+                self.kv_caches,
+                self._attention.metadata(batch),
+                self._attention,
+                on_layer,
+            )
         )
         return hidden
 
     def _sample(self, hidden: torch.Tensor, batch: InputBatch) -> SamplerOutput | None:
         """None when only unfinished prompts ran."""
-        if batch.num_sampled == 0:
+        if batch.order.num_sampled == 0:
             return None
         logits = self._model.compute_logits(hidden.index_select(0, batch.logits_indices))
         return self.sampler(logits, batch)
@@ -310,7 +305,7 @@ class ModelRunner:
     def _advance_rows(self, batch: InputBatch, sampled: SamplerOutput | None) -> None:
         token_ids = torch.full((batch.num_reqs,), _NO_TOKEN, dtype=torch.int64, device=self._device)
         if sampled is not None:
-            token_ids[: batch.num_sampled] = sampled.token_ids
+            token_ids[: batch.order.num_sampled] = sampled.token_ids
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables)
 
 

@@ -1,8 +1,8 @@
-"""What one attention call needs to know about the step's requests."""
+"""Describes a step's requests to one attention call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -24,8 +24,6 @@ class AttentionMetadata:
         num_decodes: Leading requests with exactly one query token.
         max_query_len: Upper bound of the query lengths, known on the host.
         max_seq_len: Upper bound of `seq_lens`, known on the host.
-        whole_prompt_lens: Query lengths of the requests behind the decodes, if they are prompts
-            without a cached beginning that may be attended apart. Kernels need not look at it.
         fixed_order: What a query token attends to is added up in one order, whatever else is in
             the batch, and however its request's tokens are cut into steps.
     """
@@ -36,34 +34,4 @@ class AttentionMetadata:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
-    whole_prompt_lens: tuple[int, ...] = ()
     fixed_order: bool = False
-
-    @property
-    def whole_prompts_end(self) -> int:
-        """The query row behind the whole prompts."""
-        return self.num_decodes + sum(self.whole_prompt_lens)
-
-    def decodes(self) -> AttentionMetadata:
-        """The decodes alone."""
-        return replace(
-            self,
-            block_tables=self.block_tables[: self.num_decodes],
-            query_start_loc=self.query_start_loc[: self.num_decodes + 1],
-            seq_lens=self.seq_lens[: self.num_decodes],
-            max_query_len=1,
-            whole_prompt_lens=(),
-        )
-
-    def behind_whole_prompts(self) -> AttentionMetadata:
-        """The other requests, without the decodes; their query rows count from
-        `whole_prompts_end`. Copies, because kernels are compiled by how addresses are aligned."""
-        first = self.num_decodes + len(self.whole_prompt_lens)
-        return replace(
-            self,
-            block_tables=self.block_tables[first:].clone(),
-            query_start_loc=self.query_start_loc[first:] - self.whole_prompts_end,
-            seq_lens=self.seq_lens[first:].clone(),
-            num_decodes=0,
-            whole_prompt_lens=(),
-        )

@@ -15,6 +15,8 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import carry_over
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.states import RequestState, RowError
+from engine.layers.attention.backend import AttentionBackend, PrefillChunk
+from engine.layers.attention.paged import PagedBackend
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData
 from tandem_kernels.batch_tables import RowTables
@@ -60,7 +62,7 @@ class Rows:
         return self.states.row_tables(self.block_tables)
 
     def prepare(self, order: BatchOrder) -> InputBatch:
-        return self.buffers.prepare(order, self.states, self.tables)
+        return self.buffers.prepare(order, self.tables)
 
 
 @st.composite
@@ -78,32 +80,34 @@ def steps(draw: st.DrawFn) -> list[Entry]:
     return entries
 
 
-def order_of(rows: Rows, entries: list[Entry], whole_prompts_from: int | None = None) -> BatchOrder:
+def order_of(
+    rows: Rows, entries: list[Entry], attention: AttentionBackend | None = None
+) -> BatchOrder:
     decode_rows = np.array(sorted(e.row for e in entries if e.chunk == 0), np.int32)
     chunks = [(e.row, e.chunk) for e in entries if e.chunk]
-    return order_batch(decode_rows, chunks, rows.states, whole_prompts_from)
+    return order_batch(decode_rows, chunks, rows.states, attention or PagedBackend())
 
 
-@given(entries=steps(), min_tokens=st.integers(1, MAX_TOKENS // ROWS))
+class LongestFirst(PagedBackend):
+    def order(self, chunks: list[PrefillChunk]) -> list[PrefillChunk]:
+        return sorted(chunks, key=lambda chunk: (-chunk.num_tokens, -chunk.num_computed))
+
+
+@given(entries=steps())
 @settings(deadline=None)
-def test_whole_prompts_lie_behind_the_decodes(entries: list[Entry], min_tokens: int) -> None:
+def test_the_backend_orders_chunks_within_their_group(entries: list[Entry]) -> None:
     rows = Rows(entries)
-    plain = order_of(rows, entries)
-    order = order_of(rows, entries, min_tokens)
+    plain, order = order_of(rows, entries), order_of(rows, entries, LongestFirst())
     assert (order.num_decodes, order.num_sampled) == (plain.num_decodes, plain.num_sampled)
-    for start, end in pairwise((0, order.num_decodes, order.num_sampled, len(order.rows))):
-        pairs = (
-            zip(o.rows[start:end], o.query_lens[start:end], strict=True) for o in (plain, order)
+    bounds = (order.num_decodes, order.num_sampled, len(order.rows))
+    assert order.rows[: bounds[0]].tolist() == plain.rows[: bounds[0]].tolist()
+    for start, end in pairwise(bounds):
+        kept, found = (
+            [(int(o.query_lens[i]), int(o.seq_lens[i]), int(o.rows[i])) for i in range(start, end)]
+            for o in (plain, order)
         )
-        assert sorted(next(pairs)) == sorted(next(pairs))
-    by_row = {e.row: e for e in entries}
-    chunks = [by_row[int(row)] for row in order.rows[order.num_decodes :]]
-    is_whole = [e.computed == 0 and e.chunk >= min_tokens for e in chunks]
-    count = len(order.whole_prompt_lens)
-    assert order.whole_prompt_lens == tuple(e.chunk for e in chunks[:count])
-    assert all(is_whole[:count]) and (count == len(chunks) or not is_whole[count])
-    num_ending = order.num_sampled - order.num_decodes
-    assert count >= sum(is_whole[:num_ending])
+        assert sorted(kept) == sorted(found)
+        assert found == sorted(found, key=lambda item: (-item[0], item[0] - item[1]))
 
 
 @given(entries=steps())
@@ -127,7 +131,7 @@ def test_inputs_are_gathered_from_rows(entries: list[Entry]) -> None:
     by_row = {e.row: e for e in entries}
     batch = rows.prepare(order_of(rows, entries))
     input_ids, positions, slots, last_tokens = [], [], [], []
-    for i, row in enumerate(batch.rows_np.tolist()):
+    for i, row in enumerate(batch.order.rows.tolist()):
         entry = by_row[row]
         length = max(entry.chunk, 1)
         context = entry.computed + length
@@ -137,15 +141,15 @@ def test_inputs_are_gathered_from_rows(entries: list[Entry]) -> None:
             block = entry.blocks[position // BLOCK_SIZE]
             slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
         last_tokens.append(len(input_ids) - 1)
-        assert int(batch.seq_lens[i]) == int(batch.seq_lens_np[i]) == context
+        assert int(batch.seq_lens[i]) == int(batch.order.seq_lens[i]) == context
         assert batch.block_tables[i, : len(entry.blocks)].tolist() == entry.blocks
     assert batch.input_ids.tolist() == input_ids
     assert batch.positions.tolist() == positions
     assert batch.slot_mapping.tolist() == slots
-    assert batch.logits_indices.tolist() == last_tokens[: batch.num_sampled]
+    assert batch.logits_indices.tolist() == last_tokens[: batch.order.num_sampled]
     assert batch.num_tokens == len(input_ids)
-    metadata = batch.attention_metadata()
-    lengths = [max(by_row[row].chunk, 1) for row in batch.rows_np.tolist()]
+    metadata = PagedBackend().metadata(batch)
+    lengths = [max(by_row[row].chunk, 1) for row in batch.order.rows.tolist()]
     assert metadata.query_start_loc.diff().tolist() == lengths
     assert metadata.max_query_len == max(lengths)
     assert metadata.max_seq_len == int(batch.seq_lens.max())

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.config import EngineConfig
+from engine.layers.attention.paged import PagedBackend
 from engine.layers.linear import RowParallelLinear
+from engine.models.base import ForwardInputs
 from engine.models.llama import LlamaForCausalLM
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -97,7 +99,15 @@ class PagedModel:
             metadata = _metadata(sequences, counts)
         input_ids, at, slot_mapping = inputs
         hidden = self._model(
-            input_ids, at, self.kv_caches, slot_mapping, metadata, self.layers_seen.append
+            ForwardInputs(
+                input_ids,
+                at,
+                slot_mapping,
+                self.kv_caches,
+                metadata,
+                PagedBackend(),
+                self.layers_seen.append,
+            )
         )
         logits: torch.Tensor = self._model.compute_logits(hidden)
         return logits

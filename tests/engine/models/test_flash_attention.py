@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.config import DeviceConfig, EngineConfig
-from engine.layers import flash_attention
-from engine.layers.attention_backend import (
-    OWN_ATTENTION,
-    AttentionBackendError,
-    choose_attention,
-)
-from engine.layers.flash_attention import PROMPTS_PACKAGE, FlashPrompts
+from engine.layers.attention import flash_attention
+from engine.layers.attention.flash_attention import PREFILL_PACKAGE, FlashPrefill
+from engine.layers.attention.paged import PagedBackend
+from engine.layers.attention.selection import AttentionBackendError, choose_attention
+from engine.layers.attention.uncached_prefill import UncachedPrefillBackend
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tests.engine.worker.conftest import tiny_config
@@ -88,13 +86,13 @@ def test_gets_our_cache_and_metadata_as_it_wants_them(installed) -> None:
 
 def test_the_choice_is_logged_and_says_what_is_missing(tmp_path, caplog) -> None:
     with caplog.at_level(logging.INFO):
-        assert choose_attention(config(tmp_path), CPU) is OWN_ATTENTION
+        assert choose_attention(config(tmp_path), CPU) == PagedBackend()
     assert "attention: torch" in caplog.text
     wanted = config(tmp_path, attention_backend="flash-attn")
     with pytest.raises(AttentionBackendError, match="needs the package flash_attn_interface"):
         choose_attention(wanted, CPU)
     ordered = config(tmp_path, attention_backend="flash-attn", deterministic=True)
-    assert choose_attention(ordered, CPU) is OWN_ATTENTION
+    assert choose_attention(ordered, CPU) == PagedBackend(fixed_order=True)
 
 
 def test_what_it_cannot_compute_is_refused(installed, tmp_path) -> None:
@@ -115,35 +113,35 @@ def test_one_that_does_not_load_is_named(tmp_path, monkeypatch) -> None:
 def test_is_taken_where_it_can_be_had(installed, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
     wanted = config(tmp_path, attention_backend="flash-attn")
-    assert choose_attention(wanted, CPU).paged is flash_attention.flash_attention
+    assert choose_attention(wanted, CPU) == PagedBackend(flash_attention.flash_attention)
 
 
-def test_whole_prompts_are_its_where_its_forward_kernels_are_installed(
+def test_uncached_prefill_is_its_where_its_forward_kernels_are_installed(
     tmp_path, monkeypatch, caplog
 ) -> None:
-    package = ModuleType(PROMPTS_PACKAGE)
+    package = ModuleType(PREFILL_PACKAGE)
     package.__spec__ = sys.__spec__
     package.flash_attn_varlen_func = print
-    monkeypatch.setitem(sys.modules, PROMPTS_PACKAGE, package)
+    monkeypatch.setitem(sys.modules, PREFILL_PACKAGE, package)
     monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
     wanted = config(tmp_path)
     bf16 = replace(wanted, model=replace(wanted.model, dtype="bfloat16"))
     with caplog.at_level(logging.INFO):
         chosen = choose_attention(bf16, CPU)
-    assert isinstance(chosen.whole_prompts, FlashPrompts)
-    assert chosen.paged is OWN_ATTENTION.paged
-    assert "whole prompts: FlashAttention 3" in caplog.text
+    assert isinstance(chosen, UncachedPrefillBackend) and chosen.paged == PagedBackend()
+    assert isinstance(chosen.dense, FlashPrefill)
+    assert "uncached prefill: FlashAttention 3" in caplog.text
     fp16 = replace(wanted, model=replace(wanted.model, dtype="float16"))
-    assert choose_attention(fp16, CPU) is OWN_ATTENTION
+    assert choose_attention(fp16, CPU) == PagedBackend()
     ours = replace(bf16, device=DeviceConfig(attention_backend="triton"))
-    assert choose_attention(ours, CPU) is OWN_ATTENTION
+    assert choose_attention(ours, CPU) == PagedBackend()
 
 
 def test_a_package_that_does_not_load_is_said_and_left_out(tmp_path, monkeypatch, caplog) -> None:
-    (tmp_path / f"{PROMPTS_PACKAGE}.py").write_text("raise ImportError('another torch')")
+    (tmp_path / f"{PREFILL_PACKAGE}.py").write_text("raise ImportError('another torch')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
     wanted = config(tmp_path)
     bf16 = replace(wanted, model=replace(wanted.model, dtype="bfloat16"))
-    assert choose_attention(bf16, CPU) is OWN_ATTENTION
-    assert f"{PROMPTS_PACKAGE} is installed but does not load: another torch" in caplog.text
+    assert choose_attention(bf16, CPU) == PagedBackend()
+    assert f"{PREFILL_PACKAGE} is installed but does not load: another torch" in caplog.text

@@ -10,6 +10,7 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import carry_over
 from engine.batch.input_batch import InputBuffers, order_batch
 from engine.batch.states import RequestState
+from engine.layers.attention.paged import PagedBackend
 from engine.outputs import TokenLogprobs
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sampling_params import SamplingParams
@@ -69,9 +70,9 @@ class SamplerBench:
         changed = [self.states, self.block_tables, self.sampler]
         carry_over([tensor for part in changed for tensor in part.carried], self._device)
         tables = self.states.row_tables(self.block_tables)
-        order = order_batch(np.array(sorted(logits), np.int32), [], self.states)
-        batch = self.buffers.prepare(order, self.states, tables)
-        self.rows = batch.rows_np.tolist()
+        order = order_batch(np.array(sorted(logits), np.int32), [], self.states, PagedBackend())
+        batch = self.buffers.prepare(order, tables)
+        self.rows = order.rows.tolist()
         stacked = torch.stack([logits[row] for row in self.rows]).to(self._device)
         output = self.sampler(stacked, batch)
         ops.post_update(batch.idx_mapping, batch.query_start_loc, output.token_ids, tables)

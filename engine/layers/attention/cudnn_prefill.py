@@ -1,4 +1,4 @@
-"""Whole prompts by cuDNN, which is part of torch.
+"""Uncached prefill by cuDNN, which is part of torch.
 
 It prepares a plan for every shape, which takes longer than most prompts; so prompts are attended
 one by one, their lengths are padded to multiples of `BUCKET`, and `prepare` makes all plans ahead
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.layers.whole_prompts import WholePrompts
-from tandem_kernels.attention_metadata import AttentionMetadata
+from engine.layers.attention.backend import AttentionSpec
+from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillMetadata
 
 BUCKET = 256
 
 
-class CudnnPrompts(WholePrompts):
+class CudnnPrefill(DensePrefill):
     name = "cuDNN"
 
     def __init__(self, min_tokens: int = 4096) -> None:
@@ -36,9 +36,9 @@ class CudnnPrompts(WholePrompts):
         )
 
     def attend(
-        self, heads: Tensor, num_heads: int, metadata: AttentionMetadata, scale: float
+        self, spec: AttentionSpec, heads: Tensor, metadata: UncachedPrefillMetadata
     ) -> Tensor:
-        lengths = metadata.whole_prompt_lens
+        lengths, num_heads, scale = metadata.prompt_lens, spec.num_heads, spec.scale
         if sum(lengths) == len(heads) and len(lengths) == 1:
             return _attend(heads, num_heads, scale)
         attended = torch.empty_like(heads[:, :num_heads], memory_format=torch.contiguous_format)

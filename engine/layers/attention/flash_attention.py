@@ -1,7 +1,7 @@
 """FlashAttention 3, where a package with its kernels is installed.
 
-    flash_attn_interface   whole: attends over the paged cache, and whole prompts
-    fa3_fwd_interface      its forward kernels alone, a ready wheel (extra `fa3`): whole prompts
+    flash_attn_interface   whole: attends over the paged cache, and uncached prompts
+    fa3_fwd_interface      its forward kernels alone, a ready wheel (extra `fa3`): uncached prompts
 
 It reads lengths on the device and takes any strides, so our cache, our projection and metadata
 serve it as they are. FlashInfer is not here: it plans each step on the host from lengths that only
@@ -17,11 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.layers.whole_prompts import WholePrompts
+from engine.layers.attention.backend import AttentionSpec
+from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillMetadata
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 PACKAGE = "flash_attn_interface"
-PROMPTS_PACKAGE = "fa3_fwd_interface"
+PREFILL_PACKAGE = "fa3_fwd_interface"
 
 
 def is_installed(package: str = PACKAGE) -> bool:
@@ -42,8 +43,8 @@ def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> boo
 def flash_attention(
     q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
 ) -> Tensor:
-    """See `tandem_kernels.reference.attention.paged_attention`. Rows of requests with `seq_lens` 0
-    are anything."""
+    """Does what `tandem_kernels.reference.attention.paged_attention` does. Rows of requests with
+    `seq_lens` 0 are anything."""
     keys, values = kv_cache.transpose(2, 3).unbind(1)
     attended = importlib.import_module(PACKAGE).flash_attn_with_kvcache(
         q,
@@ -59,9 +60,9 @@ def flash_attention(
     return cast(Tensor, attended)
 
 
-class FlashPrompts(WholePrompts):
-    """All whole prompts of a step in one launch. Shorter ones are not: what its interface does on
-    the host, 80 us a layer, would be longer than what the GPU does."""
+class FlashPrefill(DensePrefill):
+    """Attends to all long uncached prompts of a step in one launch. Shorter ones are left to the
+    others: what its interface does on the host, 80 us a layer, would take longer than the GPU."""
 
     name = "FlashAttention 3"
 
@@ -72,23 +73,22 @@ class FlashPrompts(WholePrompts):
 
     @staticmethod
     def package(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
-        """The one to use here; None: there is none."""
+        """Returns the one to use here, or None when there is none."""
         if not is_available(dtype, head_dim, device):
             return None
         if is_installed(PACKAGE):
             return PACKAGE
-        can = dtype == torch.bfloat16 and is_installed(PROMPTS_PACKAGE)
-        return PROMPTS_PACKAGE if can else None
+        can = dtype == torch.bfloat16 and is_installed(PREFILL_PACKAGE)
+        return PREFILL_PACKAGE if can else None
 
     def attend(
-        self, heads: Tensor, num_heads: int, metadata: AttentionMetadata, scale: float
+        self, spec: AttentionSpec, heads: Tensor, metadata: UncachedPrefillMetadata
     ) -> Tensor:
-        lengths = metadata.whole_prompt_lens
-        num_kv_heads = (heads.shape[1] - num_heads) // 2
-        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        lengths = metadata.prompt_lens
+        q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         first = metadata.num_decodes
         bounds = metadata.query_start_loc[first : first + len(lengths) + 1]
-        return self._attend(q, k, v, bounds, max(lengths), scale)
+        return self._attend(q, k, v, bounds, max(lengths), spec.scale)
 
     def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
         """Loads its kernels onto the device: any length has the same."""

@@ -1,0 +1,129 @@
+"""The interface of attention backends: whose kernels attend, and what they want of a step.
+
+    1. `prepare`      once, before the first request: what takes long the first time
+    2. `order`        each step, on the host: how prefill chunks lie behind each other
+    3. `graph_ok`     whether a recorded step computes this one as well
+    4. `metadata`     once a step: what all layers of it share
+    5. `attend`       once a layer
+
+Batch and runner know no more than this. A backend may give `metadata` of a class of its own: only
+its own `attend` reads it, apart from the fields of `AttentionMetadata`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+class PrefillChunk(NamedTuple):
+    """`num_tokens` tokens of the request in `row`, behind `num_computed` that have their KV."""
+
+    row: int
+    num_tokens: int
+    num_computed: int
+
+
+class StepOrder(Protocol):
+    """The host's view of R requests, by position in the batch; the decodes come first."""
+
+    @property
+    def query_lens(self) -> Int32Array:
+        """[R], tokens that the step computes."""
+        ...
+
+    @property
+    def seq_lens(self) -> Int32Array:
+        """[R], context with this step's tokens."""
+        ...
+
+    @property
+    def num_decodes(self) -> int: ...
+
+
+class StepBatch(Protocol):
+    """The same step on the device."""
+
+    @property
+    def order(self) -> StepOrder: ...
+    @property
+    def block_tables(self) -> Tensor:
+        """[R, max_blocks] int32."""
+        ...
+
+    @property
+    def query_start_loc(self) -> Tensor:
+        """[R + 1] int32."""
+        ...
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """[R] int32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Describes one layer to its backend.
+
+    Attributes:
+        num_heads, num_kv_heads: Of this rank.
+        scale: Factor of the scores.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+class AttentionBackend(ABC):
+    """Owns the order of chunks, the metadata and the kernels of attention."""
+
+    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:  # noqa: B027
+        """Does what takes long the first time, for prompts of up to `max_tokens` tokens.
+
+        Args:
+            num_heads: Query heads of this rank.
+            kv_cache: [N, 2, Hkv, B, D] of any layer.
+        """
+
+    def order(self, chunks: list[PrefillChunk]) -> list[PrefillChunk]:
+        """Returns the same chunks as they shall lie behind each other."""
+        return chunks
+
+    @abstractmethod
+    def graph_ok(self, order: StepOrder) -> bool:
+        """Returns whether a graph that was recorded with this backend may compute the step."""
+
+    @abstractmethod
+    def metadata(self, batch: StepBatch) -> AttentionMetadata:
+        """Returns what all layers of a step share."""
+
+    def reads_new_keys(self, metadata: AttentionMetadata) -> bool:
+        """Returns whether `attend` reads this step's keys from `heads` and not from the cache."""
+        return False
+
+    @abstractmethod
+    def attend(
+        self, spec: AttentionSpec, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Attends, once the step's keys and values are in the cache.
+
+        Args:
+            heads: [T, Hq + 2 Hkv, D], queries, keys and values; queries rotated, keys only where
+                `reads_new_keys`.
+            kv_cache: [N, 2, Hkv, B, D].
+
+        Returns:
+            [T, Hq, D].
+        """

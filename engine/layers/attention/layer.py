@@ -1,0 +1,70 @@
+"""Attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.attention.backend import AttentionBackend, AttentionSpec
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What all layers of one step share.
+
+    Attributes:
+        positions: [T] int64.
+        cos_sin_cache: [max_model_len, head_dim] float32.
+        slot_mapping: [T] int64, where each token's key and value go; -1: nowhere.
+        metadata: The ragged batch, as `backend` made it.
+    """
+
+    positions: Tensor
+    cos_sin_cache: Tensor
+    slot_mapping: Tensor
+    metadata: AttentionMetadata
+    backend: AttentionBackend
+
+
+class Attention(nn.Module):
+    """Rotates, writes the step's keys and values into one layer's cache, and attends.
+
+    Args:
+        num_heads, num_kv_heads: Of this rank.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.spec = AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        inputs: AttentionInputs,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """[T, (Hq + 2 Hkv) * D] -> [T, Hq * D]. The weights normalise each head before RoPE."""
+        spec, backend = self.spec, inputs.backend
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        ops.rope_and_cache(
+            q,
+            k,
+            v,
+            inputs.positions,
+            inputs.cos_sin_cache,
+            kv_cache,
+            inputs.slot_mapping,
+            q_weight,
+            k_weight,
+            eps,
+            keep_k=backend.reads_new_keys(inputs.metadata),
+        )
+        return backend.attend(spec, heads, kv_cache, inputs.metadata).flatten(1)

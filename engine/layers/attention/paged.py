@@ -1,0 +1,58 @@
+"""Attention of all requests alike, over the pages of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.layers.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    StepBatch,
+    StepOrder,
+)
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+PagedKernel = Callable[[Tensor, Tensor, AttentionMetadata, float], Tensor]
+"""See `tandem_kernels.reference.attention.paged_attention`."""
+
+_LONGEST_DECODE_BESIDE_PROMPTS = 4096
+"""A recorded step with prompts attends decodes without cutting their contexts: one program walks
+each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBackend(AttentionBackend):
+    """Attends by one paged kernel.
+
+    Attributes:
+        kernel: Our own, or another's with the same meaning.
+        fixed_order: See `AttentionMetadata`.
+    """
+
+    kernel: PagedKernel = ops.paged_attention
+    fixed_order: bool = False
+
+    def graph_ok(self, order: StepOrder) -> bool:
+        if not 0 < order.num_decodes < len(order.query_lens):
+            return True
+        return int(order.seq_lens.max()) <= _LONGEST_DECODE_BESIDE_PROMPTS
+
+    def metadata(self, batch: StepBatch) -> AttentionMetadata:
+        return AttentionMetadata(
+            block_tables=batch.block_tables,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            num_decodes=batch.order.num_decodes,
+            max_query_len=int(batch.order.query_lens.max()),
+            max_seq_len=int(batch.order.seq_lens.max()),
+            fixed_order=self.fixed_order,
+        )
+
+    def attend(
+        self, spec: AttentionSpec, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        return self.kernel(heads[:, : spec.num_heads], kv_cache, metadata, spec.scale)

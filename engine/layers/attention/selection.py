@@ -1,0 +1,77 @@
+"""The choice of an attention backend, made once when a worker starts, and logged."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import CannotStartError
+from engine.layers.attention import flash_attention
+from engine.layers.attention.backend import AttentionBackend
+from engine.layers.attention.cudnn_prefill import CudnnPrefill
+from engine.layers.attention.flash_attention import FlashPrefill
+from engine.layers.attention.paged import PagedBackend
+from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionBackendError(CannotStartError):
+    """This machine or model does not have the kernels that the setting wants."""
+
+
+def choose_attention(config: EngineConfig, device: torch.device) -> AttentionBackend:
+    """Returns the backend that the setting and this device ask for.
+
+    Raises:
+        AttentionBackendError: The kernels that the setting wants are not here.
+    """
+    wanted = config.device.attention_backend
+    if config.device.deterministic:
+        wanted = "triton"
+    shape = getattr(torch, config.model.dtype), config.model.head_dim, device
+    if wanted == "flash-attn":
+        _check_flash_attention(*shape)
+        logger.info("attention: FlashAttention 3")
+        return PagedBackend(flash_attention.flash_attention)
+    dense = _dense_prefill(*shape) if wanted == "auto" else None
+    if dense is None:
+        logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
+        return PagedBackend(fixed_order=config.device.deterministic)
+    logger.info("attention of uncached prefill: %s; of all others: Triton", dense.name)
+    return UncachedPrefillBackend(dense)
+
+
+def _dense_prefill(dtype: torch.dtype, head_dim: int, device: torch.device) -> DensePrefill | None:
+    """Returns the fastest that is there. A library that is installed and does not load is no
+    reason not to start: it may have been built for another torch."""
+    package = FlashPrefill.package(dtype, head_dim, device)
+    if package is not None:
+        try:
+            return FlashPrefill(package)
+        except (ImportError, OSError) as error:
+            logger.warning("%s is installed but does not load: %s", package, error)
+    return CudnnPrefill() if CudnnPrefill.is_available(dtype, head_dim, device) else None
+
+
+def _check_flash_attention(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+    if not flash_attention.is_installed():
+        raise AttentionBackendError(
+            f"attention_backend flash-attn needs the package {flash_attention.PACKAGE} "
+            "(FlashAttention 3 for Hopper); install it, or choose auto or triton"
+        )
+    if not flash_attention.is_available(dtype, head_dim, device):
+        raise AttentionBackendError(
+            f"FlashAttention 3 does not compute {dtype} with heads of {head_dim} on {device}; "
+            "choose auto or triton as attention_backend"
+        )
+    try:
+        importlib.import_module(flash_attention.PACKAGE)
+    except (ImportError, OSError) as error:
+        raise AttentionBackendError(
+            f"{flash_attention.PACKAGE} is installed but does not load: {error}; install it for "
+            f"torch {torch.__version__}, or choose auto or triton as attention_backend"
+        ) from error

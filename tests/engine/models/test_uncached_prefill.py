@@ -1,0 +1,230 @@
+"""Uncached prefill apart from the rest of the batch: what is computed, how chunks are ordered, and
+which steps a graph may hold."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.batch.input_batch import BatchOrder
+from engine.layers.attention.backend import AttentionBackend, PrefillChunk
+from engine.layers.attention.cudnn_prefill import CudnnPrefill
+from engine.layers.attention.flash_attention import PREFILL_PACKAGE, FlashPrefill
+from engine.layers.attention.layer import Attention, AttentionInputs
+from engine.layers.attention.paged import PagedBackend
+from engine.layers.attention.uncached_prefill import (
+    DensePrefill,
+    UncachedPrefillBackend,
+    UncachedPrefillMetadata,
+)
+from engine.layers.rotary import cos_sin_cache
+from engine.worker.cudagraph_utils import PROMPT_TOKENS
+
+HEADS, KV_HEADS, MAX_LEN = 8, 2, 4096
+LENGTHS = [1024, 1500, 2047]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_cudnn_equals_paged_attention(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    assert CudnnPrefill.is_available(dtype, head_dim, torch.device("cuda"))
+    for difference in _differences(CudnnPrefill(), LENGTHS, dtype, head_dim, block_size):
+        assert difference < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_flash_attention_equals_paged_attention(head_dim: int) -> None:
+    package = FlashPrefill.package(torch.bfloat16, head_dim, torch.device("cuda"))
+    if package is None:
+        pytest.skip("no package with FlashAttention 3 is installed")
+    dense = FlashPrefill(package)
+    for difference in _differences(dense, LENGTHS, torch.bfloat16, head_dim, 128):
+        assert difference < 5e-3
+
+
+def test_cudnn_way_equals_paged_attention_on_cpu() -> None:
+    lengths = [256, 150, 100]
+    for difference in _differences(CudnnPrefill(), lengths, torch.float32, 32, 16, "cpu"):
+        assert difference < 1e-5
+
+
+def test_flash_way_equals_paged_attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in computes by the meaning of the library's arguments."""
+    package = ModuleType(PREFILL_PACKAGE)
+    package.flash_attn_varlen_func = _flash_attn_varlen
+    monkeypatch.setitem(sys.modules, PREFILL_PACKAGE, package)
+    lengths = [256, 150, 100]
+    dense = FlashPrefill(PREFILL_PACKAGE)
+    for difference in _differences(dense, lengths, torch.float32, 32, 16, "cpu"):
+        assert difference < 1e-5
+
+
+def _flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+) -> Tensor:
+    """[T, Hq, D]; what lies outside of the sequences is left as it is."""
+    assert causal and cu_seqlens_q.dtype == torch.int32 and q.stride(-1) == k.stride(-1) == 1
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype)
+    for start, end in pairwise(cu_seqlens_q.tolist()):
+        assert end - start <= max_seqlen_q
+        parts = (part[start:end].transpose(0, 1) for part in (q, k, v))
+        attended = F.scaled_dot_product_attention(
+            *parts, is_causal=True, scale=softmax_scale, enable_gqa=True
+        )
+        out[start:end] = attended.transpose(0, 1)
+    return out
+
+
+def _differences(
+    dense: DensePrefill,
+    lengths: list[int],
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    device: str = "cuda",
+) -> Iterator[float]:
+    """How far this way is from the paged one: three uncached prompts alone; one alone; with two
+    decodes before them and a chunk with a cached beginning behind; and with one of them, behind a
+    short one, left to the others."""
+    decodes, cached, short = [(1, 77), (1, 1300)], [(300, 900)], [(5, 5)]
+    whole = [(length, length) for length in lengths]
+    dense.min_tokens = min(lengths)
+    backend = UncachedPrefillBackend(dense)
+    for num_decodes, chunks, apart in (
+        (0, whole, lengths),
+        (0, whole[:1], lengths[:1]),
+        (2, decodes + whole + cached, lengths),
+        (2, decodes + whole[:2] + short + whole[2:] + cached, lengths[:2]),
+    ):
+        batch = _Batch(chunks, num_decodes, dtype, head_dim, block_size, device)
+        metadata = backend.metadata(batch)
+        assert isinstance(metadata, UncachedPrefillMetadata)
+        assert metadata.prompt_lens == tuple(apart) and not backend.graph_ok(batch.order)
+        expected, found = batch.attended(PagedBackend()), batch.attended(backend)
+        yield ((found - expected).norm() / expected.norm()).item()
+
+
+class _Batch:
+    """(query, context) lengths. The cache around them is full of others' keys."""
+
+    def __init__(
+        self,
+        chunks: list[tuple[int, int]],
+        num_decodes: int,
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        device: str,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(head_dim + block_size)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        query_lens, seq_lens = (list(lengths) for lengths in zip(*chunks, strict=True))
+        max_blocks = MAX_LEN // block_size
+        num_blocks = len(chunks) * max_blocks
+        blocks = torch.randperm(num_blocks, generator=generator, device=device).int()
+        self.positions = torch.cat([torch.arange(n - q, n, device=device) for q, n in chunks])
+        self.order = BatchOrder(
+            rows=np.arange(len(chunks), dtype=np.int32),
+            query_lens=np.array(query_lens, np.int32),
+            seq_lens=np.array(seq_lens, np.int32),
+            num_decodes=num_decodes,
+            num_sampled=len(chunks),
+        )
+        self.block_tables = blocks.view(len(chunks), max_blocks)
+        self.query_start_loc = torch.tensor([0, *query_lens], device=device).cumsum(0).int()
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+        request = torch.repeat_interleave(torch.tensor(query_lens, device=device))
+        block = self.block_tables[request, self.positions // block_size].long()
+        self.slots = block * block_size + self.positions % block_size
+        self.qkv = randn(len(self.positions), (HEADS + 2 * KV_HEADS) * head_dim)
+        self.kv_cache = randn(num_blocks, 2, KV_HEADS, block_size, head_dim)
+        self.rotary = cos_sin_cache(head_dim, MAX_LEN, 1e4, None).to(device)
+        self.layer = Attention(HEADS, KV_HEADS, head_dim)
+
+    def attended(self, backend: AttentionBackend) -> Tensor:
+        metadata = backend.metadata(self)
+        inputs = AttentionInputs(self.positions, self.rotary, self.slots, metadata, backend)
+        found: Tensor = self.layer(self.qkv.clone(), self.kv_cache.clone(), inputs)
+        return found.double()
+
+
+chunk_lists = st.lists(
+    st.builds(PrefillChunk, st.integers(0, 9), st.integers(2, 300), st.sampled_from([0, 0, 7]))
+)
+
+
+@given(ending=chunk_lists, leaving=chunk_lists, num_decodes=st.integers(0, 2))
+def test_uncached_prompts_lie_together_behind_the_decodes(
+    ending: list[PrefillChunk], leaving: list[PrefillChunk], num_decodes: int
+) -> None:
+    backend = UncachedPrefillBackend(CudnnPrefill(min_tokens=100))
+    ordered = [backend.order(chunks) for chunks in (ending, leaving)]
+    for before, after in zip((ending, leaving), ordered, strict=True):
+        assert sorted(before) == sorted(after)
+        for uncached in (True, False):
+            kept = [[c for c in part if _is_long(c) == uncached] for part in (before, after)]
+            assert kept[0] == kept[1], "chunks of a kind stay in order"
+    chunks = ordered[0] + ordered[1]
+    query_lens = [1] * num_decodes + [chunk.num_tokens for chunk in chunks]
+    cached = [9] * num_decodes + [chunk.num_computed for chunk in chunks]
+    order = BatchOrder(
+        rows=np.zeros(len(query_lens), np.int32),
+        query_lens=np.array(query_lens, np.int32),
+        seq_lens=np.array(query_lens, np.int32) + np.array(cached, np.int32),
+        num_decodes=num_decodes,
+        num_sampled=num_decodes + len(ending),
+    )
+    found = backend._prompt_lens(order)
+    expected = list(itertools.takewhile(_is_long, chunks))
+    assert found == tuple(chunk.num_tokens for chunk in expected)
+    assert len(found) >= sum(map(_is_long, ending))
+    assert backend.graph_ok(order) == (not found)
+
+
+def _is_long(chunk: PrefillChunk) -> bool:
+    return chunk.num_tokens >= 100 and chunk.num_computed == 0
+
+
+def test_graphs_hold_decodes_beside_prompts_up_to_a_length() -> None:
+    def graph_ok(num_decodes: int, *lengths: tuple[int, int]) -> bool:
+        query_lens, seq_lens = (np.array(part, np.int32) for part in zip(*lengths, strict=True))
+        order = BatchOrder(query_lens, query_lens, seq_lens, num_decodes, len(lengths))
+        return PagedBackend().graph_ok(order)
+
+    assert graph_ok(1, (1, 4096), (16, 16))
+    assert not graph_ok(1, (1, 4097), (16, 16))
+    assert graph_ok(1, (1, 9000)) and graph_ok(0, (16, 9000))
+
+
+def test_no_graph_is_long_enough_for_uncached_prefill() -> None:
+    """So a graph is recorded with paged attention, whatever its padding looks like."""
+    default = inspect.signature(FlashPrefill.__init__).parameters["min_tokens"].default
+    assert PROMPT_TOKENS[-1] < min(default, CudnnPrefill().min_tokens)
