@@ -65,9 +65,9 @@ BUGS = (
     ),
     Bug(
         "kept-too-long", "blocks of a part are not given back when others need them",
-        "engine/sched/pulls.py",
-        "if pull.phase is PullPhase.RECEIVED or pull.keeps_part",
-        "if pull.phase is PullPhase.RECEIVED",
+        "engine/sched/pull.py",
+        "IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.PARTIAL, _S.READY)",
+        "IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.READY)",
         ("tests/engine/sched/test_pulls_that_fail.py",), hangs=True,
     ),
     Bug(

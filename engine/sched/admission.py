@@ -60,10 +60,8 @@ class Admission:
 
     def _admit_ready(self, budget: int) -> int:
         """What is left of the budget."""
-        ready = self._pulls.ready
-        while ready and budget > 0 and self._running.table.num_free > 0:
-            request = ready.pop()
-            self._pulls.enters_row(request)
+        while self._pulls.ready and budget > 0 and self._running.table.num_free > 0:
+            request = self._pulls.take_ready()
             row = self._enter(request)
             # Certain only now: every rank has its share, and it will be used as it is.
             self._kv_cache.cache_blocks(request, request.num_computed_tokens)

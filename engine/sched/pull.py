@@ -1,22 +1,25 @@
 """The pull of one request's KV (decode node), until the request enters a row.
 
-QUEUED ──▶ RECEIVING ──▶ RECEIVED ──(first token known)──▶ ready for a row
-  ▲         │   │         └──────▶ RECLAIMED
-  │  retry, │   └──▶ FAILED ─┐
-  │  local  ▼                │
-  ├────── STOPPING           │
-  └──────────────────────────┘ retry
+                          ┌──────▶ RECLAIMED ── retry ──▶ QUEUED
+    QUEUED ──▶ RECEIVING ─┴▶ RECEIVED ──(first token)──▶ READY ──▶ a row
+                 │  │ └──▶ FAILED ──── retry ──▶ QUEUED    ▲
+                 │  └────▶ PARTIAL ─┬─ retry ──▶ RECEIVING │
+                 │          ▲       └─ computed here ──────┘
+                 └──▶ RETRYING, STOPPING ──▶ PARTIAL, FAILED
 
-1. QUEUED      in the waiting queue; nobody was asked for anything
-2. RECEIVING   all blocks that the request needs until it runs are allocated, and transfer
-               processes write them
-3. STOPPING    called off, for another attempt or to be computed here, which begins when no
-               writer is left; computing here does not wait long for that
-4. RECEIVED    complete; the first token may come before, or long after
-5. FAILED      reported; the node server decides: retry, prefill here, or abort. Tokens from the
-               prompt's beginning whose KV is complete are kept for whatever comes next
-6. RECLAIMED   running requests needed the blocks; the prompt is computed here once the first
-               token is known
+    QUEUED      in the waiting queue; nobody was asked for anything
+    RECEIVING   all blocks that the request needs until it runs are allocated, and transfer
+                processes write them
+    RETRYING    called off for another attempt, which begins when no writer is left
+    STOPPING    called off to be computed here, which does not wait long for the writers
+    RECEIVED    complete; the first token may come long after
+    PARTIAL     ended early, but the request keeps its blocks: they hold KV that is complete for
+                `request.num_computed_tokens`, and whatever comes next goes on behind it
+    FAILED      ended early, and nothing of it is kept; the node server decides what follows
+    RECLAIMED   running requests needed the blocks; the prompt is computed here once the first
+                token is known
+    READY       the request has blocks and KV, and lacks only a row
+    ENDED       from anywhere: in a row, aborted, or an ordinary request again
 """
 
 from __future__ import annotations
@@ -28,32 +31,63 @@ from engine.request import Request
 from kv_transfer.metadata import KVTransferParams
 
 
-class PullPhase(IntEnum):
+class PullState(IntEnum):
     QUEUED = 0
     RECEIVING = 1
-    STOPPING = 2
-    RECEIVED = 3
-    FAILED = 4
-    RECLAIMED = 5
+    RETRYING = 2
+    STOPPING = 3
+    RECEIVED = 4
+    PARTIAL = 5
+    FAILED = 6
+    RECLAIMED = 7
+    READY = 8
+    ENDED = 9
+
+
+_S = PullState
+NEXT_STATES = {
+    _S.QUEUED: {_S.RECEIVING, _S.ENDED},
+    _S.RECEIVING: {_S.RETRYING, _S.STOPPING, _S.RECEIVED, _S.PARTIAL, _S.FAILED, _S.ENDED},
+    _S.RETRYING: {_S.STOPPING, _S.PARTIAL, _S.FAILED, _S.ENDED},
+    _S.STOPPING: {_S.RETRYING, _S.PARTIAL, _S.FAILED, _S.ENDED},
+    _S.RECEIVED: {_S.READY, _S.RECLAIMED, _S.ENDED},
+    _S.PARTIAL: {_S.RECEIVING, _S.READY, _S.FAILED, _S.ENDED},
+    _S.FAILED: {_S.QUEUED, _S.ENDED},
+    _S.RECLAIMED: {_S.QUEUED, _S.ENDED},
+    _S.READY: {_S.ENDED},
+    _S.ENDED: set[PullState](),
+}
+BEING_CALLED_OFF = (_S.RETRYING, _S.STOPPING)
+"""Writers were told to stop, and have not said that they did."""
+IN_MOTION = (_S.RECEIVING, *BEING_CALLED_OFF)
+"""Transfer processes may write into the blocks."""
+IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.PARTIAL, _S.READY)
+"""Nobody writes into the blocks any more, and no row has them yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """`num_external_tokens` come from the peer, after those that were here. `keeps_part`: FAILED,
-    and the request still has blocks, with KV of `request.num_computed_tokens`."""
+    """What `Pulls` knows of one request; only `Pulls` changes it.
+
+    Attributes:
+        transfer_id: The same for all attempts.
+        num_external_tokens: They come from the peer, after those that were here.
+        is_retry: The connector has heard of an earlier attempt.
+        next_params: The attempt to begin; None unless RETRYING.
+        stop_by: While STOPPING: CLOCK_MONOTONIC seconds after which nobody waits for writers.
+    """
 
     request: Request
-    phase: PullPhase = PullPhase.QUEUED
+    transfer_id: str
+    state: PullState = PullState.QUEUED
     num_external_tokens: int = 0
     is_retry: bool = False
-    keeps_part: bool = False
     next_params: KVTransferParams | None = None
-    """While STOPPING: the attempt to begin; None: none, the prompt is computed here."""
     stop_by: float = 0.0
-    """While STOPPING to be computed here: CLOCK_MONOTONIC seconds."""
 
     @property
     def params(self) -> KVTransferParams:
+        """Those of the latest attempt that was begun or queued."""
         params = self.request.kv_transfer_params
         assert params is not None
         return params

@@ -26,14 +26,13 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
-from engine.sched.in_flight import PromptChunk
+from engine.sched.in_flight import InFlightStep
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.sched.pulls import Pulls
 from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.row import Row, RowPhase, RowTable
 from engine.sched.step_builder import StepBuilder
 from engine.sched.step_fence import StepFence
-from kv_transfer.base import ChunkLike
 from kv_transfer.metadata import KVConnectorMetadata
 
 
@@ -59,12 +58,6 @@ class RunningRows:
         self.builder = StepBuilder()
         self.step_id = -1
         """The last step that went out."""
-        self.chunks: list[tuple[Row, int]] = []
-        """Of the step being built: (row, leading tokens with KV after it)."""
-        self.offered_chunks: list[ChunkLike] = []
-        """Of the step being built: those that a peer waits for."""
-        self.num_prompt_tokens = 0
-        """Computed by the step being built. A first token that came from a peer is none."""
         self._joining: list[Row] = []
         """May hold rows that are gone."""
         self._prefilling: list[Row] = []
@@ -85,7 +78,7 @@ class RunningRows:
             row.check_len = self._next_check(row, row.prefill_len)
         request.status = RequestStatus.RUNNING
         self._prefilling.append(row)
-        self.builder.new_reqs.append(
+        self.builder.enter(
             NewRequestData(
                 row=row.index,
                 epoch=row.epoch,
@@ -165,8 +158,7 @@ class RunningRows:
             new_blocks = self._kv_cache.allocate_slots(row.request, num_tokens)
             if new_blocks is not None:
                 if new_blocks:
-                    ids = [block.block_id for block in new_blocks]
-                    self.builder.new_block_ids.append((row.index, ids))
+                    self.builder.add_blocks(row.index, [block.block_id for block in new_blocks])
                 return True
             if self._fence.num_blocks > 0 or not self._yield_blocks(row):
                 return False
@@ -196,32 +188,28 @@ class RunningRows:
         return budget
 
     def add_chunk(self, row: Row, limit: int) -> int:
-        """Schedules up to `limit` tokens of the row's prefill; how many it were."""
+        """Schedules up to `limit` tokens of the row's prefill. Returns the number scheduled."""
         count = min(row.remaining_prefill, limit)
         first = row.num_scheduled
         row.num_scheduled += count
-        num_prompt_tokens = row.request.num_prompt_tokens
-        self.num_prompt_tokens += max(0, min(row.num_scheduled, num_prompt_tokens) - first)
-        self.builder.prefill_chunks.append((row.index, count))
-        self.chunks.append((row, row.num_scheduled))
-        if row.is_offer:
-            ids = [block.block_id for block in row.blocks]
-            self.offered_chunks.append(PromptChunk(row.request, first, count, ids))
+        self.builder.add_chunk(row, first, count)
         if row.num_scheduled == row.prefill_len:
             self._prefilling.remove(row)
             row.phase = RowPhase.JOINING
             self._joining.append(row)
         return count
 
-    def issued(self, step_id: int, kv: KVConnectorMetadata | None) -> SchedulerOutput:
-        """The step goes out; the next one is begun."""
-        step = self.builder.build(step_id, kv)
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step computes anything."""
+        return self.calendar.size > 0 or self.builder.has_chunks
+
+    def issue(
+        self, step_id: int, kv: KVConnectorMetadata | None
+    ) -> tuple[SchedulerOutput, InFlightStep]:
+        """Sends the step out: its message, and the record of what its result confirms."""
         self.step_id = step_id
-        self.builder = StepBuilder()
-        self.chunks = []
-        self.offered_chunks = []
-        self.num_prompt_tokens = 0
-        return step
+        return self.builder.build(step_id, kv)
 
     # What came back ---------------------------------------------------------------------------
 

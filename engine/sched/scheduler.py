@@ -179,13 +179,13 @@ class Scheduler:
         budget = running.continue_prefills(budget, self._limits.max_chunk)
         if has_blocks:
             self._admission.admit(budget)
-        if running.calendar.size == 0 and not running.chunks:
+        if not running.has_work:
             return None
-        self._in_flight.append(
-            InFlightStep(step_id, time.monotonic(), running.chunks, running.num_prompt_tokens)
-        )
+        kv = self._remote.build_meta(step_id, running.builder.offered_chunks)
+        step, record = running.issue(step_id, kv)
+        self._in_flight.append(record)
         self._fence.issue(step_id)
-        return running.issued(step_id, self._remote.build_meta(step_id, running.offered_chunks))
+        return step
 
     # Results ----------------------------------------------------------------------------------
 

@@ -1,53 +1,98 @@
-"""The next step message, while it is being put together."""
+"""The next step, while it is being put together.
+
+    1. rows that end between two steps, and rows that stop decoding, are collected here until a
+       step goes out to tell the workers; an idle engine may keep them for long
+    2. `enter`, `add_chunk`, `add_blocks`, `add_to_decode`: what the step computes
+    3. `build` returns the message and the record of what its result confirms, and begins the next
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
 
+from engine.sched.in_flight import InFlightStep, PromptChunk
 from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.sched.row import Row
+from kv_transfer.base import ChunkLike
 from kv_transfer.metadata import KVConnectorMetadata
 
 
-@dataclass(slots=True)
 class StepBuilder:
-    """Rows that end between two steps, and rows that stop decoding, are collected here until a
-    step goes out to tell the workers; an idle engine may keep them for long."""
+    """Everything that is known of one step before it goes out."""
 
-    finished_rows: list[int] = field(default_factory=list)
-    new_reqs: list[NewRequestData] = field(default_factory=list)
-    new_block_ids: list[tuple[int, list[int]]] = field(default_factory=list)
-    prefill_chunks: list[tuple[int, int]] = field(default_factory=list)
-    decode_add: list[int] = field(default_factory=list)
-    decode_remove: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._finished_rows: list[int] = []
+        self._new_reqs: list[NewRequestData] = []
+        self._new_block_ids: list[tuple[int, list[int]]] = []
+        self._prefill_chunks: list[tuple[int, int]] = []
+        self._decode_add: list[int] = []
+        self._decode_remove: list[int] = []
+        self._chunks: list[tuple[Row, int]] = []
+        self._num_prompt_tokens = 0
+        self.offered_chunks: list[ChunkLike] = []
+        """The chunks whose KV a peer waits for."""
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether the step computes anything beside the rows that decode."""
+        return bool(self._chunks)
+
+    def enter(self, new: NewRequestData) -> None:
+        """A request has entered a row."""
+        self._new_reqs.append(new)
 
     def finish_row(self, index: int) -> None:
         """Withdraws everything else that was said of the row: workers apply the end first, and
         the row may have a new owner by then."""
-        self.finished_rows.append(index)
-        if index in self.decode_remove:
-            self.decode_remove.remove(index)
-        if index in self.decode_add:
-            self.decode_add.remove(index)
-        if self.new_block_ids:
-            self.new_block_ids = [item for item in self.new_block_ids if item[0] != index]
+        self._finished_rows.append(index)
+        if index in self._decode_remove:
+            self._decode_remove.remove(index)
+        if index in self._decode_add:
+            self._decode_add.remove(index)
+        if self._new_block_ids:
+            self._new_block_ids = [item for item in self._new_block_ids if item[0] != index]
+
+    def add_blocks(self, index: int, block_ids: list[int]) -> None:
+        """The row has got more blocks."""
+        self._new_block_ids.append((index, block_ids))
 
     def add_to_decode(self, index: int) -> None:
-        if index in self.decode_remove:
-            self.decode_remove.remove(index)
+        if index in self._decode_remove:
+            self._decode_remove.remove(index)
         else:
-            self.decode_add.append(index)
+            self._decode_add.append(index)
 
     def remove_from_decode(self, index: int) -> None:
-        self.decode_remove.append(index)
+        self._decode_remove.append(index)
 
-    def build(self, step_id: int, kv: KVConnectorMetadata | None) -> SchedulerOutput:
-        return SchedulerOutput(
+    def add_chunk(self, row: Row, first_token: int, num_tokens: int) -> None:
+        """The step computes so many of the row's known tokens. A first token that came from a
+        peer is no prompt token."""
+        request, end = row.request, first_token + num_tokens
+        self._num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - first_token)
+        self._prefill_chunks.append((row.index, num_tokens))
+        self._chunks.append((row, end))
+        if row.is_offer:
+            ids = [block.block_id for block in row.blocks]
+            self.offered_chunks.append(PromptChunk(request, first_token, num_tokens, ids))
+
+    def build(
+        self, step_id: int, kv: KVConnectorMetadata | None
+    ) -> tuple[SchedulerOutput, InFlightStep]:
+        """Returns the step as workers get it, and as the scheduler remembers it."""
+        output = SchedulerOutput(
             step_id,
-            self.finished_rows,
-            self.new_reqs,
-            self.new_block_ids,
-            self.prefill_chunks,
-            self.decode_add,
-            self.decode_remove,
+            self._finished_rows,
+            self._new_reqs,
+            self._new_block_ids,
+            self._prefill_chunks,
+            self._decode_add,
+            self._decode_remove,
             kv,
         )
+        record = InFlightStep(step_id, time.monotonic(), self._chunks, self._num_prompt_tokens)
+        self._begin()
+        return output, record

@@ -16,6 +16,7 @@ from engine.messages import EngineCoreOutputs, KVTransferResult
 from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
+from engine.sched.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
 from engine.sched.scheduler import Scheduler
 from tests.engine.sched.fake_worker import (
     FakeWorker,
@@ -195,6 +196,22 @@ class StepMachine:
         for block in pool.blocks:
             assert block.ref_cnt == users[block.block_id]
             assert (block.block_id in free) == (block.ref_cnt == 0)
+        self.check_pulls()
+
+    def check_pulls(self) -> None:
+        """A pull has blocks in the states that say so, and all that lack only a row are queued."""
+        scheduler = self.scheduler
+        pulls = scheduler._remote.pulls
+        found = {
+            client.request.request_id: pull
+            for client in self.clients.values()
+            if (pull := pulls.get(client.request)) is not None
+        }
+        assert len(found) == pulls.num_started + len(pulls._in[PullState.QUEUED])
+        with_blocks = {name for name, p in found.items() if p.state in (*IN_MOTION, *IDLE_WITH_BLOCKS)}
+        assert with_blocks == found.keys() & set(scheduler._kv_cache.request_ids())
+        assert len(with_blocks) == pulls.num_with_blocks
+        assert {request.request_id for request in pulls.ready} == set(pulls._in[PullState.READY])
 
     def check_all_done(self) -> None:
         """Every request has ended as it should, and nothing is left anywhere."""

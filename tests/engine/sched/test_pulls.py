@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.sched.pull import NEXT_STATES, PullState
 from engine.sched.scheduler import Scheduler
 from tests.engine.sched.factories import (
     make_config,
@@ -186,6 +187,20 @@ def test_a_pulled_request_that_is_preempted_is_computed_here() -> None:
         machine.step()
     assert add.request.num_preemptions == 1
     finish(machine)
+
+
+def test_a_pull_changes_only_as_its_table_says(machine: StepMachine) -> None:
+    client = add_and_ask(machine, pulled("a"))
+    pulls = machine.scheduler._remote.pulls
+    pull = pulls.get(client.request)
+    assert pull is not None
+    for state in (PullState.QUEUED, PullState.READY, PullState.RECLAIMED):
+        with pytest.raises(ValueError, match=f"a cannot go from RECEIVING to {state.name}"):
+            pulls._move(pull, state)
+    machine.supply_first_token("a")
+    finish(machine)
+    assert all(PullState.ENDED in after for state, after in NEXT_STATES.items() if after)
+    assert NEXT_STATES.keys() == set(PullState)
 
 
 def test_an_engine_without_a_connector_refuses_kv_parameters() -> None:
