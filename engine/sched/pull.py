@@ -1,25 +1,25 @@
 """The pull of one request's KV (decode node), until the request enters a row.
 
-                          ┌──────▶ RECLAIMED ── retry ──▶ QUEUED
-    QUEUED ──▶ RECEIVING ─┴▶ RECEIVED ──(first token)──▶ READY ──▶ a row
-                 │  │ └──▶ FAILED ──── retry ──▶ QUEUED    ▲
-                 │  └────▶ PARTIAL ─┬─ retry ──▶ RECEIVING │
-                 │          ▲       └─ computed here ──────┘
-                 └──▶ RETRYING, STOPPING ──▶ PARTIAL, FAILED
+                      ┌──────▶ RECLAIMED ── retry ──▶ QUEUED
+QUEUED ──▶ RECEIVING ─┴▶ RECEIVED ──(first token)──▶ READY ──▶ a row
+             │  │ └──▶ FAILED ──── retry ──▶ QUEUED    ▲
+             │  └────▶ PARTIAL ─┬─ retry ──▶ RECEIVING │
+             │          ▲       └─ computed here ──────┘
+             └──▶ RETRYING, STOPPING ──▶ PARTIAL, FAILED
 
-    QUEUED      in the waiting queue; nobody was asked for anything
-    RECEIVING   all blocks that the request needs until it runs are allocated, and transfer
-                processes write them
-    RETRYING    called off for another attempt, which begins when no writer is left
-    STOPPING    called off to be computed here, which does not wait long for the writers
-    RECEIVED    complete; the first token may come long after
-    PARTIAL     ended early, but the request keeps its blocks: they hold KV that is complete for
-                `request.num_computed_tokens`, and whatever comes next goes on behind it
-    FAILED      ended early, and nothing of it is kept; the node server decides what follows
-    RECLAIMED   running requests needed the blocks; the prompt is computed here once the first
-                token is known
-    READY       the request has blocks and KV, and lacks only a row
-    ENDED       from anywhere: in a row, aborted, or an ordinary request again
+QUEUED      in the waiting queue; nobody was asked for anything
+RECEIVING   all blocks that the request needs until it runs are allocated, and transfer
+            processes write them
+RETRYING    called off for another attempt, which begins when no writer is left
+STOPPING    called off to be computed here, which does not wait long for the writers
+RECEIVED    complete; the first token may come long after
+PARTIAL     ended early, but the request keeps its blocks: they hold KV that is complete for
+            `request.num_computed_tokens`, and whatever comes next goes on behind it
+FAILED      ended early, and nothing of it is kept; the node server decides what follows
+RECLAIMED   running requests needed the blocks; the prompt is computed here once the first
+            token is known
+READY       the request has blocks and KV, and lacks only a row
+ENDED       from anywhere: in a row, aborted, or an ordinary request again
 """
 
 from __future__ import annotations

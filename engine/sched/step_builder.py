@@ -1,9 +1,9 @@
 """The next step, while it is being put together.
 
-    1. rows that end between two steps, and rows that stop decoding, are collected here until a
-       step goes out to tell the workers; an idle engine may keep them for long
-    2. `enter`, `add_chunk`, `add_blocks`, `add_to_decode`: what the step computes
-    3. `build` returns the message and the record of what its result confirms, and begins the next
+1. rows that end between two steps, and rows that stop decoding, are collected here until a
+   step goes out to tell the workers; an idle engine may keep them for long
+2. `enter`, `add_chunk`, `add_blocks`, `add_to_decode`: what the step computes
+3. `build` returns the message and the record of what its result confirms, and begins the next
 """
 
 from __future__ import annotations

@@ -208,7 +208,9 @@ class StepMachine:
             if (pull := pulls.get(client.request)) is not None
         }
         assert len(found) == pulls.num_started + len(pulls._in[PullState.QUEUED])
-        with_blocks = {name for name, p in found.items() if p.state in (*IN_MOTION, *IDLE_WITH_BLOCKS)}
+        with_blocks = {
+            name for name, p in found.items() if p.state in (*IN_MOTION, *IDLE_WITH_BLOCKS)
+        }
         assert with_blocks == found.keys() & set(scheduler._kv_cache.request_ids())
         assert len(with_blocks) == pulls.num_with_blocks
         assert {request.request_id for request in pulls.ready} == set(pulls._in[PullState.READY])
