@@ -54,7 +54,7 @@ class Answer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """For a client that wants a stream. The timeline rides on the last chunk: the usage
-        chunk, where there is one. Raises `ApiError`."""
+        chunk, where there is one. Raises `HttpError`."""
         running = len(self._generation.choices)
         try:
             async with aclosing(self._generation.outputs()) as outputs:
@@ -77,7 +77,7 @@ class Answer:
             self._metrics.observe(self._generation.choices)
 
     async def body(self) -> bytes:
-        """For a client that wants it whole. Raises `ApiError`."""
+        """For a client that wants it whole. Raises `HttpError`."""
         try:
             results = await self._generation.collect()
             return self._body(results)
@@ -85,7 +85,7 @@ class Answer:
             self._metrics.observe(self._generation.choices)
 
     async def body_events(self) -> AsyncGenerator[bytes, None]:
-        """Entries of the journal from time to time, then the body. Raises `ApiError`.
+        """Entries of the journal from time to time, then the body. Raises `HttpError`.
 
         A choice with log probabilities of its prompt is not noted: they are much, and cannot be
         had without computing the prompt, so another node begins it again, with the same seed.

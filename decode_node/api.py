@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
@@ -11,26 +12,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from decode_node.callers import Caller
-from decode_node.client_connection import (
-    prefill_nodes,
-    prefix_hash,
-    read_body,
-    request_headers,
-)
 from decode_node.config import DecodeNodeSettings
-from decode_node.errors import BadRequest, Unavailable
+from decode_node.errors import Unavailable
 from decode_node.heartbeats import Heartbeats
 from decode_node.journal import (
     JOURNAL_HEADER,
     MAX_RESUME_BYTES,
     RESUME_HEADER,
-    Resume,
     read_resume,
 )
 from decode_node.metrics import DecodeMetrics
 from decode_node.protocol import BodyT, ChatCompletionRequest, CompletionRequest, parse_body
 from decode_node.responses import Model, ModelList
+from decode_node.router_headers import prefill_nodes, prefix_hash, resume_offset
 from decode_node.serving import OpenAIServing, RequestContext
+from edge.http.client_connection import BodyLimits, read_json_body, request_headers
 from edge.tracing.context import TraceContext
 from engine.config import ModelConfig
 from engine.node.http_server import METRICS_TYPE
@@ -38,6 +34,8 @@ from engine.node.http_server import METRICS_TYPE
 logger = logging.getLogger(__name__)
 
 PREFIX_HEADER = "x-tandem-prefix"
+_LONG_BODY = 32 << 10
+"""Bytes. Shorter ones are parsed sooner than a thread begins."""
 ROUTER_HEADERS = frozenset(
     {"x-prefiller-host-port", "x-tandem-cache-salt", PREFIX_HEADER, JOURNAL_HEADER, RESUME_HEADER}
 )
@@ -72,7 +70,7 @@ class Api:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
-        """Raises `ApiError`."""
+        """Raises `HttpError`."""
         received_at = time.monotonic()
         self.state.check_accepting()
         headers = request_headers(request.scope)
@@ -82,8 +80,10 @@ class Api:
         limit = self.settings.max_body_bytes
         if RESUME_HEADER in headers:
             limit += MAX_RESUME_BYTES
-        raw = await read_body(headers, request.receive, limit, self.settings.body_timeout_s)
-        raw, resume = _split(raw, headers.get(RESUME_HEADER))
+        limits = BodyLimits(limit, self.settings.body_timeout_s)
+        offset = resume_offset(headers)
+        raw = await read_json_body(headers, request.receive, limits, offset)
+        resume = None if offset is None else read_resume(raw[offset:])
         named = headers.get("x-prefiller-host-port")
         trace = TraceContext.from_headers(headers)
         logger.debug("request %s: trace %s", request.state.request_id, trace.trace_id)
@@ -98,7 +98,7 @@ class Api:
             trace=trace,
             prefix_hash=prefix_hash(headers.get(PREFIX_HEADER, "")),
         )
-        return parse_body(raw, kind), context
+        return await _parse(raw[:offset], kind), context
 
     def models(self) -> ModelList:
         model = self.model
@@ -152,14 +152,11 @@ def create_router(api: Api) -> APIRouter:
     return router
 
 
-def _split(raw: bytes, offset: str | None) -> tuple[bytes, Resume | None]:
-    """The client's body, and what of the answer exists already. Raises `BadRequest`."""
-    if offset is None:
-        return raw, None
-    if not (offset.isascii() and offset.isdigit() and len(offset) < 12):
-        raise BadRequest(f"{RESUME_HEADER} must be a number of bytes", param=RESUME_HEADER)
-    size = int(offset)
-    return raw[:size], read_resume(raw[size:])
+async def _parse(raw: bytes, kind: type[BodyT]) -> BodyT:
+    """Parses a long body beside the event loop. Raises `BadRequest`."""
+    if len(raw) <= _LONG_BODY:
+        return parse_body(raw, kind)
+    return await asyncio.to_thread(parse_body, raw, kind)
 
 
 def _json(content: msgspec.Struct) -> Response:

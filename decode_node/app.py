@@ -11,20 +11,21 @@ from starlette.types import ASGIApp
 from decode_node.api import Api, create_router
 from decode_node.callers import CallerCheck
 from decode_node.edge import EdgeMiddleware
-from decode_node.errors import ApiError, BadRequest, MethodNotAllowed, NotFound
+from decode_node.errors import MethodNotAllowed, NotFound
+from edge.http.errors import BadRequest, HttpError
 
 
 def create_app(api: Api, callers: CallerCheck) -> ASGIApp:
     """Needs no lifespan: whoever makes `api` also starts and stops what is in it."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(create_router(api))
-    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     return EdgeMiddleware(app, callers)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+    assert isinstance(error, HttpError)
     return Response(
         error.body(),
         status_code=error.status,
@@ -37,7 +38,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Raised by the framework: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
-    known: ApiError
+    known: HttpError
     if error.status_code == 404:
         known = NotFound(f"there is no {method} {path} here")
     elif error.status_code == 405:

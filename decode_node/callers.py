@@ -12,7 +12,8 @@ import hmac
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 
-from decode_node.errors import PermissionDenied, Unauthorized
+from decode_node.errors import PermissionDenied
+from edge.http.errors import Unauthorized
 from edge.security.config import Role
 from edge.security.credentials import CallerRefused, Credentials
 
@@ -65,7 +66,7 @@ class CallerCheck:
         return len(self._keys) > 0
 
     def admit(self, names: Collection[str] | None, headers: Mapping[str, str]) -> Caller:
-        """`names`: DNS names of the certificate shown; None: none was. Raises `ApiError`."""
+        """`names`: DNS names of the certificate shown; None: none was. Raises `HttpError`."""
         if not self._credentials.config.is_secured:
             self._keys.check(headers.get("authorization", ""))
             return Caller.TRUSTED

@@ -12,9 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_node.callers import CallerCheck
 from decode_node.certified_protocol import NAMES
-from decode_node.client_connection import ClientDisconnected, request_headers, request_id
-from decode_node.errors import ApiError
-from decode_node.sse import send_error
+from edge.http.client_connection import ClientDisconnected, request_headers, request_id
+from edge.http.errors import HttpError, send_error
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,11 @@ class EdgeMiddleware:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnected:
             return
-        except ApiError as error:
+        except HttpError as error:
             await send_error(send_with_id, error)
         except TimeoutError:
             logger.info("request %s: the client stopped reading; disconnected", name)
         except Exception:
             logger.exception("request %s failed", name)
             if not has_begun:
-                await send_error(send_with_id, ApiError("the server failed; see its log"))
+                await send_error(send_with_id, HttpError("the server failed; see its log"))

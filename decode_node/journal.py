@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from decode_node.errors import BadRequest
+from edge.http.errors import BadRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.outputs import TokenLogprobs
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from decode_node.errors import ErrorBody
 from decode_node.protocol import ChatCompletionRequest, CompletionRequest
 from decode_node.responses import ChatChunk, ChatCompletion, Completion, Model, ModelList
+from edge.http.errors import ErrorBody
 
 Json = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from decode_node.errors import ApiError, BadRequest
+from edge.http.errors import BadRequest, HttpError
 from engine.sampling_params import SamplingParams
 
 MAX_MESSAGES = 4096
@@ -296,7 +296,7 @@ def _check_sizes(content: dict[str, Any]) -> None:
         raise BadRequest(f"an object has more than {_MAX_KEYS} keys")
 
 
-def _describe(error: ValidationError) -> ApiError:
+def _describe(error: ValidationError) -> HttpError:
     """The most exact fault, in the API's own words; values of the client are not repeated."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     unknown = sorted(_param(f["loc"]) for f in faults if f["type"] == "extra_forbidden")

@@ -20,7 +20,6 @@ from decode_node.api import Api, NodeState
 from decode_node.app import create_app
 from decode_node.callers import ApiKeys, CallerCheck
 from decode_node.certified_protocol import CertifiedProtocol
-from decode_node.client_connection import prefill_nodes
 from decode_node.config import DecodeNodeSettings
 from decode_node.credits import KVCredits
 from decode_node.metrics import DecodeMetrics
@@ -28,6 +27,7 @@ from decode_node.prefill_client import PrefillClient
 from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
+from decode_node.router_headers import prefill_nodes
 from decode_node.serving import OpenAIServing
 from edge.address import join_address
 from edge.security.certificate_metrics import CertificateCollector

@@ -17,7 +17,7 @@ import msgspec
 from starlette.responses import Response
 
 from decode_node.answer import Answer
-from decode_node.errors import BadRequest, NotFound
+from decode_node.errors import NotFound
 from decode_node.generation import Choice, Generation
 from decode_node.heartbeats import Heartbeats
 from decode_node.journal import JOURNAL_HEADER, JournalWriter, Resume, ResumedChoice
@@ -28,6 +28,7 @@ from decode_node.proxy import DisaggProxy
 from decode_node.response_format import ChatFormat, CompletionFormat, FormatOptions, ResponseFormat
 from decode_node.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.timeline import RequestRecord
+from edge.http.errors import BadRequest
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplateError
@@ -83,7 +84,7 @@ class OpenAIServing:
         """Makes request ids of the engine unique, whatever ids clients send."""
 
     async def completions(self, body: CompletionRequest, context: RequestContext) -> Response:
-        """Raises `ApiError`."""
+        """Raises `HttpError`."""
         self.check_model(body.model)
         body.check_supported()
         prompts = body.prompts()
@@ -94,7 +95,7 @@ class OpenAIServing:
         return self._answer(body, self._choices(body, tokens, echoes, context), form, context)
 
     async def chat(self, body: ChatCompletionRequest, context: RequestContext) -> Response:
-        """Raises `ApiError`."""
+        """Raises `HttpError`."""
         self.check_model(body.model)
         body.check_supported()
         self._check_count(body, 1)
@@ -215,7 +216,7 @@ class OpenAIServing:
                 resumed_token_ids=begun.token_ids if begun is not None and goes_on else (),
             )
         except InvalidRequest as error:
-            raise BadRequest.from_invalid(error) from None
+            raise BadRequest(error.message, param=error.param, code=error.code) from None
         request.arrival_time = context.received_at
         request.trace = context.trace.sibling() if context.trace is not None else None
         request.prefix_hash = context.prefix_hash

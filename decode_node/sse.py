@@ -24,9 +24,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from decode_node.client_connection import ClientDisconnected, run_while_connected
-from decode_node.errors import ApiError, GenerationFailed
+from decode_node.errors import GenerationFailed, Unavailable
 from decode_node.heartbeats import Heartbeats, Pulse
+from edge.http.client_connection import ClientDisconnected, ClientGuard
+from edge.http.errors import HttpError, send_error
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,6 @@ async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> Non
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """A complete response."""
-    body = error.body()
-    headers = {"content-type": "application/json", "content-length": str(len(body))}
-    await send_start(send, error.status, {**headers, **error.headers()})
-    await send({"type": "http.response.body", "body": body})
-
-
 class JsonResponse(Response):
     """`work` makes the body. Nothing is sent before it is complete."""
 
@@ -64,12 +57,13 @@ class JsonResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected):
-            await run_while_connected(receive, self._answer(send))
+            async with ClientGuard(receive):
+                await self._answer(send)
 
     async def _answer(self, send: Send) -> None:
         try:
             body = await self._work()
-        except ApiError as error:
+        except HttpError as error:
             await send_error(send, error)
             return
         headers = {"content-type": "application/json", "content-length": str(len(body))}
@@ -92,13 +86,14 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected):
-            await run_while_connected(receive, self._answer(send))
+            async with ClientGuard(receive):
+                await self._answer(send)
 
     async def _answer(self, send: Send) -> None:
         async with contextlib.aclosing(self._events):
             try:
                 first = await anext(self._events, b"")
-            except ApiError as error:
+            except HttpError as error:
                 await send_error(send, error)
                 return
             await self._stream(first, send)
@@ -112,7 +107,7 @@ class EventStreamResponse(Response):
             async for chunk in self._events:
                 await self._send(send, chunk)
             last = DONE
-        except ApiError as error:
+        except HttpError as error:
             last = self._error_event(error)
         except (asyncio.CancelledError, TimeoutError):
             raise
@@ -127,7 +122,7 @@ class EventStreamResponse(Response):
         async with asyncio.timeout(self._send_timeout_s):
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
-    def _error_event(self, error: ApiError) -> bytes:
+    def _error_event(self, error: HttpError) -> bytes:
         return event(error.body())
 
 
@@ -156,6 +151,6 @@ class JournaledResponse(EventStreamResponse):
         with self._pulse.sending():
             await super()._send(send, data)
 
-    def _error_event(self, error: ApiError) -> bytes:
-        kind = b"!" if error.is_of_this_node else b"x"
+    def _error_event(self, error: HttpError) -> bytes:
+        kind = b"!" if isinstance(error, Unavailable) else b"x"
         return b":%b %d\n" % (kind, error.status) + super()._error_event(error)

@@ -23,6 +23,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan
 
+from edge.http.client_connection import BodyLimits, request_headers, request_id
+from edge.http.closing_connections import ClosingConnections
+from edge.http.errors import HttpError, error_body
 from edge.security.certificate_metrics import CertificateCollector
 from edge.security.credentials import Credentials
 from edge.tracing.file import TraceFile
@@ -32,9 +35,6 @@ from router.config import RouterSettings
 from router.edge.admin_api import admin_routes, probe_routes, readiness
 from router.edge.api import PROXIED_PATHS, ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyGate, ApiKeys
-from router.edge.client_connection import request_headers, request_id
-from router.edge.closing_connections import ClosingConnections
-from router.errors import RouterError, error_body
 from router.kubernetes.api_client import EndpointSliceApi, KubernetesAccess
 from router.kubernetes.endpoint_slices import Endpoints
 from router.kubernetes.slice_watch import SliceWatch
@@ -108,8 +108,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         forwarder=services.forwarder,
         gate=services.gate,
         metrics=services.metrics,
-        max_body_bytes=settings.max_body_bytes,
-        body_timeout_s=settings.body_timeout_s,
+        body_limits=BodyLimits(settings.max_body_bytes, settings.body_timeout_s),
         max_open_requests=settings.max_open_requests,
         traces=TraceFile.open(settings.trace_file, "tandem-router", socket.gethostname()),
     )
@@ -142,7 +141,7 @@ def _bare_app(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     app = FastAPI(
         title="tandem router", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    app.add_exception_handler(RouterError, _answer_router_error)
+    app.add_exception_handler(HttpError, _answer_known_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_bug)
     return app
@@ -318,11 +317,9 @@ async def _stop(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _answer_router_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RouterError)
-    retry = error.retry_after_s
-    headers = {} if retry is None else {"retry-after": str(retry)}
-    return _error_response(request, error.body(), error.status, headers)
+async def _answer_known_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return _error_response(request, error.body(), error.status, error.headers())
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

@@ -23,11 +23,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from edge.address import join_address
+from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.security.tls_files import TlsFiles
 from edge.security.tls_http import TlsConfig
 from router.app import OuterWorld, Services, create_admin_app, create_app
 from router.config import RouterSettings
-from router.edge.guarded_protocol import ConnectionLimits, guarded_protocol
 from router.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

@@ -174,7 +174,9 @@ class AdmissionGate:
 
     def _refuse(self, reason: Refusal, why: str, come_back_s: float) -> Overloaded:
         self.refusals[reason] += 1
-        return Overloaded(f"{why} Try again later.", self._retry_after.seconds(come_back_s))
+        return Overloaded(
+            f"{why} Try again later.", retry_after_s=self._retry_after.seconds(come_back_s)
+        )
 
     def _start(self, admit: Callable[[], None]) -> None:
         self.num_started += 1

@@ -43,7 +43,7 @@ class TenantLimits:
                 raise RateLimited(
                     f"{request.tenant.name} has used up its {unit} for the moment. Slow down, or "
                     f"ask the operator for a higher limit.",
-                    self.retry_after.seconds(wait_s),
+                    retry_after_s=self.retry_after.seconds(wait_s),
                 )
         if buckets.requests is not None:
             buckets.requests.take(1)

@@ -18,17 +18,19 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from edge.tracing.file import TraceFile
-from router.admission.admission_gate import AdmissionGate
-from router.admission.ticket import Ticket
-from router.edge.client_connection import (
+from edge.http.client_connection import (
+    BodyLimits,
     ClientDisconnected,
     ClientGuard,
-    read_body,
+    read_json_body,
     request_headers,
     request_id,
 )
-from router.errors import ModelNotFound, NoNodeAvailable, Overloaded, RouterError, send_error
+from edge.http.errors import HttpError, send_error
+from edge.tracing.file import TraceFile
+from router.admission.admission_gate import AdmissionGate
+from router.admission.ticket import Ticket
+from router.errors import ModelNotFound, NoNodeAvailable, Overloaded
 from router.nodes.models_catalog import ModelCard, ModelCatalog
 from router.observe.metrics import RouterMetrics
 from router.relay.forward import Forwarder
@@ -53,8 +55,7 @@ class ProxyEndpoint:
     forwarder: Forwarder
     gate: AdmissionGate
     metrics: RouterMetrics
-    max_body_bytes: int
-    body_timeout_s: float
+    body_limits: BodyLimits
     max_open_requests: int
     traces: TraceFile | None = None
     num_open: int = 0
@@ -81,9 +82,9 @@ class ProxyEndpoint:
             request = await self._read(scope, receive, trace)
             async with ClientGuard(receive), Ticket(self.gate, request.info) as ticket:
                 return await self.forwarder.forward(request, ticket, send)
-        except RouterError as error:
+        except HttpError as error:
             await send_error(send, error, trace.request_id)
-            return error.status
+            return int(error.status)
         except ClientDisconnected:
             return _CLIENT_LEFT
         except AnswerBroken:
@@ -93,7 +94,7 @@ class ProxyEndpoint:
         if self.num_open > self.max_open_requests:
             raise Overloaded("The router has too many open requests. Try again shortly.")
         headers = request_headers(scope)
-        body = await read_body(headers, receive, self.max_body_bytes, self.body_timeout_s)
+        body = await read_json_body(headers, receive, self.body_limits)
         name = trace.request_id
         info = read_request_info(scope["path"], name, headers, body, _tenant(scope))
         return ClientRequest(info, headers, body, trace)

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.edge.client_connection import request_headers, request_id
+from edge.http.client_connection import request_headers, request_id
+from edge.http.errors import Unauthorized, send_error
 from router.edge.key_file import Key, digest_of, read_keys
-from router.errors import ConfigurationError, Unauthorized, send_error
+from router.errors import ConfigurationError
 from router.request.tenants import ANYONE, Tenant
 
 logger = logging.getLogger(__name__)

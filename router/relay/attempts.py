@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable, RouterError
+from edge.http.errors import HttpError
+from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.nodes.transport import Transport
@@ -64,7 +65,7 @@ class Attempts:
         """An answer whose beginning is here. `check` may refuse the first placement.
 
         Raises:
-            RouterError: nobody answers.
+            HttpError: nobody answers.
         """
         self.budget.add_request()
         tried: list[Node] = []
@@ -127,7 +128,7 @@ class Attempts:
         self.metrics.by_node.add((node.address.role, node.address.target), outcome)
 
     def place(self, request: ClientRequest, tried: Sequence[Node]) -> Placement:
-        """Raises `RouterError`."""
+        """Raises `HttpError`."""
         info = request.info
         placement = self.policy.place(info, tried)
         self.metrics.placements.labels(placement.choice, info.session_source).inc()
@@ -163,7 +164,7 @@ class Attempts:
             return None
         try:
             placement = self.place(request, tried)
-        except RouterError:
+        except HttpError:
             return None
         return placement if self.budget.try_take() else None
 

@@ -38,7 +38,7 @@ class Forwarder:
         """Has `request` answered through `send`; returns the status that the client got.
 
         Raises:
-            RouterError: nothing has been sent yet; the caller answers with it.
+            HttpError: nothing has been sent yet; the caller answers with it.
             AnswerBroken: the client's connection must be cut.
         """
         trace = request.trace

@@ -15,7 +15,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from router.errors import RouterError
+from edge.http.errors import HttpError
 from router.nodes.node import Node
 from router.placement.policy import Placement
 from router.relay.attempts import Attempts, Failure
@@ -80,7 +80,7 @@ class Migrations:
         while True:
             try:
                 placement = self.attempts.place(request, tried)
-            except RouterError:
+            except HttpError:
                 return None
             if placement.decode.fingerprint == fingerprint:
                 return placement

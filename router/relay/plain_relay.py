@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from starlette.types import Send
 
-from router.errors import NodeLost, error_body
+from edge.http.errors import error_body
+from router.errors import NodeLost
 from router.relay.attempts import Attempts, Failure
 from router.relay.event_buffer import EventBuffer
 from router.relay.exchange import Exchange

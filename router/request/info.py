@@ -1,4 +1,4 @@
-"""What the router reads of a request: just enough to place it.
+"""Reads of a request what the router needs to place it, and no more.
 
 Nothing is checked beyond JSON syntax: the decode node validates, with the tokenizer at hand. A
 field of a wrong type counts as absent here and is refused there.
@@ -13,20 +13,31 @@ from enum import StrEnum
 import msgspec
 import xxhash
 
-from router.errors import BadRequest
+from edge.http.errors import BadRequest
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
 from router.request.tenants import ANYONE, Priority, Tenant
 
 _MAX_KEY_LENGTH = 256
+_MAX_ROLE_BYTES = 64
 _PREFIX_BYTES = 4096
 """About 1024 tokens of raw text: past a short shared opening, still equal in every later turn."""
 _BYTES_PER_TOKEN = 4
 _LIST_START = b" \t\r\n["
 _MAX_COUNT = 1 << 31
 
+
+class _Message(msgspec.Struct):
+    role: msgspec.Raw = msgspec.Raw(b"")
+
+    @property
+    def is_of_user(self) -> bool:
+        return len(bytes(self.role)) <= _MAX_ROLE_BYTES and _text(self.role) == "user"
+
+
 _Body = dict[str, msgspec.Raw]
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_messages = msgspec.json.Decoder(list[_Message]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_count = msgspec.json.Decoder(int).decode
 
@@ -85,8 +96,7 @@ def read_request_info(
     fields = _read_body(body)
     model = _text(fields.get("model"))
     prompt = bytes(fields.get("messages") or fields.get("prompt") or b"").lstrip(_LIST_START)
-    messages = _list(fields.get("messages"))
-    opening = _opening(messages)
+    opening, is_later_turn = _opening(fields.get("messages"))
     first = b"\n".join(opening) if "messages" in fields else prompt[:_PREFIX_BYTES]
     source, session = _session(headers, fields, first)
     num_tokens = estimate_tokens(prompt)
@@ -97,7 +107,7 @@ def read_request_info(
         session_key=_session_key(tenant, model, source, session),
         session_source=source,
         session_id=session.decode() if source is not SessionSource.PROMPT else "",
-        is_later_turn=len(messages) > len(opening),
+        is_later_turn=is_later_turn,
         num_prompt_tokens=num_tokens,
         prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, model)),
         tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
@@ -112,13 +122,17 @@ def _read_body(body: bytes) -> _Body:
     try:
         return _decode_body(body)
     except msgspec.ValidationError:
-        raise BadRequest("The request body must be a JSON object.") from None
+        raise _bad_json("the request body must be a JSON object") from None
     except msgspec.DecodeError as error:
-        raise BadRequest(f"The request body is not valid JSON: {error}.") from None
+        raise _bad_json(f"the request body is not valid JSON: {error}") from None
     except UnicodeDecodeError:
-        raise BadRequest("The request body is not valid JSON: it is not UTF-8.") from None
+        raise _bad_json("the request body is not valid JSON: it is not UTF-8") from None
     except RecursionError:
-        raise BadRequest("The JSON of the request body is nested too deeply.") from None
+        raise _bad_json("the JSON of the request body is nested too deeply") from None
+
+
+def _bad_json(message: str) -> BadRequest:
+    return BadRequest(message, code="invalid_json")
 
 
 def _session(
@@ -159,17 +173,6 @@ def is_plain_key(text: str) -> bool:
     return 0 < len(text) <= _MAX_KEY_LENGTH and text.isascii() and text.isprintable()
 
 
-def _opening(messages: list[msgspec.Raw]) -> list[bytes]:
-    """The messages up to the first of the user: the same in every turn of a conversation, and
-    different between conversations that share a system prompt."""
-    opening: list[bytes] = []
-    for message in messages:
-        opening.append(bytes(message))
-        if _role(message) == "user":
-            break
-    return opening
-
-
 def estimate_tokens(prompt: bytes) -> int:
     """From JSON text: token ids are counted by their commas, text by its length."""
     if prompt.lstrip(_LIST_START)[:1].isdigit():
@@ -199,15 +202,18 @@ def _milliseconds(text: str) -> int:
     return int(text) if is_number else 0
 
 
-def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
-    try:
-        return _decode_list(raw) if raw is not None else []
-    except _UNREADABLE:
-        return []
+def _opening(raw: msgspec.Raw | None) -> tuple[list[bytes], bool]:
+    """Returns the messages up to the first of the user, and whether there are more: the opening
+    is the same in every turn of a conversation, and different between conversations that share a
+    system prompt.
 
-
-def _role(message: msgspec.Raw) -> str:
+    The roles are read first, because that ends at the first item which is no object: a million of
+    zeros cost as much as one."""
     try:
-        return _text(_decode_body(message).get("role"))
+        messages = _decode_messages(raw) if raw is not None else []
+        texts = _decode_list(raw) if messages and raw is not None else []
     except _UNREADABLE:
-        return ""
+        return [], False
+    is_user = (message.is_of_user for message in messages)
+    size = next((i for i, found in enumerate(is_user, 1) if found), len(messages))
+    return [bytes(text) for text in texts[:size]], size < len(messages)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.errors import ApiError
 from decode_node.protocol import ChatCompletionRequest, CompletionRequest, parse_body
+from edge.http.errors import HttpError
 from tests.decode_node.decode_fakes import until
 from tests.decode_node.http_node import CONTEXT, VOCAB_SIZE, chunks_of, http_node, sse_events
 
@@ -398,7 +398,7 @@ def test_no_body_is_more_than_a_bad_request(body: dict[str, Any], raw: bytes) ->
                 parsed.sampling()
                 if isinstance(parsed, CompletionRequest):
                     parsed.prompts()
-            except ApiError as error:
+            except HttpError as error:
                 assert 400 <= error.status < 500
                 assert json.loads(error.body())["error"]["message"]
 
@@ -418,5 +418,5 @@ def test_no_body_is_more_than_a_bad_request(body: dict[str, Any], raw: bytes) ->
 def test_huge_objects_are_refused_by_their_size(body: dict[str, Any]) -> None:
     """Validating them item by item would stop the server for seconds."""
     kind = ChatCompletionRequest if "messages" in body else CompletionRequest
-    with pytest.raises(ApiError, match="more than"):
+    with pytest.raises(HttpError, match="more than"):
         parse_body(json.dumps(body).encode(), kind)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_node import answer
-from decode_node.errors import BadRequest
 from decode_node.journal import read_resume
+from edge.http.errors import BadRequest
 from tests.decode_node.http_node import HttpNode, http_node
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

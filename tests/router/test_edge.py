@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from router.request import info
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
 from tests.router.fakes import answer_json
 
@@ -57,7 +58,7 @@ async def test_a_body_that_is_not_a_json_object_is_a_400(cluster: Cluster, data:
         b'{"messages": "hello"}',
         b'{"messages": [1, null, {"role": 7}]}',
         b'{"messages": [], "prompt_cache_key": ["x"]}',
-        b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}",
+        b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}",
         b'{"prompt": "\xff"}',
         b'{"model": "\xff"}',
         b"{}",
@@ -277,3 +278,25 @@ async def test_metrics_name_the_nodes_that_exist(cluster: Cluster) -> None:
     assert 'tandem_router_placements_total{choice="home",session="prompt"} 1.0' in text
     assert "tandem_router_time_to_first_byte_seconds_count 1.0" in text
     assert "process_resident_memory_bytes" in text
+
+
+@pytest.mark.parametrize("item", [b"0", b"[5]", b'{"a":[]}', b'""', b"1e5"])
+async def test_bodies_that_would_keep_the_router_busy_reach_neither_parser_nor_node(
+    cluster: Cluster, item: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    monkeypatch.setattr("router.edge.api.read_request_info", None)
+    data = b'{"messages": [' + b",".join([item] * 1_100_000)[: 7 << 20] + b"]}"
+    status, body = await _post(router, data)
+    assert (status, body["error"]["code"]) == (400, "request_too_complex")
+    assert not decode.requests
+
+
+def test_a_million_messages_that_are_none_are_read_up_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(info, "_decode_list", None)
+    body = b'{"messages": [' + b"0," * 1_000_000 + b"0]}"
+    read = info.read_request_info("/v1/chat/completions", "r", {}, body)
+    assert not read.session_key and not read.is_later_turn

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.errors import BadRequest
+from edge.http.errors import BadRequest
 from router.nodes.session import Rendezvous, node_hash_seed
 from router.request.info import SessionSource, estimate_tokens, read_request_info
 from router.request.tenants import Priority, Tenant

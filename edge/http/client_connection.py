@@ -1,4 +1,4 @@
-"""The client's side of one request: its body, its headers, and whether it is still there."""
+"""The client's side of one HTTP request: its headers, its body, and whether it is still there."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import re
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from starlette.types import Receive, Scope
 
-from router.errors import BadRequest, BodyTooLarge, RequestTimeout, UnsupportedEncoding
+from edge.http.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedEncoding
+from edge.http.json_counter import JsonCounter
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LENGTH_DIGITS = 18
 
 
 class ClientDisconnected(Exception):
@@ -52,64 +55,81 @@ class ClientGuard:
         self._task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """`timeout_s` is the time from the head of the request to the end of its body."""
+
+    max_bytes: int
+    timeout_s: float
+
+
 def request_headers(scope: Scope) -> Mapping[str, str]:
-    """Names in lower case; of a repeated header the first."""
+    """Returns the headers, names in lower case; of a repeated header the first."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
-        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
     return headers
 
 
 def request_id(headers: Mapping[str, str]) -> str:
-    """The client's id if it is a plain one, else a new one."""
+    """Returns the client's id if it is a plain one, else a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-async def read_body(
-    headers: Mapping[str, str], receive: Receive, max_bytes: int, timeout_s: float
+async def read_json_body(
+    headers: Mapping[str, str],
+    receive: Receive,
+    limits: BodyLimits,
+    num_json_bytes: int | None = None,
 ) -> bytes:
-    """The whole body.
+    """Returns the whole body. Its JSON, the first `num_json_bytes` or all, is counted as it comes.
 
     Raises:
-        BodyTooLarge: by its declared length, before anything is read, or by what arrived.
-        RequestTimeout: it did not arrive in time.
-        UnsupportedEncoding: it is compressed.
-        ClientDisconnected: the client left while sending it.
+        BadRequest: The JSON holds more than may be parsed (`edge.http.json_counter`).
+        RequestTooLarge: By its declared length, before anything is read, or by what arrived.
+        RequestTimeout: It did not arrive in time.
+        UnsupportedEncoding: It is compressed.
+        ClientDisconnected: The client left while sending it.
     """
-    _check_headers(headers, max_bytes)
+    _check_headers(headers, limits.max_bytes)
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _receive_body(receive, max_bytes)
+        async with asyncio.timeout(limits.timeout_s):
+            return await _receive_body(receive, limits.max_bytes, num_json_bytes)
     except TimeoutError:
-        raise RequestTimeout(f"The request body did not arrive within {timeout_s:g} s.") from None
+        raise RequestTimeout(
+            f"the request body did not arrive within {limits.timeout_s:g} s"
+        ) from None
 
 
 def _check_headers(headers: Mapping[str, str], max_bytes: int) -> None:
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise UnsupportedEncoding("Compressed request bodies are not supported.")
+        raise UnsupportedEncoding("compressed request bodies are not taken")
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
-        raise BadRequest("The Content-Length header is not a number.")
-    if len(length) > 18 or int(length) > max_bytes:
+        raise BadRequest("the Content-Length header is not a number")
+    if len(length) > _LENGTH_DIGITS or int(length) > max_bytes:
         raise _too_large(max_bytes)
 
 
-async def _receive_body(receive: Receive, max_bytes: int) -> bytes:
+async def _receive_body(receive: Receive, max_bytes: int, num_json_bytes: int | None) -> bytes:
+    counter = JsonCounter()
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > max_bytes:
+        part = message.get("body", b"")
+        if size + len(part) > max_bytes:
             raise _too_large(max_bytes)
+        counter.feed(part if num_json_bytes is None else part[: max(0, num_json_bytes - size)])
+        size += len(part)
+        parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The request body is larger than {max_bytes} bytes.")
+def _too_large(max_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the request body is larger than {max_bytes} bytes")

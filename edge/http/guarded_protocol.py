@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.errors import BadHead, HeadTooLarge, RequestTimeout, RouterError
+from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
-    _refusal: RouterError | None = None
+    _refusal: HttpError | None = None
     _is_refused = False
     _address = ""
 
@@ -89,7 +89,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Whatever the parser does not like, as an error object."""
         self._refuse(self._refusal or BadHead("This is not a valid HTTP/1.1 request."))
 
-    def _judge_head(self) -> RouterError | None:
+    def _judge_head(self) -> HttpError | None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             return self._too_large()
@@ -124,7 +124,7 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _refuse(self, error: RouterError) -> None:
+    def _refuse(self, error: HttpError) -> None:
         self._is_refused = True
         self._stop_head_timer()
         if self._cut_open_answer():
@@ -132,7 +132,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         body = error.body()
         head = (
-            f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {int(error.status)} Refused\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)

@@ -1,0 +1,42 @@
+"""Reads the headers that only a router sends to a decode node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from decode_node.journal import RESUME_HEADER
+from edge.http.errors import BadRequest
+
+_PREFIX_HASH = re.compile("[0-9a-f]{16}")
+_HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}")
+_MAX_PREFILL_NODES = 16
+_MAX_DIGITS = 12
+
+
+def prefix_hash(text: str) -> int:
+    """Returns the number that 16 hex digits stand for; 0 for anything else."""
+    return int(text, 16) if _PREFIX_HASH.fullmatch(text) else 0
+
+
+def prefill_nodes(text: str) -> list[str]:
+    """Returns the `host:port` of each, best first. Raises `BadRequest`."""
+    nodes = [part.strip() for part in text.split(",") if part.strip()]
+    for node in nodes:
+        if not _HOST_PORT.fullmatch(node):
+            raise BadRequest(
+                "x-prefiller-host-port must be host:port, comma separated",
+                param="x-prefiller-host-port",
+            )
+    return nodes[:_MAX_PREFILL_NODES]
+
+
+def resume_offset(headers: Mapping[str, str]) -> int | None:
+    """Returns the length of the client's own body where an answer is resumed: what exists of the
+    answer already follows it. None where it is not. Raises `BadRequest`."""
+    text = headers.get(RESUME_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS):
+        raise BadRequest(f"{RESUME_HEADER} must be a number of bytes", param=RESUME_HEADER)
+    return int(text)

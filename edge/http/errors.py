@@ -1,0 +1,130 @@
+"""What every HTTP service of tandem may tell a client, and in which form.
+
+    HttpError
+    ├── BadRequest              400  the request is wrong; param says where
+    │   └── BadHead             400  the request line or headers cannot be trusted
+    ├── Unauthorized            401  no key, or an unknown one
+    ├── RequestTimeout          408  the request did not arrive in time
+    ├── RequestTooLarge         413
+    ├── UnsupportedEncoding     415  compressed bodies are not taken
+    └── HeadTooLarge            431  request line and headers
+
+Services add their own. All end as the error object of the OpenAI API.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+from starlette.types import Send
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The error object of the OpenAI API."""
+
+    error: ErrorDetail
+
+
+class HttpError(Exception):
+    """An answer that is no success. `type` groups errors for people, `code` for programs; `param`
+    is the wrong field; `retry_after_s` says when to come back."""
+
+    status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
+    type = "server_error"
+    default_code: str | None = None
+    default_param: str | None = None
+    default_retry_after_s: int | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param or self.default_param
+        self.code = code or self.default_code
+        self.retry_after_s = retry_after_s or self.default_retry_after_s
+
+    def body(self) -> bytes:
+        return error_body(self.message, self.type, self.code, self.param)
+
+    def headers(self) -> dict[str, str]:
+        """Headers beyond those of the body, names in lower case."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(self.retry_after_s)
+        if self.status is HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+class BadRequest(HttpError):
+    status = HTTPStatus.BAD_REQUEST
+    type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class BadHead(BadRequest):
+    default_code = "invalid_http"
+
+
+class Unauthorized(HttpError):
+    status = HTTPStatus.UNAUTHORIZED
+    type = "authentication_error"
+    default_code = "invalid_api_key"
+
+
+class RequestTimeout(HttpError):
+    status = HTTPStatus.REQUEST_TIMEOUT
+    type = "invalid_request_error"
+    default_code = "request_timeout"
+
+
+class RequestTooLarge(HttpError):
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    type = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class UnsupportedEncoding(HttpError):
+    status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+    type = "invalid_request_error"
+    default_code = "unsupported_content_encoding"
+
+
+class HeadTooLarge(HttpError):
+    status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+    type = "invalid_request_error"
+    default_code = "headers_too_large"
+
+
+def error_body(message: str, type_: str, code: str | None, param: str | None = None) -> bytes:
+    """Returns the error object of the OpenAI API as JSON."""
+    return msgspec.json.encode(ErrorBody(ErrorDetail(message, type_, param, code)))
+
+
+async def send_error(send: Send, error: HttpError, request_id: str = "") -> None:
+    """Answers with `error` as a complete ASGI response."""
+    body = error.body()
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **error.headers(),
+    }
+    if request_id:
+        headers["x-request-id"] = request_id
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": int(error.status), "headers": raw})
+    await send({"type": "http.response.body", "body": body})
