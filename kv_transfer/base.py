@@ -88,10 +88,18 @@ class ChunkLike(Protocol):
 class KVConnectorScheduler(ABC):
     """The half beside the scheduler. All methods return at once."""
 
+    check_interval_s: float = 1.0
+    """How often `check_alive` wants to be called though nothing has happened."""
+
     @property
     @abstractmethod
-    def peer_info(self) -> KVPeer:
-        """This node, as peers must know it; endpoints are filled for producers."""
+    def peer_info(self) -> KVPeer | None:
+        """This node, as peers must know it; endpoints are filled for producers. None: it
+        exchanges no KV."""
+
+    def refusal(self, request: RequestLike) -> str:
+        """Returns why the request's KV parameters cannot be served; empty when they can."""
+        return ""
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> int:

@@ -8,17 +8,19 @@ from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
+from kv_transfer.no_connector import NoConnectorScheduler, NoConnectorWorker
 
 
 def create_scheduler_connector(
-    config: KVTransferConfig,
+    config: KVTransferConfig | None,
     engine_id: str,
     epoch: int,
     layout: KVLayout,
     handles: list[KVCacheHandle],
     hosts: Sequence[ProcessHost] = (),
 ) -> KVConnectorScheduler:
-    """Starts the transfer processes of the engine and waits until they are ready.
+    """Starts the transfer processes of the engine and waits until they are ready. Without a
+    `config` the engine exchanges no KV, and there is nothing to start.
 
     `handles`: one for each rank, in rank order. `hosts`: where each rank runs, and so its transfer
     processes; empty: all on this host. The calling thread must outlive the connector.
@@ -26,6 +28,8 @@ def create_scheduler_connector(
     Raises:
         KVTransferError: A transfer process did not start; says which and why.
     """
+    if config is None:
+        return NoConnectorScheduler()
     from kv_transfer.control.scheduler import GrpcConnectorScheduler
 
     return GrpcConnectorScheduler(config, engine_id, epoch, layout, handles, hosts)
@@ -34,11 +38,13 @@ def create_scheduler_connector(
 def create_worker_connector(
     config: KVTransferConfig | None, engine_id: str, rank: int
 ) -> KVConnectorWorker:
-    """Only producers have something to say: a consumer's KV arrives without its workers."""
-    if config is None or config.kv_role == "kv_consumer":
-        from kv_transfer.no_connector import NoConnectorWorker
-
+    """Makes the half of one rank. Without a `config` it does nothing."""
+    if config is None:
         return NoConnectorWorker(rank)
+    if config.kv_role == "kv_consumer":
+        from kv_transfer.consumer.worker import ConsumerConnectorWorker
+
+        return ConsumerConnectorWorker(rank)
     from kv_transfer.producer.worker import GrpcConnectorWorker
 
     return GrpcConnectorWorker(config, engine_id, rank)

@@ -1,13 +1,91 @@
-"""The worker half of a node that exchanges no KV, so that workers need not ask."""
+"""Both halves of a connector for an engine that exchanges no KV, so that nobody need ask."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.base import KVCacheHandle, KVConnectorWorker
-from kv_transfer.memory.cache_handle import handle_of_tensors
-from kv_transfer.metadata import KVConnectorMetadata
+from kv_transfer.base import (
+    ChunkLike,
+    KVCacheHandle,
+    KVConnectorScheduler,
+    KVConnectorWorker,
+    RequestLike,
+)
+from kv_transfer.metadata import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVTransferParams,
+)
+
+
+class NoConnectorScheduler(KVConnectorScheduler):
+    """Nothing comes and nothing goes. Requests with KV parameters are refused."""
+
+    check_interval_s = math.inf
+
+    def __init__(self) -> None:
+        self._never_readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def peer_info(self) -> None:
+        return None
+
+    def refusal(self, request: RequestLike) -> str:
+        if request.kv_transfer_params is None:
+            return ""
+        return (
+            "the request exchanges KV with another node, but this engine has no KV transfer; "
+            "start it as a prefill or decode node"
+        )
+
+    def get_num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> int:
+        return 0
+
+    def update_state_after_alloc(
+        self, request: RequestLike, block_ids: list[int], num_external_tokens: int
+    ) -> None:
+        return
+
+    def build_connector_meta(
+        self, step_id: int, chunks: list[ChunkLike]
+    ) -> KVConnectorMetadata | None:
+        return None
+
+    def fileno(self) -> int:
+        return self._never_readable
+
+    def get_finished(self) -> KVConnectorOutput | None:
+        return None
+
+    def request_finished(self, request: RequestLike) -> bool:
+        return False
+
+    def abort(self, request: RequestLike) -> bool:
+        return False
+
+    def retry(
+        self,
+        request: RequestLike,
+        params: KVTransferParams,
+        block_ids: list[int],
+        num_computed_tokens: int,
+    ) -> None:
+        return
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def check_alive(self) -> None:
+        return
+
+    def shutdown(self) -> None:
+        if self._never_readable >= 0:
+            os.close(self._never_readable)
+            self._never_readable = -1
 
 
 class NoConnectorWorker(KVConnectorWorker):
@@ -19,7 +97,8 @@ class NoConnectorWorker(KVConnectorWorker):
     def register_kv_caches(
         self, kv_caches: list[Any], current_stream: Callable[[], int] | None = None
     ) -> KVCacheHandle:
-        return handle_of_tensors(self._rank, kv_caches)
+        """Returns a handle that leads to no memory: nobody maps the caches."""
+        return KVCacheHandle(rank=self._rank, pid=os.getpid(), num_blocks=len(kv_caches[0]))
 
     def start_load_kv(self, step_id: int, metadata: KVConnectorMetadata) -> None:
         return

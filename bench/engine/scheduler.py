@@ -35,6 +35,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
+from kv_transfer.no_connector import NoConnectorScheduler
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -193,7 +194,7 @@ def _measure_once(
 ) -> StepCost:
     rng = random.Random(batch)
     config = make_config(batch, block_size)
-    scheduler = Scheduler(config, batch * -(-_MAX_MODEL_LEN // block_size), None)
+    scheduler = Scheduler(config, batch * -(-_MAX_MODEL_LEN // block_size), NoConnectorScheduler())
     add_requests(scheduler, config, batch, rng, aligned)
     samples = run_steps(scheduler, Workers(rng), depth, num_steps)
     stats = scheduler.stats()

@@ -29,7 +29,6 @@ from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
-from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.factory import create_scheduler_connector
 
 RequestMessage = (
@@ -49,16 +48,14 @@ class EngineCore:
         """Loads the model. `executor` belongs to the caller, also when this fails."""
         caches = executor.initialize(report)
         self.num_blocks = caches.num_blocks
-        self.connector: KVConnectorScheduler | None = None
-        if config.kv_transfer is not None:
-            self.connector = create_scheduler_connector(
-                config.kv_transfer,
-                config.engine_id,
-                config.epoch,
-                config.kv_layout,
-                caches.handles,
-                caches.hosts,
-            )
+        self.connector = create_scheduler_connector(
+            config.kv_transfer,
+            config.engine_id,
+            config.epoch,
+            config.kv_layout,
+            caches.handles,
+            caches.hosts,
+        )
         self.scheduler = Scheduler(config, caches.num_blocks, self.connector)
         self._executor = executor
         self._batch_queue: deque[SchedulerOutput] = deque()
@@ -86,10 +83,9 @@ class EngineCore:
         happened. Raises EngineDeadError."""
         for output in self._executor.collect():
             self._add(self._finish_step(output))
-        if self.connector is not None:
-            events = self.connector.get_finished()
-            if events is not None:
-                self._add(self.scheduler.update_from_connector(events))
+        events = self.connector.get_finished()
+        if events is not None:
+            self._add(self.scheduler.update_from_connector(events))
         self._fill_batch_queue()
         results, self._results = self._results, EngineCoreOutputs()
         results.timestamp = time.monotonic()
@@ -130,7 +126,7 @@ class EngineCore:
     def check_empty(self) -> None:
         """For an idle engine: when no KV is on its way either, nothing may be left of requests
         and transfers that have ended. Raises RuntimeError naming what is."""
-        if self.connector is not None and self.connector.counters.get("live_transfers"):
+        if self.connector.counters.get("live_transfers"):
             return
         left = self.scheduler.check_empty()
         if left:
@@ -138,5 +134,4 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Ends all transfers. Idempotent."""
-        if self.connector is not None:
-            self.connector.shutdown()
+        self.connector.shutdown()

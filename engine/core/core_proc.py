@@ -13,6 +13,7 @@ While starting, SIGTERM simply ends this process, and the kernel its children.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 
@@ -42,7 +43,6 @@ from host.termination import termination_fd
 
 _STATS_INTERVAL_S = 0.1
 """While busy. An engine that becomes idle reports at once."""
-_CHECK_CONNECTOR_INTERVAL_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -105,32 +105,29 @@ class EngineCoreProc:
             self._send_results(core, core.step())
 
     def _poll_sources(self, core: EngineCore, termination: int) -> list[PollSource]:
-        sources = [self._client, *self._executor.poll_sources, termination]
-        if core.connector is not None:
-            sources.append(core.connector.fileno())
-        return sources
+        executor = self._executor.poll_sources
+        return [self._client, *executor, core.connector.fileno(), termination]
 
     def _ready(self, core: EngineCore) -> EngineReady:
         return EngineReady(
             num_blocks=core.num_blocks,
-            peer=core.connector.peer_info if core.connector is not None else None,
+            peer=core.connector.peer_info,
             worker_pids=self._executor.worker_pids,
-            transfer_pids=core.connector.process_pids if core.connector is not None else [],
+            transfer_pids=core.connector.process_pids,
         )
 
     def _timeout_ms(self, core: EngineCore) -> int | None:
         """Until something must be looked at without being asked; None: sleep until woken."""
-        now = time.monotonic()
-        waits = []
+        until = self._connector_checked_at + core.connector.check_interval_s
         if self._executor.deadline is not None:
-            waits.append(self._executor.deadline - now)
-        if core.connector is not None:
-            waits.append(self._connector_checked_at + _CHECK_CONNECTOR_INTERVAL_S - now)
-        return max(0, int(min(waits) * 1000) + 1) if waits else None
+            until = min(until, self._executor.deadline)
+        if math.isinf(until):
+            return None
+        return max(0, int((until - time.monotonic()) * 1000) + 1)
 
     def _check_connector(self, core: EngineCore) -> None:
         now = time.monotonic()
-        if core.connector is None or now < self._connector_checked_at + _CHECK_CONNECTOR_INTERVAL_S:
+        if now < self._connector_checked_at + core.connector.check_interval_s:
             return
         self._connector_checked_at = now
         core.connector.check_alive()

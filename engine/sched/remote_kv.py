@@ -11,7 +11,6 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import KVTransferResult
 from engine.request import Request
 from engine.sched.held_blocks import HeldBlocks
-from engine.sched.no_connector import NoConnectorScheduler
 from engine.sched.offers import Offers, is_offer
 from engine.sched.pulls import Pulls
 from engine.sched.request_queue import RequestQueue
@@ -23,18 +22,17 @@ _CALLED_OFF = "the peer called the transfer off"
 
 
 class RemoteKV:
-    """`connector` None: requests that exchange KV are refused."""
+    """Tells each report of the connector to those whom it concerns."""
 
     def __init__(
         self,
-        connector: KVConnectorScheduler | None,
+        connector: KVConnectorScheduler,
         kv_cache: KVCacheManager,
         fence: StepFence,
         waiting: RequestQueue,
         policy: SchedulingPolicy,
     ) -> None:
-        self._is_connected = connector is not None
-        self._connector = connector if connector is not None else NoConnectorScheduler()
+        self._connector = connector
         self._kv_cache = kv_cache
         self._fence = fence
         self.held = HeldBlocks(fence)
@@ -43,12 +41,7 @@ class RemoteKV:
 
     def refusal(self, request: Request) -> str:
         """Why this engine cannot take the request's KV parameters; empty when it can."""
-        if request.kv_transfer_params is None or self._is_connected:
-            return ""
-        return (
-            "the request exchanges KV with another node, but this engine has no KV transfer; "
-            "start it as a prefill or decode node"
-        )
+        return self._connector.refusal(request)
 
     def add_request(self, request: Request) -> None:
         """Before the request is queued."""

@@ -52,10 +52,10 @@ _FINISH_REASONS = {
 
 
 class Scheduler:
-    """Owns all requests of one engine. `connector` None: the engine exchanges no KV."""
+    """Owns all requests of one engine."""
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, connector: KVConnectorScheduler | None
+        self, config: EngineConfig, num_blocks: int, connector: KVConnectorScheduler
     ) -> None:
         policy = config.scheduler.policy
         cache = config.cache

@@ -11,8 +11,6 @@ Layers lie one after the other; each is `[num_blocks, 2, local_kv_heads, block_s
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from engine.config import EngineConfig
@@ -21,9 +19,6 @@ from engine.kv_cache.interface import KVCacheSpec
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
-from kv_transfer.base import KVCacheHandle
-
-_NO_FILE = -1
 
 
 class KVCacheMemoryError(CannotStartError):
@@ -122,11 +117,6 @@ class KVCache:
             self.layers = list(flat.view(shape).unbind())
         else:
             self.layers = list(torch.zeros(shape, dtype=dtype, device=device).unbind())
-
-    def handle(self, rank: int) -> KVCacheHandle:
-        """For other processes of this host."""
-        fd = self._memory.fd if self._memory is not None else _NO_FILE
-        return KVCacheHandle(rank=rank, pid=os.getpid(), fd=fd, num_blocks=self.num_blocks)
 
     def close(self) -> None:
         """The memory goes when nobody maps it any more. Idempotent."""

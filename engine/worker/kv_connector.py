@@ -1,11 +1,9 @@
-"""The runner's side of KV transfer: one object with P/D, another without.
+"""The runner's side of KV transfer. Without P/D it passes steps and layers on to nobody.
 
-The runner calls both in the same places and never asks which it has:
-
-    1. `register_kv_caches`   once, after allocation
-    2. `pre_forward(step)`    a forward pass follows; returns what the model calls after a layer
-       or `no_forward(step)`  the step computes nothing
-    3. `shutdown`
+1. `register_kv_caches`   once, after allocation
+2. `pre_forward(step)`    a forward pass follows; returns what the model calls after a layer
+   or `no_forward(step)`  the step computes nothing
+3. `shutdown`
 """
 
 from __future__ import annotations
@@ -27,29 +25,13 @@ def _ignore_layer(layer: int) -> None:
 
 
 class KVConnector:
-    """Without P/D: does nothing."""
-
-    def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> KVCacheHandle | None:
-        """How others map the caches; None: nobody does."""
-        return None
-
-    def pre_forward(self, step: SchedulerOutput) -> OnLayer:
-        return _ignore_layer
-
-    def no_forward(self, step: SchedulerOutput) -> None:
-        return
-
-    def shutdown(self) -> None:
-        return
-
-
-class ActiveKVConnector(KVConnector):
     """Passes steps and layers on to the transfer side of this rank."""
 
     def __init__(self, worker: KVConnectorWorker) -> None:
         self._worker = worker
 
     def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> KVCacheHandle:
+        """Returns how transfer processes map the caches."""
         on_gpu = kv_caches[0].is_cuda
         return self._worker.register_kv_caches(kv_caches, _current_stream if on_gpu else None)
 
@@ -73,6 +55,4 @@ def _current_stream() -> int:
 
 
 def create_kv_connector(config: EngineConfig, rank: int) -> KVConnector:
-    if config.kv_transfer is None:
-        return KVConnector()
-    return ActiveKVConnector(create_worker_connector(config.kv_transfer, config.engine_id, rank))
+    return KVConnector(create_worker_connector(config.kv_transfer, config.engine_id, rank))

@@ -102,7 +102,10 @@ def test_nobody_listens_and_nothing_waits(cache: RankCache) -> None:
     worker.shutdown()
 
 
-@pytest.mark.parametrize("config", [None, KVTransferConfig(kv_role="kv_consumer")])
+CONSUMER = KVTransferConfig(kv_role="kv_consumer")
+
+
+@pytest.mark.parametrize("config", [None, CONSUMER])
 def test_without_a_part_to_play_it_does_nothing(config: KVTransferConfig | None) -> None:
     worker = create_worker_connector(config, "engine", 0)
     assert isinstance(worker, NoConnectorWorker)
@@ -111,7 +114,7 @@ def test_without_a_part_to_play_it_does_nothing(config: KVTransferConfig | None)
     worker.shutdown()
 
 
-@pytest.mark.parametrize("config", [None, PRODUCER])
+@pytest.mark.parametrize("config", [CONSUMER, PRODUCER])
 def test_registered_caches_can_be_found(config: KVTransferConfig | None) -> None:
     shape = layout(num_layers=2)
     memory = MemoryFile.create("test-kv", 2 * 4 * shape.block_bytes)

@@ -29,6 +29,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
+from kv_transfer.no_connector import NoConnectorScheduler
 from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 
 MODES = {"whole": 1024, "chunked": 24}
@@ -63,7 +64,7 @@ class EngineRank:
         num_blocks = self._worker.determine_num_blocks()
         self._worker.initialize_kv_cache(num_blocks)
         self._worker.capture_model(lambda stage, fraction: None)
-        self._scheduler = Scheduler(config, num_blocks, None)
+        self._scheduler = Scheduler(config, num_blocks, NoConnectorScheduler())
         self.num_cached: dict[str, int] = {}
 
     def run(

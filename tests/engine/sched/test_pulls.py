@@ -6,6 +6,7 @@ import pytest
 
 from engine.sched.pull import NEXT_STATES, PullState
 from engine.sched.scheduler import Scheduler
+from kv_transfer.no_connector import NoConnectorScheduler
 from tests.engine.sched.factories import (
     make_config,
     make_request,
@@ -204,7 +205,7 @@ def test_a_pull_changes_only_as_its_table_says(machine: StepMachine) -> None:
 
 
 def test_an_engine_without_a_connector_refuses_kv_parameters() -> None:
-    scheduler = Scheduler(make_config(), 8, None)
+    scheduler = Scheduler(make_config(), 8, NoConnectorScheduler())
     outputs = scheduler.add_request(pulled("a")).outputs
     assert outputs[0].finish_reason == "error"
     assert "no KV transfer" in outputs[0].error

@@ -8,6 +8,7 @@ import pytest
 from engine.request import RequestStatus
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
+from kv_transfer.no_connector import NoConnectorScheduler
 from tests.engine.sched.factories import EOS, make_config, make_request
 from tests.engine.sched.fake_worker import expected_output
 from tests.engine.sched.step_machine import StepMachine
@@ -233,13 +234,14 @@ def test_what_can_never_run_is_refused_with_a_reason(length: int, why: str) -> N
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    outputs = Scheduler(make_config(), 8, None).add_request(make_request("a", [])).outputs
+    scheduler = Scheduler(make_config(), 8, NoConnectorScheduler())
+    outputs = scheduler.add_request(make_request("a", [])).outputs
     assert [output.finish_reason for output in outputs] == ["error"]
     assert "empty" in outputs[0].error
 
 
 def test_a_known_id_is_refused() -> None:
-    scheduler = Scheduler(make_config(), 8, None)
+    scheduler = Scheduler(make_config(), 8, NoConnectorScheduler())
     scheduler.add_request(make_request("a", prompt(4)))
     with pytest.raises(ValueError, match="exists already"):
         scheduler.add_request(make_request("a", prompt(4)))

@@ -26,6 +26,7 @@ from engine.worker.kv_cache import KVCache, kv_cache_spec
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
+from kv_transfer.no_connector import NoConnectorWorker
 from tests.engine.tiny_model import tiny_model
 from tests.engine.worker.gpu_workers import write_small_weights
 
@@ -262,7 +263,7 @@ def make_runner(checkpoint: Path) -> Iterator[Callable[..., ModelRunner]]:
             config = replace(config, device=replace(config.device, **device))
             model = create_model(config, TensorParallelGroup(0, 1), cpu)
             load_weights(model, config, lambda fraction: None)
-            runner = ModelRunner(config, model, connector or KVConnector(), cpu)
+            runner = ModelRunner(config, model, connector or KVConnector(NoConnectorWorker(0)), cpu)
             kv_cache = closers.enter_context(
                 closing(KVCache(kv_cache_spec(config), NUM_BLOCKS, cpu))
             )

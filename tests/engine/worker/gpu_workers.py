@@ -30,6 +30,7 @@ from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
+from kv_transfer.no_connector import NoConnectorScheduler
 from tests.engine.tiny_model import tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -133,7 +134,7 @@ class SchedulerAndWorker:
         start_step: Callable[[SchedulerOutput], AsyncOutput],
         depth: int,
     ) -> None:
-        self.scheduler = Scheduler(config, config.cache.num_blocks or 0, None)
+        self.scheduler = Scheduler(config, config.cache.num_blocks or 0, NoConnectorScheduler())
         self._start_step = start_step
         self._depth = depth
         self._in_flight: deque = deque()

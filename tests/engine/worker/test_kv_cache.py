@@ -21,6 +21,7 @@ from engine.worker.kv_cache import (
     kv_cache_spec,
 )
 from host.memory_file import MemoryFile
+from kv_transfer.memory.cache_handle import handle_of_tensors
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,7 @@ def test_another_mapping_sees_the_layers_one_after_the_other(make_config, dtype)
         assert cache.layers[0].shape == (5, 2, 2, 8, 8)
         assert not any(layer.any() for layer in cache.layers)
         cache.layers[1][4, 1, 0, 7, 3] = 2.5
-        handle = cache.handle(rank=3)
+        handle = handle_of_tensors(3, cache.layers)
         assert (handle.rank, handle.pid, handle.num_blocks) == (3, os.getpid(), 5)
         other = MemoryFile.attach(handle.pid, handle.fd)
         assert other.size == 5 * spec.block_bytes

@@ -11,9 +11,9 @@ from engine.batch.states import RowError
 from engine.sample import prompt_logprobs
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sched.output import SchedulerOutput
-from engine.worker.kv_connector import ActiveKVConnector
-from kv_transfer.fake_connector import FakeConnectorWorker
+from engine.worker.kv_connector import KVConnector
 from kv_transfer.metadata import KVConnectorMetadata
+from tests.engine.worker.saved_layers import SavedLayers
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(seed=5, temperature=0.9, top_p=0.95)
@@ -215,8 +215,8 @@ def test_logprobs_come_by_row(driver, make_prompt) -> None:
 
 
 def test_layers_are_handed_on_when_somebody_waits(make_runner, make_driver, make_prompt) -> None:
-    listener = FakeConnectorWorker()
-    runner = make_runner(ActiveKVConnector(listener))
+    listener = SavedLayers()
+    runner = make_runner(KVConnector(listener))
     driver = make_driver(lambda step: runner.execute_model(step).get_output())
     driver.add("a", 0, make_prompt(9, 1))
     driver.step({"a": 4}, kv=KVConnectorMetadata(save_kv=True))

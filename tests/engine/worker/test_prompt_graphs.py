@@ -12,10 +12,10 @@ from engine.batch.input_batch import InputBuffers
 from engine.sampling_params import SamplingParams
 from engine.worker import model_runner
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, prompt_keys
-from engine.worker.kv_connector import ActiveKVConnector
+from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
-from kv_transfer.fake_connector import FakeConnectorWorker
 from kv_transfer.metadata import KVConnectorMetadata
+from tests.engine.worker.saved_layers import SavedLayers
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(seed=5, temperature=0.9, top_p=0.95)
@@ -91,8 +91,8 @@ def test_give_the_tokens_of_single_launches(
 def test_layers_are_handed_on_behind_the_graph(
     make_runner, make_driver, make_prompt, with_graphs
 ) -> None:
-    listener = FakeConnectorWorker()
-    runner = make_runner(ActiveKVConnector(listener))
+    listener = SavedLayers()
+    runner = make_runner(KVConnector(listener))
     graphs = with_graphs(runner)
     driver = make_driver(lambda step: runner.execute_model(step).get_output())
     driver.add("a", 0, make_prompt(9, 1))

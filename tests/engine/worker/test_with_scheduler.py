@@ -20,6 +20,7 @@ from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
+from kv_transfer.no_connector import NoConnectorScheduler
 from tests.engine.worker.conftest import tiny_config
 
 EOS = 3
@@ -41,7 +42,7 @@ class OneEngine:
         self.worker.load_model(lambda fraction: None)
         num_blocks = self.worker.determine_num_blocks()
         self.worker.initialize_kv_cache(num_blocks)
-        self.scheduler = Scheduler(config, num_blocks, None)
+        self.scheduler = Scheduler(config, num_blocks, NoConnectorScheduler())
         self._depth = depth
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.tokens: dict[str, list[int]] = {}

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from engine.worker.kv_cache import KVCacheMemoryError
 from engine.worker.worker import MissedStepError, Worker
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
+from kv_transfer.config import KVTransferConfig
 
 SEEDED = SamplingParams(
     seed=5, temperature=0.8, top_k=20, frequency_penalty=0.2, logprobs=2, prompt_logprobs=1
@@ -54,7 +56,8 @@ def conversation(driver, make_prompt) -> list[list[int]]:  # type: ignore[no-unt
 
 def test_life_of_a_worker(make_config, make_driver, make_prompt) -> None:
     fractions: list[float] = []
-    worker = Worker(make_config(), rank=0, rendezvous="")
+    config = replace(make_config(), kv_transfer=KVTransferConfig(kv_role="kv_consumer"))
+    worker = Worker(config, rank=0, rendezvous="")
     worker.init_device()
     assert torch.get_num_threads() == 1
     worker.load_model(fractions.append)
