@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, attention_group
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
@@ -176,12 +176,16 @@ class EngineConfig:
     @property
     def kv_layout(self) -> KVLayout:
         """The layout that peers compare."""
-        return KVLayout(
-            model_hash=self.model.model_hash,
-            dtype=self.model.dtype,
-            num_layers=self.model.num_layers,
-            num_kv_heads=self.model.num_kv_heads,
-            head_dim=self.model.head_dim,
+        model = self.model
+        group = attention_group(
+            layers=range(model.num_layers),
+            heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=model.dtype,
             block_size=self.cache.block_size,
+        )
+        return KVLayout(
+            groups=(group,),
             tp_size=self.parallel.tensor_parallel_size,
+            model_hash=model.model_hash,
         )

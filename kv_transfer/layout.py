@@ -1,25 +1,48 @@
-"""The shape of a node's KV cache, as far as a peer must know it.
+"""The geometry of a KV cache: the one place that knows how KV lies in memory.
 
-Per layer a rank holds `[num_blocks, 2, local_kv_heads, block_size, head_dim]` (2: keys, values).
-Heads are numbered over all ranks of a node, so two nodes with different tensor-parallel sizes
-agree on ranges of heads; tokens are numbered from the start of the prompt, so different block
-sizes agree on ranges of tokens.
+Layers that are cached alike form a group. What a layer keeps of each token is a list of planes:
+
+    Llama                 one group, planes k and v
+    latent attention      one group, one plane that every rank has whole
+    window + full         two groups, each with a block table of its own
+
+Memory of a rank. All groups share one pool of block ids and one page size, and a block belongs to
+one group at a time. Layer i of a group lies in slot i, so slots are shared as well:
+
+    slot 0   | page of block 0 | page of block 1 | ...    page_bytes each
+    slot 1   | page of block 0 | page of block 1 | ...
+             num_slots = the most layers that a group has
+
+    page     | plane 0 [heads, block_size, row_bytes] | plane 1 | ... | unused |
+
+For one group with planes k and v a slot is `[num_blocks, 2, heads, block_size, head_dim]`.
+
+Heads are numbered over all ranks of a node, so nodes with different tensor-parallel sizes agree on
+ranges of heads; tokens are numbered from the start of the prompt, so different block sizes agree
+on ranges of tokens. The order of a group's layers is that of the model's forward pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from kv_transfer.errors import HandshakeMismatch
 
-PROTOCOL_VERSION = 1
-"""Raised with every change of a wire message. History: 1, the first."""
+PROTOCOL_VERSION = 2
+"""Raised with every change of a wire message. History: 1, the first; 2, groups and planes."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+BlockIds: TypeAlias = tuple[list[int], ...]
+"""One list a group: physical blocks by logical index. Entries before the first block that a
+window still needs are never read."""
+
 
 class HeadRange(msgspec.Struct, frozen=True):
-    """Global KV heads [start, start + count)."""
+    """Global heads [start, start + count)."""
 
     start: int
     count: int
@@ -29,75 +52,242 @@ class HeadRange(msgspec.Struct, frozen=True):
         return self.start + self.count
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node says of its KV cache. `num_kv_heads` counts over all ranks."""
+NO_HEADS = HeadRange(0, 0)
 
-    model_hash: str
-    dtype: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+
+def heads_of_rank(num_heads: int, rank: int, tp_size: int) -> HeadRange:
+    """Returns the heads that `rank` stores. With more ranks than heads, neighbours share one."""
+    if tp_size <= num_heads:
+        count = num_heads // tp_size
+        return HeadRange(rank * count, count)
+    return HeadRange(rank * num_heads // tp_size, 1)
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One kind of number that a layer keeps of every token: keys, values, a latent vector, scales.
+
+    Attributes:
+        heads: Over all ranks.
+        row_bytes: Of one token of one head.
+        replicated: Every rank stores all heads.
+    """
+
+    name: str
+    heads: int
+    row_bytes: int
+    replicated: bool = False
+
+    def heads_of_rank(self, rank: int, tp_size: int) -> HeadRange:
+        """Returns the heads that `rank` of `tp_size` stores."""
+        if self.replicated:
+            return HeadRange(0, self.heads)
+        return heads_of_rank(self.heads, rank, tp_size)
+
+    def sources(self, rank: int, tp_size: int, peer_tp_size: int) -> list[tuple[int, HeadRange]]:
+        """Returns [(rank of the peer, heads to pull there)]; every head of ours appears once.
+
+        Where several ranks of the peer hold the same head, because there are more ranks than
+        heads, the lowest is asked. A replicated plane comes from one rank.
+        """
+        wanted = self.heads_of_rank(rank, tp_size)
+        if self.replicated:
+            return [(rank * peer_tp_size // tp_size, wanted)]
+        found: list[tuple[int, HeadRange]] = []
+        covered = wanted.start
+        for peer_rank in range(peer_tp_size):
+            held = self.heads_of_rank(peer_rank, peer_tp_size)
+            if held.start <= covered < held.stop:
+                stop = min(held.stop, wanted.stop)
+                found.append((peer_rank, HeadRange(covered, stop - covered)))
+                covered = stop
+                if covered == wanted.stop:
+                    break
+        return found
+
+
+class PlaneShape(msgspec.Struct, frozen=True):
+    """A plane in one page: `[heads.count, block_size, row_bytes]` from `offset` on."""
+
+    heads: HeadRange
+    row_bytes: int
     block_size: int
+    offset: int
+
+    @property
+    def head_bytes(self) -> int:
+        return self.block_size * self.row_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.heads.count * self.head_bytes
+
+    def offset_of(self, head: int) -> int:
+        """Returns where a global head begins in the page."""
+        return self.offset + (head - self.heads.start) * self.head_bytes
+
+
+class PageShape(msgspec.Struct, frozen=True):
+    """What lies in one page, or in one block of a message: planes one after the other."""
+
+    block_size: int
+    planes: tuple[PlaneShape, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Without what a page leaves unused."""
+        return sum(plane.num_bytes for plane in self.planes)
+
+    @property
+    def heads(self) -> tuple[HeadRange, ...]:
+        """By plane."""
+        return tuple(plane.heads for plane in self.planes)
+
+
+class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that are cached alike and share a block table.
+
+    Attributes:
+        layers: Numbers of these layers in the model, ascending.
+        block_size: Tokens in one block. Nodes may differ in it.
+        dtype: Of the numbers in the planes.
+        window: A token sees itself and the `window - 1` before it; None: all before it.
+    """
+
+    layers: tuple[int, ...]
+    planes: tuple[Plane, ...]
+    block_size: int
+    dtype: str
+    window: int | None = None
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Returns how many blocks `num_tokens` tokens reach into."""
+        return -(-num_tokens // self.block_size)
+
+    def first_token_seen(self, num_tokens: int) -> int:
+        """Returns the first token that token `num_tokens`, the next one, still sees."""
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1)
+
+    def first_block_seen(self, num_tokens: int) -> int:
+        """Returns the first block that any token after `num_tokens` tokens still needs."""
+        return self.first_token_seen(num_tokens) // self.block_size
+
+    def page(self, heads: Sequence[HeadRange]) -> PageShape:
+        """Returns a page with these heads of each plane."""
+        shapes: list[PlaneShape] = []
+        offset = 0
+        for plane, held in zip(self.planes, heads, strict=True):
+            shapes.append(PlaneShape(held, plane.row_bytes, self.block_size, offset))
+            offset += shapes[-1].num_bytes
+        return PageShape(self.block_size, tuple(shapes))
+
+    def page_of_rank(self, rank: int, tp_size: int) -> PageShape:
+        """Returns a page as `rank` of `tp_size` stores it."""
+        return self.page([plane.heads_of_rank(rank, tp_size) for plane in self.planes])
+
+    def bytes_needed(self, tp_size: int) -> int:
+        """Returns the bytes of a page that any rank uses; all use equally many."""
+        return self.page_of_rank(0, tp_size).num_bytes
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a node says of its KV cache."""
+
+    groups: tuple[KVGroup, ...]
     tp_size: int
+    model_hash: str
     protocol_version: int = PROTOCOL_VERSION
 
-    def heads_of_rank(self, rank: int) -> HeadRange:
-        """Heads that `rank` stores. With more ranks than heads, neighbours share one head."""
-        if self.tp_size <= self.num_kv_heads:
-            count = self.num_kv_heads // self.tp_size
-            return HeadRange(rank * count, count)
-        return HeadRange(rank * self.num_kv_heads // self.tp_size, 1)
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in one slot of one rank."""
+        return max(group.bytes_needed(self.tp_size) for group in self.groups)
 
     @property
-    def local_kv_heads(self) -> int:
-        return self.heads_of_rank(0).count
-
-    @property
-    def head_block_bytes(self) -> int:
-        """Bytes of the keys (or values) of one head in one block of one layer."""
-        return self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+    def num_slots(self) -> int:
+        """Pages that a block has: as many as the largest group has layers."""
+        return max(len(group.layers) for group in self.groups)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in one layer on one rank."""
-        return 2 * self.local_kv_heads * self.head_block_bytes
+        """Bytes of one block of one rank, over all slots."""
+        return self.num_slots * self.page_bytes
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return 1 + max(group.layers[-1] for group in self.groups)
+
+    def page(self, group: int, rank: int) -> PageShape:
+        """Returns a page of a group as `rank` stores it."""
+        return self.groups[group].page_of_rank(rank, self.tp_size)
+
+    def num_blocks_for(self, num_tokens: int) -> tuple[int, ...]:
+        """Returns the blocks that `num_tokens` tokens reach into, by group."""
+        return tuple(group.num_blocks_for(num_tokens) for group in self.groups)
 
     def check_compatible(self, peer: KVLayout) -> None:
-        """Raises `HandshakeMismatch` naming the first field that must agree and does not."""
-        for name in _MUST_AGREE:
-            ours, theirs = getattr(self, name), getattr(peer, name)
-            if ours != theirs:
-                raise HandshakeMismatch(name, ours, theirs)
+        """Raises `HandshakeMismatch` naming the first field that must agree and does not. The
+        protocol comes first: what another version says of the rest means something else."""
+        _check_equal("protocol_version", self.protocol_version, peer.protocol_version)
+        _check_equal("model_hash", self.model_hash, peer.model_hash)
+        _check_equal("len(groups)", len(self.groups), len(peer.groups))
+        for index, (ours, theirs) in enumerate(zip(self.groups, peer.groups, strict=True)):
+            _check_group(f"groups[{index}]", ours, theirs)
+        _check_parallel(peer)
 
 
-_MUST_AGREE = (
-    "protocol_version",
-    "model_hash",
-    "dtype",
-    "num_layers",
-    "num_kv_heads",
-    "head_dim",
-)
+def attention_group(
+    *, layers: Sequence[int], heads: int, head_dim: int, dtype: str, block_size: int,
+    window: int | None = None,
+) -> KVGroup:  # fmt: skip
+    """Returns a group with planes k and v, as most models have."""
+    row_bytes = head_dim * DTYPE_BYTES[dtype]
+    return KVGroup(
+        layers=tuple(layers),
+        planes=(Plane("k", heads, row_bytes), Plane("v", heads, row_bytes)),
+        block_size=block_size,
+        dtype=dtype,
+        window=window,
+    )
 
 
-def head_sources(ours: KVLayout, rank: int, peer: KVLayout) -> list[tuple[int, HeadRange]]:
-    """Which ranks of `peer` hold the heads of our `rank`: [(peer rank, heads to pull)].
+def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, ...]:
+    """Returns the groups with block sizes at which they share pages best: a group that needs less
+    than the largest gets 2, 4, ... times its block size, as long as that fits. What is left of its
+    pages is unused."""
+    page_bytes = max(group.bytes_needed(tp_size) for group in groups)
+    grown = []
+    for group in groups:
+        factor = page_bytes // group.bytes_needed(tp_size)
+        block_size = group.block_size << (factor.bit_length() - 1)
+        grown.append(msgspec.structs.replace(group, block_size=block_size))
+    return tuple(grown)
 
-    Every head of ours appears exactly once. Where several peer ranks hold the same head
-    (more ranks than heads), the lowest is asked.
-    """
-    wanted = ours.heads_of_rank(rank)
-    sources: list[tuple[int, HeadRange]] = []
-    covered = wanted.start
-    for peer_rank in range(peer.tp_size):
-        held = peer.heads_of_rank(peer_rank)
-        if held.start <= covered < held.stop:
-            stop = min(held.stop, wanted.stop)
-            sources.append((peer_rank, HeadRange(covered, stop - covered)))
-            covered = stop
-            if covered == wanted.stop:
-                break
-    return sources
+
+def _check_equal(field: str, ours: object, theirs: object) -> None:
+    if ours != theirs:
+        raise HandshakeMismatch(field, ours, theirs)
+
+
+def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
+    for field in ("layers", "dtype", "window"):
+        _check_equal(f"{name}.{field}", getattr(ours, field), getattr(theirs, field))
+    _check_equal(f"len({name}.planes)", len(ours.planes), len(theirs.planes))
+    for index, (plane, other) in enumerate(zip(ours.planes, theirs.planes, strict=True)):
+        for field in ("name", "heads", "row_bytes", "replicated"):
+            _check_equal(
+                f"{name}.planes[{index}].{field}", getattr(plane, field), getattr(other, field)
+            )
+    if theirs.block_size < 1:
+        raise HandshakeMismatch(f"{name}.block_size", ours.block_size, theirs.block_size)
+
+
+def _check_parallel(peer: KVLayout) -> None:
+    """Every head must be somewhere."""
+    size = peer.tp_size
+    for plane in (plane for group in peer.groups for plane in group.planes):
+        splits = size >= 1 and (
+            plane.replicated or plane.heads % size == 0 or size % plane.heads == 0
+        )
+        if not splits:
+            raise HandshakeMismatch("tp_size", f"{plane.heads} heads to split", size)

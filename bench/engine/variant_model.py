@@ -22,6 +22,7 @@ from engine.models.base import ForwardInputs
 from engine.models.llama import LlamaDecoderLayer
 from engine.models.loader import load_weights
 from engine.models.registry import create_model
+from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 _SHARE_OF_MEMORY = 0.75
@@ -49,18 +50,13 @@ class VariantModel:
         self.model = create_model(config, TensorParallelGroup(0, 1), self.device)
         load_weights(self.model, config, lambda fraction: None)
         self.longest_context, self.longest = (40, 512) if tiny else (8192, 8192)
-        block_bytes = config.kv_layout.local_kv_heads * self._block_size * model.head_dim * 2 * 2
-        block_bytes *= model.num_layers
+        block_bytes = config.kv_layout.block_bytes
         free = 1 << 28 if tiny else torch.cuda.mem_get_info()[0]
         budget = min(int(free * _SHARE_OF_MEMORY), most_bytes) if not tiny else free
         most_needed = 256 * 10
         self.num_blocks = max(budget // block_bytes, most_needed)
-        shape_of_cache = (
-            model.num_layers, self.num_blocks, 2, config.kv_layout.local_kv_heads,
-            self._block_size, model.head_dim,
-        )  # fmt: skip
-        cache = torch.empty(shape_of_cache, dtype=torch.bfloat16, device=self.device)
-        self.kv_caches = list(cache.unbind())
+        memory = torch.empty(self.num_blocks * block_bytes, dtype=torch.uint8, device=self.device)
+        self.kv_caches = layer_views(memory, config.kv_layout)
         for layer in self.kv_caches:
             layer.normal_()
         self.layer = cast("LlamaDecoderLayer", self.model.layers[0])

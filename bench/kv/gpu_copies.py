@@ -93,7 +93,7 @@ def measure(caches: GpuCaches, at_once: int) -> Row:
         caches.handle(is_source=True),
         caches.handle(is_source=False),
         layout.num_layers,
-        layout.block_bytes,
+        layout.page_bytes,
         caches.target_blocks,
         at_once,
     )
@@ -107,7 +107,7 @@ def measure(caches: GpuCaches, at_once: int) -> Row:
     )
     caches.check_kv(held=0)
     answer = msgspec.json.decode(child.stdout, type=Answer)
-    return Row(layout.block_bytes >> 10, at_once, answer.gb_per_s, answer.cpu_us_per_copy)
+    return Row(layout.page_bytes >> 10, at_once, answer.gb_per_s, answer.cpu_us_per_copy)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
 from kv_transfer.factory import create_scheduler_connector
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.memory.cache_handle import handle_of_tensors
 from kv_transfer.metadata import KVTransferParams, TransferStats
 from kv_transfer.producer.layer_marks import LayerMarks
@@ -48,15 +48,10 @@ class Case:
 
 
 def llama_8b(block_size: int) -> KVLayout:
-    return KVLayout(
-        model_hash="bench",
-        dtype="bfloat16",
-        num_layers=32,
-        num_kv_heads=8,
-        head_dim=128,
-        block_size=block_size,
-        tp_size=1,
+    group = attention_group(
+        layers=range(32), heads=8, head_dim=128, dtype="bfloat16", block_size=block_size
     )
+    return KVLayout(groups=(group,), tp_size=1, model_hash="bench")
 
 
 @dataclass(slots=True)
@@ -84,8 +79,8 @@ class Caches(ABC):
     def __init__(self, layout: KVLayout, num_tokens: int) -> None:
         self.layout = layout
         self.num_tokens = num_tokens
-        self.num_blocks = layout.num_blocks_for(num_tokens)
-        self.num_bytes = layout.num_layers * self.num_blocks * layout.block_bytes
+        self.num_blocks = layout.groups[0].num_blocks_for(num_tokens)
+        self.num_bytes = self.num_blocks * layout.block_bytes
         self.marks = LayerMarks.create(layout.num_layers)
         self.source_blocks = list(range(self.num_blocks))
         self.target_blocks = list(range(self.num_blocks))
@@ -107,7 +102,7 @@ class Caches(ABC):
         self.marks.close()
 
     def check_kv(self, held: int) -> None:
-        if not self.is_equal(held // self.layout.block_size):
+        if not self.is_equal(held // self.layout.groups[0].block_size):
             raise SystemExit("the KV that arrived is not the KV that was sent")
 
 
@@ -162,7 +157,7 @@ class GpuCaches(Caches):
         import torch
 
         super().__init__(layout, num_tokens)
-        words = layout.block_bytes // 8
+        words = layout.page_bytes // 8
         shape = (layout.num_layers, self.num_blocks, words)
         self._source, self._target = (
             torch.zeros(shape, dtype=torch.int64, device=f"cuda:{gpu}") for gpu in gpus

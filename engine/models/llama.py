@@ -24,7 +24,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.rotary import cos_sin_cache
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.base import ForwardInputs
-from kv_transfer.layout import HeadRange
+from kv_transfer.layout import HeadRange, heads_of_rank
 
 
 class LlamaAttention(nn.Module):
@@ -134,7 +134,7 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: EngineConfig, shard: Shard) -> None:
         super().__init__()
         model = config.model
-        kv_heads = config.kv_layout.heads_of_rank(shard.group.rank)
+        kv_heads = heads_of_rank(model.num_kv_heads, shard.group.rank, shard.group.size)
         self.embed_tokens = VocabParallelEmbedding(model.vocab_size, model.hidden_size, shard)
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(model, kv_heads, shard) for _ in range(model.num_layers)

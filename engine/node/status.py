@@ -171,4 +171,5 @@ class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
 
 def fingerprint(layout: KVLayout) -> str:
     """Equal for nodes whose KV fits together; block size and TP size may differ."""
-    return f"{layout.protocol_version}-{layout.dtype}-{layout.model_hash}"
+    dtypes = "+".join(sorted({group.dtype for group in layout.groups}))
+    return f"{layout.protocol_version}-{dtypes}-{layout.model_hash}"

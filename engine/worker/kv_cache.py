@@ -6,7 +6,7 @@
        one tensor
     3. `close()`
 
-Layers lie one after the other; each is `[num_blocks, 2, local_kv_heads, block_size, head_dim]`.
+How KV lies in that memory is told by `kv_transfer.layout`.
 """
 
 from __future__ import annotations
@@ -15,32 +15,20 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CannotStartError
-from engine.kv_cache.interface import KVCacheSpec
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
+from kv_transfer.layout import KVLayout
 
 
 class KVCacheMemoryError(CannotStartError):
     """Not even one sequence of the allowed length would fit. Says both numbers and the cure."""
 
 
-def kv_cache_spec(config: EngineConfig) -> KVCacheSpec:
-    """The cache of any one rank; all are alike."""
-    layout = config.kv_layout
-    return KVCacheSpec(
-        num_layers=layout.num_layers,
-        local_kv_heads=layout.local_kv_heads,
-        block_size=layout.block_size,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-    )
-
-
 def blocks_that_fit(config: EngineConfig, budget_bytes: int) -> int:
     """Blocks for `budget_bytes`, but no more than all rows could ever fill."""
     wanted = config.scheduler.max_num_seqs * blocks_per_sequence(config)
-    return min(wanted, budget_bytes // kv_cache_spec(config).block_bytes)
+    return min(wanted, budget_bytes // config.kv_layout.block_bytes)
 
 
 def blocks_per_sequence(config: EngineConfig) -> int:
@@ -60,7 +48,7 @@ def check_one_sequence_fits(
     needed = blocks_per_sequence(config)
     if num_blocks >= needed:
         return
-    block_size, block_bytes = config.cache.block_size, kv_cache_spec(config).block_bytes
+    block_size, block_bytes = config.cache.block_size, config.kv_layout.block_bytes
     room = num_blocks * block_size
     shorter = f"lower max_model_len to at most {room} or " if room else ""
     raise KVCacheMemoryError(
@@ -74,7 +62,7 @@ def check_one_sequence_fits(
 
 def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
     """What the cache of one rank holds, for the log."""
-    block_size, num_bytes = config.cache.block_size, num_blocks * kv_cache_spec(config).block_bytes
+    block_size, num_bytes = config.cache.block_size, num_blocks * config.kv_layout.block_bytes
     return (
         f"{num_blocks} blocks of {block_size} tokens, {format_bytes(num_bytes)}: "
         f"{num_blocks * block_size} tokens, or {num_blocks / blocks_per_sequence(config):.1f} "
@@ -94,29 +82,39 @@ def size_setting(config: EngineConfig) -> str:
     return "kv_cache_memory_bytes (unset: a tenth of free memory)"
 
 
+def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
+    """Returns the cache of every layer of the model, `[num_blocks, planes, heads, block_size,
+    numbers of a row]`, as views of `memory`, the bytes of all slots. The planes of a group must be
+    alike. All ranks have the same shapes.
+    """
+    num_blocks = memory.numel() // layout.block_bytes
+    slots = memory.view(layout.num_slots, num_blocks, layout.page_bytes)
+    views: dict[int, torch.Tensor] = {}
+    for index, group in enumerate(layout.groups):
+        page = layout.page(index, rank=0)
+        first = page.planes[0]
+        numbers = slots[:, :, : page.num_bytes].view(getattr(torch, group.dtype))
+        shape = (num_blocks, len(page.planes), first.heads.count, group.block_size, -1)
+        for slot, layer in enumerate(group.layers):
+            views[layer] = numbers[slot].view(shape)
+    return [views[layer] for layer in sorted(views)]
+
+
 class KVCache:
     """`layers[i]` is the cache of layer i. Zeroed at first: an unwritten slot is never NaN."""
 
     def __init__(
-        self, spec: KVCacheSpec, num_blocks: int, device: torch.device, name: str = "kv-cache"
+        self, layout: KVLayout, num_blocks: int, device: torch.device, name: str = "kv-cache"
     ) -> None:
-        shape = (
-            spec.num_layers,
-            num_blocks,
-            2,
-            spec.local_kv_heads,
-            spec.block_size,
-            spec.head_dim,
-        )
-        dtype = getattr(torch, spec.dtype)
+        num_bytes = num_blocks * layout.block_bytes
         self.num_blocks = num_blocks
         self._memory: MemoryFile | None = None
         if device.type == "cpu":
-            self._memory = MemoryFile.create(name, num_blocks * spec.block_bytes)
-            flat = torch.frombuffer(self._memory.buffer, dtype=dtype)
-            self.layers = list(flat.view(shape).unbind())
+            self._memory = MemoryFile.create(name, num_bytes)
+            flat = torch.frombuffer(self._memory.buffer, dtype=torch.uint8)
         else:
-            self.layers = list(torch.zeros(shape, dtype=dtype, device=device).unbind())
+            flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.layers = layer_views(flat, layout)
 
     def close(self) -> None:
         """The memory goes when nobody maps it any more. Idempotent."""

@@ -36,7 +36,6 @@ from engine.worker.kv_cache import (
     blocks_that_fit,
     check_one_sequence_fits,
     describe_capacity,
-    kv_cache_spec,
 )
 from engine.worker.kv_connector import create_kv_connector
 from engine.worker.memory import MemoryProfiler
@@ -159,7 +158,7 @@ class Worker:
         name = f"tandem-{config.engine_id}-kv-{self.rank}"
         cure = cure_of_full_cache(config)
         with naming_out_of_memory("allocating the KV cache", cure, self._device):
-            kv_cache = KVCache(kv_cache_spec(config), num_blocks, self._device, name)
+            kv_cache = KVCache(config.kv_layout, num_blocks, self._device, name)
         logger.info("KV cache: %s", describe_capacity(config, num_blocks))
         self._closers.callback(kv_cache.close)
         self.runner.kv_caches = kv_cache.layers
@@ -242,8 +241,7 @@ class Worker:
 
     def _profile_run(self) -> None:
         """The largest step there can be, over a cache of one block."""
-        spec = kv_cache_spec(self.config)
-        with closing(KVCache(spec, 1, self._device)) as profile_cache:
+        with closing(KVCache(self.config.kv_layout, 1, self._device)) as profile_cache:
             self.runner.kv_caches = profile_cache.layers
             self.runner.dummy_run(self.config.scheduler.max_num_batched_tokens)
 

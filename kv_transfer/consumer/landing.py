@@ -122,7 +122,9 @@ class Landing:
         if not self._missing:
             return meta.num_tokens
         group = min(grid.position(index)[1] for index in self._missing)
-        return max(meta.first_token, grid.blocks_of(group).start * self._theirs.block_size)
+        return max(
+            meta.first_token, grid.blocks_of(group).start * self._theirs.groups[0].block_size
+        )
 
     def accept(self, chunk: Chunk) -> int:
         """Issues copies of the chunk's tokens into our blocks; bytes of KV in it. Raises
@@ -175,7 +177,10 @@ class Landing:
     def _check_identity(self, header: ChunkHeader) -> None:
         if (header.transfer_id, header.attempt) != (self._meta.transfer_id, self._meta.attempt):
             raise CorruptChunk("the chunk belongs to another transfer or attempt")
-        if (header.dtype, header.block_size) != (self._theirs.dtype, self._theirs.block_size):
+        if (header.dtype, header.block_size) != (
+            self._theirs.groups[0].dtype,
+            self._theirs.groups[0].block_size,
+        ):
             raise CorruptChunk("the chunk has another dtype or block size than the peer said")
 
     def _check_heads(self, header: ChunkHeader) -> None:
@@ -195,9 +200,9 @@ class Landing:
     def _learn_grid(self, blocks_per_chunk: int) -> None:
         self._grid = ChunkGrid(
             self._theirs.num_layers,
-            self._theirs.num_blocks_for(self._meta.num_tokens),
+            self._theirs.groups[0].num_blocks_for(self._meta.num_tokens),
             blocks_per_chunk,
-            self._meta.first_token // self._theirs.block_size,
+            self._meta.first_token // self._theirs.groups[0].block_size,
         )
         self._missing = set(self._grid.stripe(self.stream, self.num_streams))
 
@@ -257,7 +262,7 @@ class Landing:
         """Tokens that were asked for, out of blocks that look like `shape`. Whole blocks that fill
         blocks of ours go together, in one call for all layers."""
         meta, size, whole = self._meta, shape.block_size, blocks
-        if size != self._ours.block_size:
+        if size != self._ours.groups[0].block_size:
             self._cache.write_runs(self.heads, shape, self._wanted_runs(blocks))
             return
         first = blocks.numbers * size
@@ -271,18 +276,18 @@ class Landing:
 
     def _is_whole(self, header: ChunkHeader) -> bool:
         """Whether all tokens of its blocks were asked for."""
-        size = self._theirs.block_size
+        size = self._theirs.groups[0].block_size
         start, stop = header.first_block * size, (header.first_block + header.num_blocks) * size
         return self._meta.first_token <= start and stop <= self._meta.num_tokens
 
     def _wanted_runs(self, blocks: _Blocks) -> Iterator[tuple[int, TokenRun, int]]:
         """Tokens of these blocks that were asked for, as `KVCacheView.write_runs` takes them."""
-        meta, size = self._meta, self._theirs.block_size
+        meta, size = self._meta, self._theirs.groups[0].block_size
         columns = blocks.layers.tolist(), blocks.numbers.tolist(), blocks.addresses.tolist()
         for layer, number, source in zip(*columns, strict=True):
             start = max(number * size, meta.first_token)
             stop = min((number + 1) * size, meta.num_tokens)
-            for run in token_runs(start, stop, size, self._ours.block_size):
+            for run in token_runs(start, stop, size, self._ours.groups[0].block_size):
                 yield source, run, self._cache.address_of(layer, meta.block_ids[run.target_block])
 
 

@@ -27,7 +27,7 @@ from kv_transfer.consumer.peer_client import PeerClient
 from kv_transfer.consumer.pull_stream import PullStream
 from kv_transfer.consumer.pull_transport import GrpcPullTransport, PullTransport
 from kv_transfer.errors import KVTransferError, PeerLost, TransferTimeout
-from kv_transfer.layout import HeadRange, KVLayout, head_sources
+from kv_transfer.layout import HeadRange, KVLayout
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
@@ -303,7 +303,9 @@ class KVReceiver:
         """The streams of this process, from every rank of the peer that holds heads of ours."""
         meta, ours = transfer.meta, self._me.layout
         streams = []
-        for peer_rank, heads in head_sources(ours, self._rank, meta.peer.layout):
+        for peer_rank, heads in (
+            ours.groups[0].planes[0].sources(self._rank, ours.tp_size, meta.peer.layout.tp_size)
+        ):
             addresses = meta.peer.endpoints[peer_rank]
             num_streams = self._num_streams(meta, heads, len(addresses))
             for number in streams_of(num_streams, self._index, self._config.num_processes):
@@ -323,8 +325,9 @@ class KVReceiver:
 
     def _num_streams(self, meta: RecvMeta, heads: HeadRange, sender_processes: int) -> int:
         theirs = meta.peer.layout
-        num_blocks = theirs.num_blocks_for(meta.num_tokens) - meta.first_token // theirs.block_size
-        num_bytes = theirs.num_layers * num_blocks * 2 * heads.count * theirs.head_block_bytes
+        group = theirs.groups[0]
+        num_blocks = group.num_blocks_for(meta.num_tokens) - meta.first_token // group.block_size
+        num_bytes = theirs.num_layers * num_blocks * group.page([heads, heads]).num_bytes
         return num_streams_for(
             self._config.num_streams, num_bytes, self._config.chunk_bytes, sender_processes
         )
@@ -335,7 +338,7 @@ class KVReceiver:
         return sum(
             source == peer_rank
             for rank in range(ours.tp_size)
-            for source, _ in head_sources(ours, rank, theirs)
+            for source, _ in ours.groups[0].planes[0].sources(rank, ours.tp_size, theirs.tp_size)
         )
 
     async def _watch(self, transfer: RecvTransfer) -> None:

@@ -91,7 +91,7 @@ class TransferProcess:
             config.handle,
             config.layout,
             inbox_bytes=0 if self._is_producer else config.transfer.process_staging_bytes,
-            message_bytes=HEADER.size + max(config.transfer.chunk_bytes, config.layout.block_bytes),
+            message_bytes=HEADER.size + max(config.transfer.chunk_bytes, config.layout.page_bytes),
         )
         self._cache.copies.on_error = self._stop
         self._me = KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.layout)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.layout import DTYPE_BYTES, HeadRange, KVLayout
+from kv_transfer.layout import HeadRange, KVLayout
 from kv_transfer.memory.copy_queue import CopyQueue
 from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.memory.device import MemoryDevice
@@ -77,7 +77,8 @@ class BlockShape:
 
     @classmethod
     def of(cls, layout: KVLayout, heads: HeadRange) -> BlockShape:
-        return cls(heads, layout.block_size, layout.head_dim * DTYPE_BYTES[layout.dtype])
+        group = layout.groups[0]
+        return cls(heads, group.block_size, group.planes[0].row_bytes)
 
 
 class CacheMap:
@@ -90,8 +91,8 @@ class CacheMap:
         """
         self.handle = handle
         self.num_blocks = handle.num_blocks
-        self.shape = BlockShape.of(layout, layout.heads_of_rank(handle.rank))
-        self._layer_bytes = handle.num_blocks * layout.block_bytes
+        self.shape = BlockShape.of(layout, layout.page(0, handle.rank).heads[0])
+        self._layer_bytes = handle.num_blocks * layout.page_bytes
         needed = layout.num_layers * self._layer_bytes
         self._mapping = device.open_cache(handle)
         if self._mapping.num_bytes < needed:

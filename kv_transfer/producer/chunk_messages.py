@@ -34,7 +34,7 @@ class ChunkMessages:
         blocks = transfer.grid.blocks_of(group)
         return ChunkHeader(
             kind=ChunkKind.DATA,
-            dtype=self._layout.dtype,
+            dtype=self._layout.groups[0].dtype,
             transfer_id=transfer.transfer_id,
             attempt=transfer.attempt,
             layer=layer,
@@ -42,7 +42,7 @@ class ChunkMessages:
             num_blocks=len(blocks),
             head_start=self._heads.start,
             num_heads=self._heads.count,
-            block_size=self._layout.block_size,
+            block_size=self._layout.groups[0].block_size,
             blocks_per_chunk=self._blocks_per_chunk,
         )
 
@@ -88,9 +88,7 @@ class ChunkMessages:
     def _narrow(self, message: ByteArray, wanted: HeadRange, num_held: int) -> bytes:
         """Without heads of the puller's other ranks, and leading blocks that it has."""
         chunk, held = decode_chunk(message), self._heads
-        blocks = chunk.payload.reshape(
-            chunk.header.num_blocks, 2, held.count, self._layout.head_block_bytes
-        )
+        blocks = chunk.payload.reshape(chunk.header.num_blocks, 2, held.count, -1)
         first = wanted.start - held.start
         part = blocks[num_held:, :, first : first + wanted.count].copy()
         return encode_chunk(_narrowed(chunk.header, wanted, num_held), [part])
@@ -98,10 +96,10 @@ class ChunkMessages:
     def _bare_header(self, kind: ChunkKind, transfer_id: str, attempt: int) -> ChunkHeader:
         return ChunkHeader(
             kind=kind,
-            dtype=self._layout.dtype,
+            dtype=self._layout.groups[0].dtype,
             transfer_id=transfer_id,
             attempt=attempt,
-            block_size=self._layout.block_size,
+            block_size=self._layout.groups[0].block_size,
             blocks_per_chunk=self._blocks_per_chunk,
         )
 

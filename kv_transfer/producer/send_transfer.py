@@ -80,9 +80,9 @@ class SendTransfer:
         self.num_tokens = offer.num_tokens
         self.grid = ChunkGrid(
             num_layers=layout.num_layers,
-            num_blocks=layout.num_blocks_for(offer.num_tokens),
+            num_blocks=layout.groups[0].num_blocks_for(offer.num_tokens),
             blocks_per_chunk=blocks_per_chunk,
-            first_block=offer.num_tokens_held // layout.block_size,
+            first_block=offer.num_tokens_held // layout.groups[0].block_size,
         )
         self.block_ids: list[int] = []
         self.staged: list[SentChunk] = []
@@ -104,7 +104,7 @@ class SendTransfer:
         """From the first time that they were."""
         self.end_reason = ""
         """Not empty once the transfer has ended: pulls stop with it."""
-        self._block_size = layout.block_size
+        self._block_size = layout.groups[0].block_size
         self._share = (process, num_processes)
         self._num_unstaged = sum(1 for _ in self.grid.stripe(*self._share))
         self._computed = 0

@@ -81,16 +81,16 @@ class KVSender:
     ) -> None:
         self._config = config
         self._layout = layout
-        self._heads = layout.heads_of_rank(rank)
+        self._heads = layout.page(0, rank).heads[0]
         self._index = index
         self._process = rank * config.num_processes + index
         self._cache = cache
         self._emit_event = emit
         self._on_change = on_change
-        self._blocks_per_chunk = blocks_per_chunk(config.chunk_bytes, layout.block_bytes)
+        self._blocks_per_chunk = blocks_per_chunk(config.chunk_bytes, layout.page_bytes)
         self._holds = BlockHolds()
         self._messages = ChunkMessages(layout, self._heads, self._blocks_per_chunk, self._holds)
-        chunk_bytes = HEADER.size + self._blocks_per_chunk * layout.block_bytes
+        chunk_bytes = HEADER.size + self._blocks_per_chunk * layout.page_bytes
         capacity = config.process_staging_bytes
         reserve = min(_RESERVE_CHUNKS, capacity // chunk_bytes // 2)
         self.pool = StagingPool(capacity, chunk_bytes, reserve)
@@ -204,7 +204,7 @@ class KVSender:
     def open_pull(self, transfer: SendTransfer, wish: PullWish) -> Pull:
         """Raises KVTransferError when this process does not hold what is asked for."""
         self._check_wish(transfer, wish)
-        first_block = wish.first_token // self._layout.block_size
+        first_block = wish.first_token // self._layout.groups[0].block_size
         goes_straight = self._straight.suits(transfer, wish, first_block)
         pull = Pull(transfer, wish, first_block, goes_straight)
         transfer.pulls.add(pull)
@@ -304,7 +304,7 @@ class KVSender:
 
     def _check_wish(self, transfer: SendTransfer, wish: PullWish) -> None:
         wish.check(self._heads, self._index, self._config.num_processes, transfer.num_tokens)
-        if wish.first_token // self._layout.block_size < transfer.grid.first_block:
+        if wish.first_token // self._layout.groups[0].block_size < transfer.grid.first_block:
             raise KVTransferError("tokens are asked for that the puller was said to hold")
 
     def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:

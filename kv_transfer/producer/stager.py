@@ -109,7 +109,7 @@ class Stager:
 
     def _take_room(self, transfer: SendTransfer) -> StagedChunk | None:
         """For the chunk that is ready; None: there is no room now."""
-        num_bytes = HEADER.size + transfer.next_size() * self._layout.block_bytes
+        num_bytes = HEADER.size + transfer.next_size() * self._layout.page_bytes
         try:
             return self._pool.take(num_bytes, is_awaited=bool(transfer.pulls))
         except KVTransferError as error:

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import msgspec
+
 from kv_transfer.base import CudaCacheHandle, KVCacheHandle
 from kv_transfer.errors import PeerLost
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVGroup, KVLayout, Plane
 from kv_transfer.memory.block_holds import HoldsFile
 from kv_transfer.metadata import KVPeer
 from tandem_pb import kv_transfer_pb2 as pb
@@ -37,16 +39,7 @@ def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
     return pb.KVPeer(
         engine_id=peer.engine_id,
         epoch=peer.epoch,
-        layout=pb.KVLayout(
-            protocol_version=peer.layout.protocol_version,
-            model_hash=peer.layout.model_hash,
-            dtype=peer.layout.dtype,
-            num_layers=peer.layout.num_layers,
-            num_kv_heads=peer.layout.num_kv_heads,
-            head_dim=peer.layout.head_dim,
-            block_size=peer.layout.block_size,
-            tp_size=peer.layout.tp_size,
-        ),
+        layout=_layout_to_proto(peer.layout),
         ranks=[pb.RankEndpoints(addresses=addresses) for addresses in peer.endpoints],
     )
 
@@ -55,17 +48,47 @@ def peer_from_proto(message: pb.KVPeer) -> KVPeer:
     return KVPeer(
         engine_id=message.engine_id,
         epoch=message.epoch,
-        layout=KVLayout(
-            protocol_version=message.layout.protocol_version,
-            model_hash=message.layout.model_hash,
-            dtype=message.layout.dtype,
-            num_layers=message.layout.num_layers,
-            num_kv_heads=message.layout.num_kv_heads,
-            head_dim=message.layout.head_dim,
-            block_size=message.layout.block_size,
-            tp_size=message.layout.tp_size,
-        ),
+        layout=_layout_from_proto(message.layout),
         endpoints=tuple(tuple(rank.addresses) for rank in message.ranks),
+    )
+
+
+def _layout_to_proto(layout: KVLayout) -> pb.KVLayout:
+    return pb.KVLayout(
+        protocol_version=layout.protocol_version,
+        model_hash=layout.model_hash,
+        tp_size=layout.tp_size,
+        groups=[
+            pb.KVGroup(
+                layers=group.layers,
+                planes=[pb.KVPlane(**msgspec.structs.asdict(plane)) for plane in group.planes],
+                block_size=group.block_size,
+                dtype=group.dtype,
+                window=group.window,
+            )
+            for group in layout.groups
+        ],
+    )
+
+
+def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
+    return KVLayout(
+        protocol_version=message.protocol_version,
+        model_hash=message.model_hash,
+        tp_size=message.tp_size,
+        groups=tuple(
+            KVGroup(
+                layers=tuple(group.layers),
+                planes=tuple(
+                    Plane(plane.name, plane.heads, plane.row_bytes, plane.replicated)
+                    for plane in group.planes
+                ),
+                block_size=group.block_size,
+                dtype=group.dtype,
+                window=group.window if group.HasField("window") else None,
+            )
+            for group in message.groups
+        ),
     )
 
 

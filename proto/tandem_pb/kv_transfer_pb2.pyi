@@ -7,24 +7,42 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KVLayout(_message.Message):
-    __slots__ = ("protocol_version", "model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "tp_size")
+    __slots__ = ("protocol_version", "model_hash", "tp_size", "groups")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_hash: str
-    dtype: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
     tp_size: int
-    def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
+    def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+
+class KVGroup(_message.Message):
+    __slots__ = ("layers", "planes", "block_size", "dtype", "window")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    planes: _containers.RepeatedCompositeFieldContainer[KVPlane]
+    block_size: int
+    dtype: str
+    window: int
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[KVPlane, _Mapping]]] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ...) -> None: ...
+
+class KVPlane(_message.Message):
+    __slots__ = ("name", "heads", "row_bytes", "replicated")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPLICATED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    heads: int
+    row_bytes: int
+    replicated: bool
+    def __init__(self, name: _Optional[str] = ..., heads: _Optional[int] = ..., row_bytes: _Optional[int] = ..., replicated: bool = ...) -> None: ...
 
 class KVPeer(_message.Message):
     __slots__ = ("engine_id", "epoch", "layout", "ranks", "host_id", "local_cache")

@@ -428,7 +428,7 @@ async def test_bad_pulls(cluster: Any, bystander: Bystander, demo_checkpoint: Pa
         await offered.read()
         pull = bytes_call(channel, "KVTransfer/PullKV", streams=True)
         whole = {"transfer_id": real, "epoch": peer.epoch, "num_streams": 1, "num_tokens": 50,
-                 "head_count": us.layout.num_kv_heads, "num_pullers": 1}  # fmt: skip
+                 "head_count": us.layout.groups[0].planes[0].heads, "num_pullers": 1}  # fmt: skip
         for changes in (
             {"transfer_id": "x"},
             {"epoch": 1},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from kv_caches import UNTOUCHED, RankCache, WordArray, prompt_kv, word_dtype
+from kv_caches import UNTOUCHED, RankCache, WordArray, head_dim, prompt_kv, word_dtype
 
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, attention_group
 
 SLOW_CYCLES = 40_000_000
 """About 20 ms of a GPU."""
@@ -15,15 +15,14 @@ SLOW_CYCLES = 40_000_000
 def gpu_layout(*, tp_size: int = 1, block_size: int = 16, num_kv_heads: int = 8) -> KVLayout:
     """64 blocks of half of its heads take more than torch puts together with anything else: a
     process cannot map one allocation twice."""
-    return KVLayout(
-        model_hash="model",
-        dtype="bfloat16",
-        num_layers=8,
-        num_kv_heads=num_kv_heads,
+    group = attention_group(
+        layers=range(8),
+        heads=num_kv_heads,
         head_dim=128,
+        dtype="bfloat16",
         block_size=block_size,
-        tp_size=tp_size,
     )
+    return KVLayout(groups=(group,), tp_size=tp_size, model_hash="model")
 
 
 class GpuRankCache(RankCache):
@@ -34,15 +33,15 @@ class GpuRankCache(RankCache):
     def __init__(self, shape: KVLayout, rank: int, num_blocks: int) -> None:
         self.layout = shape
         self.rank = rank
-        self.heads = shape.heads_of_rank(rank)
+        self.heads = shape.page(0, rank).heads[0]
         self.num_blocks = num_blocks
         size = (
             shape.num_layers,
             num_blocks,
             2,
-            shape.local_kv_heads,
-            shape.block_size,
-            shape.head_dim,
+            self.heads.count,
+            shape.groups[0].block_size,
+            head_dim(shape),
         )
         torch.cuda.empty_cache()
         fill = int.from_bytes(bytes([UNTOUCHED] * 2), "little", signed=True)
@@ -61,7 +60,7 @@ class GpuRankCache(RankCache):
         if len(tokens) == 0:
             return
         values = prompt_kv(seed, layer, self.heads, tokens, self.layout).view(np.int16)
-        places = np.array([divmod(token, self.layout.block_size) for token in tokens])
+        places = np.array([divmod(token, self.layout.groups[0].block_size) for token in tokens])
         with torch.cuda.stream(self._uploads):  # an upload waits for its stream
             on_device = torch.from_numpy(values).permute(2, 0, 1, 3).contiguous().cuda()
             blocks = torch.tensor(np.array(block_ids)[places[:, 0]]).cuda()

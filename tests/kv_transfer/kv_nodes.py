@@ -144,7 +144,7 @@ class KVNode:
                 request,
                 tokens.start,
                 len(tokens),
-                block_ids[: self.layout.num_blocks_for(tokens.stop)],
+                block_ids[: self.layout.groups[0].num_blocks_for(tokens.stop)],
             )
             for request, _, tokens, block_ids in parts
         ]

@@ -130,7 +130,7 @@ def test_bounds() -> None:
 
 def test_handle_of_torch_tensors_leads_to_their_memory() -> None:
     shape = layout()
-    memory = MemoryFile.create("test-kv", shape.num_layers * 4 * shape.block_bytes)
+    memory = MemoryFile.create("test-kv", 4 * shape.block_bytes)
     flat = torch.frombuffer(memory.buffer, dtype=torch.bfloat16)
     layers = list(flat.view(3, 4, 2, 2, 16, 8).unbind())
     handle = handle_of_tensors(1, layers)

@@ -117,7 +117,7 @@ def test_without_a_part_to_play_it_does_nothing(config: KVTransferConfig | None)
 @pytest.mark.parametrize("config", [CONSUMER, PRODUCER])
 def test_registered_caches_can_be_found(config: KVTransferConfig | None) -> None:
     shape = layout(num_layers=2)
-    memory = MemoryFile.create("test-kv", 2 * 4 * shape.block_bytes)
+    memory = MemoryFile.create("test-kv", 4 * shape.block_bytes)
     caches = torch.frombuffer(memory.buffer, dtype=torch.bfloat16).view(2, 4, -1)
     worker = create_worker_connector(config, uuid.uuid4().hex, 3)
     handle = worker.register_kv_caches(list(caches.unbind()))

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_caches import layout
 
-from kv_transfer.layout import HeadRange, KVLayout, head_sources
+from kv_transfer.layout import HeadRange, Plane
 
 powers = st.sampled_from([1, 2, 4, 8])
 
 
-@given(num_kv_heads=powers, ours=powers, theirs=powers)
-def test_heads_are_covered_exactly_once(num_kv_heads: int, ours: int, theirs: int) -> None:
-    mine = layout(tp_size=ours, num_kv_heads=num_kv_heads)
-    peer = layout(tp_size=theirs, num_kv_heads=num_kv_heads)
+@given(num_heads=powers, ours=powers, theirs=powers, replicated=st.booleans())
+def test_heads_are_covered_exactly_once(
+    num_heads: int, ours: int, theirs: int, replicated: bool
+) -> None:
+    plane = Plane("k", num_heads, 16, replicated)
     for rank in range(ours):
-        wanted = mine.heads_of_rank(rank)
+        wanted = plane.heads_of_rank(rank, ours)
         covered = []
-        for peer_rank, heads in head_sources(mine, rank, peer):
-            held = peer.heads_of_rank(peer_rank)
+        for peer_rank, heads in plane.sources(rank, ours, theirs):
+            held = plane.heads_of_rank(peer_rank, theirs)
             assert held.start <= heads.start < heads.stop <= held.stop
             covered += range(heads.start, heads.stop)
         assert covered == list(range(wanted.start, wanted.stop))
 
 
 def test_by_hand() -> None:
-    two, one = layout(tp_size=2, num_kv_heads=4), layout(tp_size=1, num_kv_heads=4)
-    assert head_sources(one, 0, two) == [(0, HeadRange(0, 2)), (1, HeadRange(2, 2))]
-    assert head_sources(two, 1, one) == [(0, HeadRange(2, 2))]
-    replicated = layout(tp_size=4, num_kv_heads=2)
-    assert [head_sources(replicated, rank, one_of_two()) for rank in range(4)] == [
+    four = Plane("k", 4, 16)
+    assert four.sources(0, 1, 2) == [(0, HeadRange(0, 2)), (1, HeadRange(2, 2))]
+    assert four.sources(1, 2, 1) == [(0, HeadRange(2, 2))]
+    two = Plane("k", 2, 16)
+    assert [two.sources(rank, 4, 2) for rank in range(4)] == [
         [(0, HeadRange(0, 1))],
         [(0, HeadRange(0, 1))],
         [(1, HeadRange(1, 1))],
@@ -38,5 +38,11 @@ def test_by_hand() -> None:
     ]
 
 
-def one_of_two() -> KVLayout:
-    return layout(tp_size=2, num_kv_heads=2)
+def test_a_replicated_plane_comes_whole_from_one_rank_and_ranks_share_the_work() -> None:
+    latent = Plane("latent", 1, 16, replicated=True)
+    whole = HeadRange(0, 1)
+    assert latent.sources(0, 1, 2) == [(0, whole)]
+    assert [latent.sources(rank, 2, 1) for rank in range(2)] == [[(0, whole)]] * 2
+    assert [latent.sources(rank, 4, 4) for rank in range(4)] == [
+        [(rank, whole)] for rank in range(4)
+    ]

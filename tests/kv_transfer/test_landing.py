@@ -150,7 +150,7 @@ def test_several_chunks_are_named_at_once(cache: RankCache, landing: Landing) ->
     """Group 0 has one block that was asked for, group 1 two; the layers share them."""
     for layer in (0, 1):
         cache.write(1, layer, range(64), [0, 2, 4, 6])
-    assert landing.accept(named(landing, *HOLD, 3, 1, 2, 0, 2, 4, 6)) == 4 * SHAPE.block_bytes
+    assert landing.accept(named(landing, *HOLD, 3, 1, 2, 0, 2, 4, 6)) == 4 * SHAPE.page_bytes
     assert landing.missing == [3]
     landing.accept(named(landing, *HOLD, 1, 3, 4, 6))
     assert landing.missing == [] and landing.hold == HOLD

@@ -30,7 +30,7 @@ def offered(
 def announce(
     transfer: SendTransfer, step_id: int, tokens: range, progress: StepProgress = NONE_YET
 ) -> None:
-    block_ids = list(range(100, 100 + SHAPE.num_blocks_for(tokens.stop)))
+    block_ids = list(range(100, 100 + SHAPE.groups[0].num_blocks_for(tokens.stop)))
     is_last = tokens.stop == transfer.num_tokens
     transfer.announce(
         SendMeta("0" * 32, 0, step_id, tokens.start, len(tokens), block_ids, is_last), progress
@@ -139,7 +139,7 @@ def test_every_chunk_once_and_never_before_its_tokens(
     def collect() -> None:
         for transfer in shares:
             for layer, group in ready(transfer):
-                stop = transfer.grid.blocks_of(group).stop * SHAPE.block_size
+                stop = transfer.grid.blocks_of(group).stop * SHAPE.groups[0].block_size
                 assert min(stop, num_tokens) <= computed[layer]
                 staged.append((layer, group))
 

@@ -20,6 +20,7 @@ from kv_proxy import Proxy
 from msgspec.structs import replace as with_fields
 
 from kv_transfer.config import PullTransportName
+from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer, Reclaim, TransferEventKind
 from kv_transfer.wire.handshake import peer_to_proto
 from tandem_pb import kv_transfer_pb2 as pb
@@ -317,20 +318,39 @@ async def test_somebody_else_at_the_address() -> None:
 
 # Handshake --------------------------------------------------------------------------------------
 
-DIFFERENCES: dict[str, object] = {
-    "model_hash": "another",
-    "dtype": "float16",
-    "num_layers": 4,
-    "num_kv_heads": 4,
-    "head_dim": 16,
-    "protocol_version": 99,
+(GROUP,) = SHAPE.groups
+K, V = GROUP.planes
+
+
+def with_group(**changes: object) -> KVLayout:
+    return with_fields(SHAPE, groups=(with_fields(GROUP, **changes),))
+
+
+def with_values(**changes: object) -> KVLayout:
+    return with_group(planes=(K, with_fields(V, **changes)))
+
+
+DIFFERENCES = {
+    "protocol_version": with_fields(with_group(dtype="float16"), protocol_version=1),
+    "model_hash": with_fields(SHAPE, model_hash="another"),
+    "len(groups)": with_fields(SHAPE, groups=(GROUP, GROUP)),
+    "groups[0].layers": with_group(layers=(0, 1, 2, 3)),
+    "groups[0].dtype": with_group(dtype="float16"),
+    "groups[0].window": with_group(window=16),
+    "groups[0].block_size": with_group(block_size=0),
+    "len(groups[0].planes)": with_group(planes=(K,)),
+    "groups[0].planes[1].name": with_values(name="latent"),
+    "groups[0].planes[1].heads": with_values(heads=4),
+    "groups[0].planes[1].row_bytes": with_values(row_bytes=32),
+    "groups[0].planes[1].replicated": with_values(replicated=True),
+    "tp_size": with_fields(SHAPE, tp_size=3),
 }
 
 
 @pytest.mark.parametrize("field", DIFFERENCES)
 async def test_a_mismatch_names_the_field(field: str) -> None:
     """Known beforehand, found by the puller's greeting, and refused by the holder."""
-    other = with_fields(SHAPE, **{field: DIFFERENCES[field]})
+    other = DIFFERENCES[field]
     async with Loopback(SHAPE, SHAPE) as (producer, consumer):
         known = with_fields(producer.peer, layout=other)
         transfer_id = new_transfer_id()
@@ -357,7 +377,7 @@ async def test_nodes_that_lie_about_their_layout_find_out() -> None:
         transfer_id = new_transfer_id()
         consumer.pull(told, transfer_id, 40)
         (event,) = await consumer.until_all(FAILED, transfer_id)
-        assert "differ in num_layers" in event.reason
+        assert "differ in groups[0].layers" in event.reason
 
 
 # Leases, memory, early pulls --------------------------------------------------------------------
@@ -476,9 +496,9 @@ async def test_only_missing_tokens_are_sent_and_written(first_token: int) -> Non
             target = consumer.pull(producer.peer, transfer_id, 100, first_token=first_token)
             await consumer.until_all(RECEIVED, transfer_id)
             consumer.check(4, range(first_token, 100), target)
-            blocks = SHAPE.num_blocks_for(100) - first_token // 16
+            blocks = GROUP.num_blocks_for(100) - first_token // 16
             received = consumer.receivers[0].bytes_received
-            assert received <= (blocks + 1) * SHAPE.num_layers * SHAPE.block_bytes
+            assert received <= (blocks + 1) * SHAPE.block_bytes
             consumer.release(producer.peer, transfer_id)
             await producer.until_all(RELEASED, transfer_id)
             await producer.until_empty()

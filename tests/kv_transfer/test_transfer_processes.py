@@ -216,7 +216,7 @@ def test_failed_attempt_then_retry_into_the_same_blocks(
     poll_until(lambda: first.connector.counters["open_pulls"] > 0, first, decode)
     moved = decode.connector.counters["bytes_moved"]
     first.step([(request, 6, range(33), first.blocks.take(shape, 50))])
-    whole = 2 * shape.num_layers * shape.block_bytes
+    whole = 2 * shape.block_bytes
     poll_until(lambda: decode.connector.counters["bytes_moved"] - moved == whole, first, decode)
     first.close()
     poll_until(lambda: transfer_id in decode.done.failed, decode)
@@ -241,7 +241,8 @@ def test_mismatch_is_named_and_final(make_node: MakeNode, share_node: MakeNode) 
     decode.pull(prefill.peer, request.transfer_id, 20, decode.blocks.take(decode.layout, 20))
     poll_until(lambda: request.transfer_id in decode.done.failed, prefill, decode)
     reason, retryable = decode.done.failed[request.transfer_id]
-    assert "differ in num_layers: this node has 3, the peer has 2" in reason and not retryable
+    assert "differ in groups[0].layers: this node has (0, 1, 2), the peer has (0, 1)" in reason
+    assert not retryable
     until_empty(prefill, decode)
 
 

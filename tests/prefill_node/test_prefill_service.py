@@ -15,6 +15,7 @@ from edge.tracing.file import TraceFile
 from engine.frontend.wire import sampling_to_message
 from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
+from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import prefill_pb2
@@ -266,7 +267,11 @@ async def test_stopping_in_the_end_fails_what_is_open() -> None:
 
 def decode_peer(**layout: Any) -> KVPeer:
     config = tiny_config()
-    changed = msgspec.structs.replace(config.kv_layout, **layout)
+    of_layout = {name: layout[name] for name in layout if name in KVLayout.__struct_fields__}
+    of_group = {name: layout[name] for name in layout if name not in of_layout}
+    (group,) = config.kv_layout.groups
+    group = msgspec.structs.replace(group, **of_group)
+    changed = msgspec.structs.replace(config.kv_layout, groups=(group,), **of_layout)
     return KVPeer(engine_id="decode", epoch=1, layout=changed)
 
 
@@ -281,7 +286,7 @@ async def test_hello_gives_endpoints_and_load() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model_hash", "x"), ("dtype", "float16"), ("num_kv_heads", 7), ("protocol_version", 99)],
+    [("model_hash", "x"), ("dtype", "float16"), ("window", 7), ("protocol_version", 99)],
 )
 async def test_hello_names_the_field_that_differs(field: str, value: object) -> None:
     async with served_prefill() as node:

@@ -93,9 +93,12 @@ def test_before_the_first_step_all_blocks_are_free(status: NodeStatus) -> None:
 def test_fingerprints_differ_where_kv_does_not_fit() -> None:
     layout = tiny_config().kv_layout
 
-    other_block = msgspec.structs.replace(layout, block_size=64, tp_size=2)
+    (group,) = layout.groups
+    large_blocks = msgspec.structs.replace(group, block_size=64)
+    other_block = msgspec.structs.replace(layout, groups=(large_blocks,), tp_size=2)
     assert fingerprint(other_block) == fingerprint(layout)
-    for change in ({"dtype": "bfloat16"}, {"model_hash": "x"}, {"protocol_version": 99}):
+    half = msgspec.structs.replace(group, dtype="bfloat16")
+    for change in ({"groups": (half,)}, {"model_hash": "x"}, {"protocol_version": 99}):
         assert fingerprint(msgspec.structs.replace(layout, **change)) != fingerprint(layout)
 
 

@@ -11,6 +11,7 @@ from engine.layers.attention.paged import PagedBackend
 from engine.layers.linear import RowParallelLinear
 from engine.models.base import ForwardInputs
 from engine.models.llama import LlamaForCausalLM
+from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 BLOCK_SIZE = 16
@@ -39,12 +40,10 @@ class PagedModel:
         self._device = device
         self._free = list(range(_NUM_BLOCKS))
         layout = config.kv_layout
-        shape = (_NUM_BLOCKS, 2, layout.local_kv_heads, BLOCK_SIZE, layout.head_dim)
-        dtype = getattr(torch, config.model.dtype)
-        self.kv_caches = [
-            torch.full(shape, float("nan"), dtype=dtype, device=device)
-            for _ in range(layout.num_layers)
-        ]
+        memory = torch.empty(_NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
+        self.kv_caches = layer_views(memory, layout)
+        for layer in self.kv_caches:
+            layer.fill_(float("nan"))
         self.layers_seen: list[int] = []
 
     def row_layers(self) -> list[RowParallelLinear]:

@@ -13,7 +13,7 @@ from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.linear import ColumnParallelLinear, QKVParallelLinear
 from engine.layers.rotary import cos_sin_cache, inverse_frequencies, llama3_scaled
 from engine.layers.shard import CheckpointWeight, Shard
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import heads_of_rank
 
 
 class FakeGroup(TensorParallelGroup):
@@ -63,13 +63,9 @@ def test_tied_head_holds_no_second_table() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_each_query_head_finds_its_kv_head_on_its_rank(size: int) -> None:
     """8 query heads share 2 KV heads; with 4 and 8 ranks neighbours hold the same one."""
-    layout = KVLayout(
-        model_hash="", dtype="float32", num_layers=1, num_kv_heads=2, head_dim=4, block_size=16,
-        tp_size=size,
-    )  # fmt: skip
     seen: list[int] = []
     for rank in range(size):
-        kv_heads = layout.heads_of_rank(rank)
+        kv_heads = heads_of_rank(2, rank, size)
         qkv = QKVParallelLinear(6, 4, 8, 2, kv_heads, shard(rank, size), bias=True)
         weights = {w.name: w for w in qkv.checkpoint_weights("q", "k", "v")}
         assert set(weights) == {f"{p}.{s}" for p in "qkv" for s in ("weight", "bias")}

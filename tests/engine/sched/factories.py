@@ -8,7 +8,7 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.messages import EngineCoreRequest
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from tests.engine.tiny_model import tiny_model
 
@@ -71,15 +71,8 @@ def make_request(
 
 def remote_prefill(transfer_id: str, attempt: int = 0) -> KVTransferParams:
     """For a decode node: the prompt's KV comes from a peer."""
-    layout = KVLayout(
-        model_hash="fake",
-        dtype="float32",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=4,
-        block_size=BLOCK_SIZE,
-        tp_size=1,
-    )
+    group = attention_group(layers=[0], heads=1, head_dim=4, dtype="float32", block_size=BLOCK_SIZE)
+    layout = KVLayout(groups=(group,), tp_size=1, model_hash="fake")
     return KVTransferParams(
         do_remote_prefill=True,
         transfer_id=transfer_id,

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 
 from kv_transfer.base import ChunkLike, KVConnectorScheduler, RequestLike
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import (
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -77,13 +77,11 @@ class MemoryConnector(KVConnectorScheduler):
     @property
     def peer_info(self) -> KVPeer:
         layout = KVLayout(
-            model_hash="",
-            dtype="float32",
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
-            block_size=1,
+            groups=(
+                attention_group(layers=[0], heads=1, head_dim=1, dtype="float32", block_size=1),
+            ),
             tp_size=1,
+            model_hash="",
         )
         return KVPeer(engine_id="test", epoch=1, layout=layout)
 

@@ -22,7 +22,7 @@ from engine.models.registry import create_model
 from engine.outputs import ModelRunnerOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
-from engine.worker.kv_cache import KVCache, kv_cache_spec
+from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
@@ -264,9 +264,7 @@ def make_runner(checkpoint: Path) -> Iterator[Callable[..., ModelRunner]]:
             model = create_model(config, TensorParallelGroup(0, 1), cpu)
             load_weights(model, config, lambda fraction: None)
             runner = ModelRunner(config, model, connector or KVConnector(NoConnectorWorker(0)), cpu)
-            kv_cache = closers.enter_context(
-                closing(KVCache(kv_cache_spec(config), NUM_BLOCKS, cpu))
-            )
+            kv_cache = closers.enter_context(closing(KVCache(config.kv_layout, NUM_BLOCKS, cpu)))
             runner.kv_caches = kv_cache.layers
             return runner
 

@@ -18,7 +18,6 @@ from engine.worker.kv_cache import (
     blocks_per_sequence,
     blocks_that_fit,
     check_one_sequence_fits,
-    kv_cache_spec,
 )
 from host.memory_file import MemoryFile
 from kv_transfer.memory.cache_handle import handle_of_tensors
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 
 def test_blocks_fill_the_budget_up_to_what_all_rows_can_use(make_config) -> None:
     config = make_config()
-    spec = kv_cache_spec(config)
+    spec = config.kv_layout
     assert spec.block_bytes == 3 * 2 * 2 * 8 * 8 * 4
     assert blocks_per_sequence(config) == 12
     assert blocks_that_fit(config, 20 * spec.block_bytes) == 20
@@ -39,8 +38,8 @@ def test_blocks_fill_the_budget_up_to_what_all_rows_can_use(make_config) -> None
 
 
 def test_ranks_share_the_heads(make_config) -> None:
-    whole, half = (kv_cache_spec(make_config(tp_size=size)) for size in (1, 2))
-    assert (whole.local_kv_heads, half.local_kv_heads) == (2, 1)
+    whole, half = (make_config(tp_size=size).kv_layout for size in (1, 2))
+    assert whole.block_bytes == 2 * half.block_bytes
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,8 @@ def test_less_than_one_sequence_is_refused_with_the_cure(make_config, cache, cur
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_mapping_sees_the_layers_one_after_the_other(make_config, dtype) -> None:
-    spec = replace(kv_cache_spec(make_config()), dtype=dtype)
+    config = make_config()
+    spec = replace(config, model=replace(config.model, dtype=dtype)).kv_layout
     with closing(KVCache(spec, 5, CPU)) as cache:
         assert len(cache.layers) == 3
         assert cache.layers[0].shape == (5, 2, 2, 8, 8)
@@ -85,7 +85,7 @@ def test_another_mapping_sees_the_layers_one_after_the_other(make_config, dtype)
 
 
 def test_closing_gives_the_memory_back(make_config) -> None:
-    cache = KVCache(kv_cache_spec(make_config()), 4, CPU, name="tandem-test-kv-gone")
+    cache = KVCache(make_config().kv_layout, 4, CPU, name="tandem-test-kv-gone")
     assert "tandem-test-kv-gone" in _mappings()
     cache.close()
     cache.close()
