@@ -3,7 +3,8 @@
 1. `watch`   an answer is being sent
 2. `sending` marks when something of it goes out, and while the client is not taking it
 3. `beat`    called often by the node while its engine is well: comments on all answers that were
-             silent for `interval_s`. A node that hangs, or whose engine does, falls silent.
+             silent for `interval_s`. A node that hangs falls silent, and so does one with
+             an engine of which a process gives no sign of life (`engine.node.status`).
 """
 
 from __future__ import annotations

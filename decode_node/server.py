@@ -69,7 +69,9 @@ class DecodeNode:
         self._engine = engine
         self._ports = ports
         self._state = NodeState()
-        self._status = NodeStatus(engine, node_pb2.NODE_ROLE_DECODE, settings.stuck_after_s)
+        self._status = NodeStatus(
+            engine, node_pb2.NODE_ROLE_DECODE, settings.stuck_after_s, settings.frozen_after_s
+        )
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
         self._metrics = create_metrics(settings, engine, self._proxy)
@@ -151,7 +153,7 @@ class DecodeNode:
         while True:
             self._state.unhealthy = self._status.fault()
             self._status.work.num_queued = self._proxy.num_queued
-            if not self._state.unhealthy:
+            if not self._state.unhealthy and not self._status.is_silent:
                 await self._state.heartbeats.beat()
             await self._status.wait_change(_WATCH_S)
 

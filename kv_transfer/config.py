@@ -30,6 +30,8 @@ class KVTransferConfig:
             equal parts, as they have equal parts of every prompt.
         lease_s: Staged KV is dropped when nobody pulls it for this long.
         stall_timeout_s: A pull that makes no progress for this long fails.
+        frozen_after_s: A transfer process that gives no sign of life for this long is killed and
+            started again; its transfers fail.
         transport: How KV gets from one node to the other. `grpc`: over the network. `cuda_ipc`:
             where both nodes are on one host, decode copies it out of the prefill node's cache
             itself, from GPU to GPU; elsewhere over the network. `auto`: as `cuda_ipc` for caches
@@ -49,6 +51,7 @@ class KVTransferConfig:
     staging_bytes: int = 512 << 20
     lease_s: float = 30.0
     stall_timeout_s: float = 5.0
+    frozen_after_s: float = 3.0
     transport: KVTransportName = "auto"
     pull_transport: PullTransportName = "h2"
 

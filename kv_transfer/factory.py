@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from host.life_signs import LifeSigns
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
@@ -18,12 +19,14 @@ def create_scheduler_connector(
     layout: KVLayout,
     handles: list[KVCacheHandle],
     hosts: Sequence[ProcessHost] = (),
+    signs: LifeSigns | None = None,
 ) -> KVConnectorScheduler:
     """Starts the transfer processes of the engine and waits until they are ready. Without a
     `config` the engine exchanges no KV, and there is nothing to start.
 
     `handles`: one for each rank, in rank order. `hosts`: where each rank runs, and so its transfer
-    processes; empty: all on this host. The calling thread must outlive the connector.
+    processes; empty: all on this host. `signs`: of the transfer processes; one that falls silent is
+    started again. None: it is not noticed. The calling thread must outlive the connector.
 
     Raises:
         KVTransferError: A transfer process did not start; says which and why.
@@ -32,7 +35,7 @@ def create_scheduler_connector(
         return NoConnectorScheduler()
     from kv_transfer.control.scheduler import GrpcConnectorScheduler
 
-    return GrpcConnectorScheduler(config, engine_id, epoch, layout, handles, hosts)
+    return GrpcConnectorScheduler(config, engine_id, epoch, layout, handles, hosts, signs)
 
 
 def create_worker_connector(

@@ -4,6 +4,7 @@
 2. ready: one JSON line with the address; gRPC health says SERVING
 3. SIGTERM: draining. New prompts are refused, running ones finish, KV waits until it was
    taken or its lease ends; then exit code 0
+-  the engine is frozen: open calls fail, so that decode nodes go elsewhere; new ones are refused
 -  the engine dies: health says NOT_SERVING, open calls fail, exit code 1
 """
 
@@ -29,6 +30,7 @@ from tandem_pb import node_pb2, prefill_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+_WATCH_S = 0.25
 _LAST_WORDS_S = 2.0
 """Time for open calls to hear that the engine died."""
 
@@ -63,7 +65,9 @@ async def _serve_engine(
     engine: AsyncLLM,
     stop: StopSignal,
 ) -> int:
-    status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, settings.stuck_after_s)
+    status = NodeStatus(
+        engine, node_pb2.NODE_ROLE_PREFILL, settings.stuck_after_s, settings.frozen_after_s
+    )
     metrics = PrefillMetrics(engine.config)
     metrics.registry.register(EngineCollector(engine))
     metrics.registry.register(CertificateCollector(credentials))
@@ -99,6 +103,7 @@ async def _run(
 ) -> int:
     dead = asyncio.create_task(engine.wait_dead())
     stopping = asyncio.create_task(stop.wait())
+    watching = asyncio.create_task(_let_go_of_frozen(status, servicer))
     try:
         await asyncio.wait({dead, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not dead.done():
@@ -114,6 +119,16 @@ async def _run(
     finally:
         dead.cancel()
         stopping.cancel()
+        watching.cancel()
+
+
+async def _let_go_of_frozen(status: NodeStatus, servicer: PrefillServicer) -> None:
+    """Until cancelled: fails open calls when the engine is frozen."""
+    while True:
+        if status.is_frozen and servicer.open.count:
+            logger.error("%d calls fail: %s", servicer.open.count, status.fault())
+            servicer.abort_all()
+        await status.wait_change(_WATCH_S)
 
 
 async def _drain(

@@ -35,7 +35,16 @@ SOURCE_ROOTS = {
 }
 
 ENGINE_ORDER = [
-    {"config", "sampling_params", "outputs", "messages", "request", "errors", "distributed"},
+    {
+        "config",
+        "life_places",
+        "sampling_params",
+        "outputs",
+        "messages",
+        "request",
+        "errors",
+        "distributed",
+    },
     {"kv_cache"},
     {"sched"},
     {"layers"},
@@ -65,6 +74,7 @@ TORCH_FREE = [
     "kv_transfer.config",
     "kv_transfer.errors",
     "engine.config",
+    "engine.life_places",
     "engine.request",
     "engine.messages",
     "engine.outputs",

@@ -17,6 +17,7 @@ from collections import deque
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, ReportProgress
+from engine.life_places import first_transfer_place
 from engine.messages import (
     AbortRequests,
     EngineCoreOutputs,
@@ -29,6 +30,7 @@ from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
+from host.life_signs import LifeSigns
 from kv_transfer.factory import create_scheduler_connector
 
 RequestMessage = (
@@ -44,8 +46,10 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor,
         report: ReportProgress,
+        signs: LifeSigns | None = None,
     ) -> None:
-        """Loads the model. `executor` belongs to the caller, also when this fails."""
+        """Loads the model. `executor` belongs to the caller, also when this fails. `signs`: of all
+        processes of the engine; None: a frozen transfer process is not noticed."""
         caches = executor.initialize(report)
         self.num_blocks = caches.num_blocks
         self.connector = create_scheduler_connector(
@@ -55,6 +59,7 @@ class EngineCore:
             config.kv_layout,
             caches.handles,
             caches.hosts,
+            signs.part(first_transfer_place(config)) if signs is not None else None,
         )
         self.scheduler = Scheduler(config, caches.num_blocks, self.connector)
         self._executor = executor

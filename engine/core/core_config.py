@@ -5,14 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
+from host.life_signs import LifeSignHandle
 
 CORE_MODULE = "engine.core.core_proc"
 """Run as `python -m`."""
 
 
 class CoreProcConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`client_address`: where the node server listens for us."""
+    """`client_address`: where the node server listens for us. `life_signs`: our place, before those
+    of the workers and transfer processes; None: nobody watches."""
 
     engine: EngineConfig
     client_address: str
     log_level: int
+    life_signs: LifeSignHandle | None = None

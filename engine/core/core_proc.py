@@ -3,7 +3,8 @@
     1. reads its configuration, connects to the node server
     2. starts workers and connector ──▶ LoadProgress, then EngineReady
     3. sleeps until something is readable: a message of the node server, a step's result, a
-       transfer event, the end of a child, SIGTERM. Then one `EngineCore.step`.
+       transfer event, the end of a child, SIGTERM. Then one `EngineCore.step`. Each turn is a
+       sign of life for the node server; none takes long, as steps are computed elsewhere
     4. ShutdownEngine or SIGTERM: ends its children, exit code 0
        anything wrong: EngineDead with the reason first, exit code 1
 
@@ -13,7 +14,6 @@ While starting, SIGTERM simply ends this process, and the kernel its children.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 
@@ -25,6 +25,7 @@ from engine.core.core_config import CoreProcConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, PollSource
 from engine.executor.factory import create_executor
+from engine.life_places import CORE_PLACE
 from engine.messages import (
     EngineCoreOutputs,
     EngineDead,
@@ -38,6 +39,7 @@ from engine.messages import (
 )
 from engine.outputs import SchedulerStats
 from host.child_process import read_config
+from host.life_signs import SIGN_INTERVAL_S, LifeSigns
 from host.local_socket import connect_socket
 from host.termination import termination_fd
 
@@ -54,6 +56,9 @@ class EngineCoreProc:
 
     def __init__(self, config: CoreProcConfig) -> None:
         self._config = config.engine
+        self._signs: LifeSigns | None = None
+        if config.life_signs is not None:
+            self._signs = LifeSigns.attach(config.life_signs)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._client = connect_socket(self._context, zmq.DEALER, config.client_address)
         self._encoder = msgspec.msgpack.Encoder()
@@ -67,8 +72,8 @@ class EngineCoreProc:
         """The exit code."""
         executor: Executor | None = None
         try:
-            executor = self._executor = create_executor(self._config, self._context)
-            core = self._core = EngineCore(self._config, executor, self._report)
+            executor = self._executor = create_executor(self._config, self._context, self._signs)
+            core = self._core = EngineCore(self._config, executor, self._report, self._signs)
             self._serve(core)
         except EngineDeadError as error:
             return self._die(str(error))
@@ -96,6 +101,8 @@ class EngineCoreProc:
             poller.register(source, zmq.POLLIN)
         self._send(self._ready(core))
         while True:
+            if self._signs is not None:
+                self._signs.give(CORE_PLACE)
             ready = dict(poller.poll(self._timeout_ms(core)))
             if termination in ready:
                 return
@@ -116,14 +123,15 @@ class EngineCoreProc:
             transfer_pids=core.connector.process_pids,
         )
 
-    def _timeout_ms(self, core: EngineCore) -> int | None:
-        """Until something must be looked at without being asked; None: sleep until woken."""
-        until = self._connector_checked_at + core.connector.check_interval_s
+    def _timeout_ms(self, core: EngineCore) -> int:
+        """Until something must be looked at without being asked."""
+        now = time.monotonic()
+        until = min(
+            now + SIGN_INTERVAL_S, self._connector_checked_at + core.connector.check_interval_s
+        )
         if self._executor.deadline is not None:
             until = min(until, self._executor.deadline)
-        if math.isinf(until):
-            return None
-        return max(0, int((until - time.monotonic()) * 1000) + 1)
+        return max(0, int((until - now) * 1000) + 1)
 
     def _check_connector(self, core: EngineCore) -> None:
         now = time.monotonic()

@@ -6,13 +6,16 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
+from host.life_signs import LifeSigns
 from host.local_socket import Context
 
 
-def create_executor(config: EngineConfig, context: Context) -> Executor:
+def create_executor(
+    config: EngineConfig, context: Context, signs: LifeSigns | None = None
+) -> Executor:
     """`--distributed-executor-backend`. Raises EngineDeadError when Ray is not installed."""
     if config.parallel.distributed_executor_backend == "mp":
-        return MultiprocExecutor(config, context)
+        return MultiprocExecutor(config, context, signs=signs)
     try:
         from engine.executor.ray_executor import RayExecutor
     except ModuleNotFoundError as error:
@@ -21,4 +24,4 @@ def create_executor(config: EngineConfig, context: Context) -> Executor:
         raise EngineDeadError(
             "the executor backend ray needs Ray on every host: pip install 'tandem[ray]'"
         ) from error
-    return RayExecutor(config, context)
+    return RayExecutor(config, context, signs=signs)

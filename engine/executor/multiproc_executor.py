@@ -9,6 +9,7 @@ from engine.executor.abstract import ReportProgress
 from engine.executor.message_queue import MessageQueueWriter
 from engine.executor.process_executor import ProcessExecutor, log_level
 from engine.executor.worker_messages import WorkerProcConfig
+from host.life_signs import LifeSigns
 from host.local_socket import Context
 from host.process_host import LocalHost, ProcessHost
 
@@ -24,8 +25,9 @@ class MultiprocExecutor(ProcessExecutor):
         context: Context,
         *,
         step_timeout_s: float = 300.0,
+        signs: LifeSigns | None = None,
     ) -> None:
-        super().__init__(config, context, step_timeout_s=step_timeout_s)
+        super().__init__(config, context, step_timeout_s=step_timeout_s, signs=signs)
         self._queue = MessageQueueWriter(
             context,
             f"tandem-{config.engine_id}-steps",
@@ -45,6 +47,7 @@ class MultiprocExecutor(ProcessExecutor):
             reader=rank,
             reply_address=self._reply_address,
             log_level=log_level(),
+            life_sign=self._life_sign(rank),
         )
 
     def _enqueue(self, message: bytes) -> None:

@@ -35,6 +35,7 @@ from engine.executor.worker_messages import (
     InitializeKVCache,
     StepDone,
     StopWorker,
+    WorkerAlive,
     WorkerFailed,
     WorkerLoaded,
     WorkerProcConfig,
@@ -42,9 +43,11 @@ from engine.executor.worker_messages import (
     WorkerReady,
     WorkerReply,
 )
+from engine.life_places import worker_place
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from host.child_process import HostedProcess, ipc_address, stop_all
+from host.life_signs import LifeSignHandle, LifeSigns
 from host.local_socket import Context, bind_socket
 from host.process_host import ProcessHost
 
@@ -60,7 +63,8 @@ ReplyT = TypeVar("ReplyT", WorkerLoaded, WorkerReady)
 
 
 class ProcessExecutor(Executor):
-    """`step_timeout_s`: a step that takes longer counts as hanging."""
+    """`step_timeout_s`: a step that takes longer counts as hanging. `signs`: of all processes of
+    the engine; None: nobody watches."""
 
     _death_notice_s = _LAST_WORDS_S
     """How long the news of a worker's death may take, when another's failure seems to echo it."""
@@ -71,10 +75,12 @@ class ProcessExecutor(Executor):
         context: Context,
         *,
         step_timeout_s: float = 300.0,
+        signs: LifeSigns | None = None,
     ) -> None:
         self._config = config
         self._context = context
         self._step_timeout_s = step_timeout_s
+        self._signs = signs
         self._num_ranks = config.parallel.tensor_parallel_size
         self._failed: dict[int, str] = {}
         """Rank to its last words."""
@@ -120,6 +126,9 @@ class ProcessExecutor(Executor):
         """Gives back what the subclass holds. Idempotent."""
 
     # Life -------------------------------------------------------------------------------------
+
+    def _life_sign(self, rank: int) -> LifeSignHandle | None:
+        return self._signs.handle(worker_place(rank)) if self._signs is not None else None
 
     def _address(self, purpose: str) -> str:
         return ipc_address(self._config.engine_id, f"{self._config.epoch:x}-{purpose}")
@@ -202,6 +211,9 @@ class ProcessExecutor(Executor):
                 self._sent_at.popleft()
                 self._host_s = host_s
                 self._outputs.append(output)
+            case WorkerAlive(rank):
+                if self._signs is not None:
+                    self._signs.give(worker_place(rank))
             case WorkerFailed(rank, reason):
                 self._failed[rank] = reason
                 self._die()

@@ -28,6 +28,7 @@ from engine.executor.ray_cluster import RayCluster
 from engine.executor.ray_host import RayHost, describe
 from engine.executor.remote_queue import RemoteQueueWriter
 from engine.executor.worker_messages import WorkerProcConfig
+from host.life_signs import LifeSigns
 from host.local_socket import Context
 from host.process_host import ProcessHost
 from host.secure_socket import LinkKey, listen
@@ -45,8 +46,9 @@ class RayExecutor(ProcessExecutor):
         context: Context,
         *,
         step_timeout_s: float = 300.0,
+        signs: LifeSigns | None = None,
     ) -> None:
-        super().__init__(config, context, step_timeout_s=step_timeout_s)
+        super().__init__(config, context, step_timeout_s=step_timeout_s, signs=signs)
         self._cluster = RayCluster(
             config.parallel, config.device.device, f"tandem-{config.engine_id}"
         )
@@ -106,6 +108,7 @@ class RayExecutor(ProcessExecutor):
             reader=self._reader[rank],
             reply_address=self._reply_address if link is None else self._far_reply_address,
             log_level=log_level(),
+            life_sign=self._life_sign(rank) if link is None else None,
             gpu=0,
             link=link,
         )

@@ -9,6 +9,7 @@ from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
+from host.life_signs import LifeSignHandle
 from host.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle
 
@@ -21,6 +22,7 @@ class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
         reader: Which reader of the queue it is.
         gpu: Index of its GPU among those that it sees; None: counted from the engine's first.
         link: To the engine core on another host; None on the same host.
+        life_sign: Where it gives signs of life, on the same host. On another one it sends them.
     """
 
     engine: EngineConfig
@@ -32,6 +34,7 @@ class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: int
     gpu: int | None = None
     link: HostLink | None = None
+    life_sign: LifeSignHandle | None = None
 
 
 # To all workers, through the queue ------------------------------------------------------------
@@ -81,6 +84,12 @@ class StepDone(msgspec.Struct, tag="step", array_like=True):
     host_s: float
 
 
+class WorkerAlive(msgspec.Struct, tag="alive", array_like=True):
+    """A sign of life, from another host than the engine core's."""
+
+    rank: int
+
+
 class WorkerFailed(msgspec.Struct, tag="failed", array_like=True):
     """Last words."""
 
@@ -88,4 +97,4 @@ class WorkerFailed(msgspec.Struct, tag="failed", array_like=True):
     reason: str
 
 
-WorkerReply = WorkerProgress | WorkerLoaded | WorkerReady | StepDone | WorkerFailed
+WorkerReply = WorkerProgress | WorkerLoaded | WorkerReady | StepDone | WorkerAlive | WorkerFailed

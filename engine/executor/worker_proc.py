@@ -10,6 +10,10 @@
 
 Whatever goes wrong is reported as WorkerFailed; then the process ends with exit code 1. A worker
 never goes on after an error: its rows would not be those of the other ranks.
+
+A thread of its own gives signs of life, from the start to the end: a long step is no silence, but a
+process that is stopped, or an interpreter lock that nobody gives back, is one. The engine core
+watches whether steps come to an end.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from engine.executor.worker_messages import (
     ExecuteStep,
     InitializeKVCache,
     StepDone,
+    WorkerAlive,
     WorkerCommand,
     WorkerFailed,
     WorkerLoaded,
@@ -40,6 +45,7 @@ from engine.executor.worker_messages import (
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from host.child_process import read_config
+from host.life_signs import LifeSign, LifeThread
 from host.local_socket import Context, connect_socket
 from host.secure_socket import connect_secure
 
@@ -66,6 +72,7 @@ class WorkerProc:
             gpu=config.gpu,
         )
         self._results = ResultThread(self._finish_step)
+        self._life = self._give_signs(config)
 
     def run(self) -> None:
         """Returns when told to stop."""
@@ -79,10 +86,19 @@ class WorkerProc:
             self._reply(WorkerFailed(self._rank, f"{type(error).__name__}: {error}"))
             raise SystemExit(1) from error
         finally:
+            if self._life is not None:
+                self._life.close()
             self._results.close()
             self._worker.shutdown()
             self._queue.close()
             self._context.destroy()
+
+    def _give_signs(self, config: WorkerProcConfig) -> LifeThread | None:
+        if config.life_sign is not None:
+            return LifeThread(LifeSign.attach(config.life_sign).give)
+        if config.link is not None:
+            return LifeThread(lambda: self._reply(WorkerAlive(self._rank)))
+        return None
 
     def _start(self) -> None:
         self._report("starting device", 0.0)

@@ -40,6 +40,7 @@ from engine.messages import (
     SupplyFirstToken,
 )
 from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
+from host.life_signs import Silence
 from kv_transfer.metadata import KVTransferParams
 
 OnProgress = Callable[[LoadProgress], None]
@@ -96,6 +97,11 @@ class AsyncLLM:
     def ready(self) -> EngineReady:
         """What the engine said when it had started."""
         return self._ready.result()
+
+    @property
+    def silence(self) -> Silence:
+        """Who of the engine core and the workers has given no sign of life for longest."""
+        return self._client.life.longest()
 
     @property
     def core_pid(self) -> int:

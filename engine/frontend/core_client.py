@@ -17,8 +17,10 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.core.core_config import CORE_MODULE, CoreProcConfig
+from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
 from engine.messages import EngineDead, FromEngineCore, ShutdownEngine, ToEngineCore
 from host.child_process import ChildProcess, ipc_address
+from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import bind_socket
 
 _LAST_WORDS_S = 0.3
@@ -45,16 +47,20 @@ class EngineCoreClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = ipc_address(config.engine_id, f"{config.epoch:x}-core")
         self._socket = bind_socket(self._context, zmq.DEALER, address)
+        signs = LifeSigns.create(f"tandem-{config.engine_id}-life", num_places(config))
         self._child = ChildProcess.start(
             CORE_MODULE,
             CoreProcConfig(
                 engine=config,
                 client_address=address,
                 log_level=logging.getLogger().getEffectiveLevel(),
+                life_signs=signs.handle(CORE_PLACE),
             ),
             "the engine core",
         )
         self.pid = self._child.pid
+        self.life = LifeWatch(signs, names_of_step_makers(config))
+        """Of the processes without which no step ends."""
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._loop.add_reader(self._child.sentinel, self._on_end)
 

@@ -242,11 +242,18 @@ class EngineSettings(SecuritySettings):
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="More requests than this in the queue are refused."
     )
+    frozen_after_s: float = Field(
+        default=3.0,
+        gt=1,
+        description="A process of the engine that gives no sign of life for so long is frozen: the "
+        "node refuses requests until it wakes; one that only moves KV is started again.",
+    )
     stuck_after_s: float = Field(
         default=120.0,
         gt=0,
         description="An engine that has work but makes no step for so long is given up: the node "
-        "ends with an error, to be started again. Must exceed the longest step.",
+        "ends with an error, to be started again, as with one that is frozen for so long. Must "
+        "exceed the longest step.",
     )
     drain_timeout_s: float = Field(
         default=120.0, ge=0, description="After SIGTERM, running requests have so long to end."
@@ -344,6 +351,7 @@ class EngineSettings(SecuritySettings):
             staging_bytes=self._kv_staging_bytes(processes),
             lease_s=self.kv_lease_s,
             stall_timeout_s=self.kv_stall_timeout_s,
+            frozen_after_s=self.frozen_after_s,
             pull_transport=self.kv_pull_transport,
         )
 

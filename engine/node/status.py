@@ -2,6 +2,14 @@
 
 Both kinds of node serve `NodeStatus.Watch`: one report at once, one every interval, and one soon
 after every change (`notify`), at most every 20 ms.
+
+A report says that the engine lives, too: while one of its processes gives no sign of life, none is
+sent, and the router moves answers as from a node that is frozen as a whole:
+
+    silent for 1 s               no reports, no comments on answers
+    silent for `frozen_after_s`  a fault: health says so, new requests are refused
+    silent for `stuck_after_s`,  the engine is given up, and the node ends
+    or work and no step as long
 """
 
 from __future__ import annotations
@@ -18,11 +26,13 @@ import grpc
 from engine.config import EngineConfig
 from engine.messages import EngineReady
 from engine.outputs import SchedulerStats
+from host.life_signs import Silence
 from kv_transfer.layout import KVLayout
 from tandem_pb import node_pb2, node_pb2_grpc
 
 _DEFAULT_INTERVAL_S = 0.25
 _MIN_INTERVAL_S = 0.02
+_SILENT_AFTER_S = 1.0
 _MAX_PREFIXES = 256
 """Told to a watcher at most; a new one hears of the last so many."""
 
@@ -40,6 +50,8 @@ class EngineLike(Protocol):
     def is_dead(self) -> bool: ...
     @property
     def dead_reason(self) -> str: ...
+    @property
+    def silence(self) -> Silence: ...
     def give_up(self, reason: str) -> None: ...
 
 
@@ -62,11 +74,18 @@ class NodeWork:
 class NodeStatus:
     """Load and health of one engine. `describe` numbers its reports."""
 
-    def __init__(self, engine: EngineLike, role: node_pb2.NodeRole, stuck_after_s: float) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        role: node_pb2.NodeRole,
+        stuck_after_s: float,
+        frozen_after_s: float = 3.0,
+    ) -> None:
         self.work = NodeWork()
         self._engine = engine
         self._role = role
         self._stuck_after_s = stuck_after_s
+        self._frozen_after_s = frozen_after_s
         self._sequence = 0
         self._busy_since = time.monotonic()
         self._changed = asyncio.Event()
@@ -130,6 +149,16 @@ class NodeStatus:
             self._busy_since = now
         return now - max(stats.last_step_at, self._busy_since)
 
+    @property
+    def is_silent(self) -> bool:
+        """A process of the engine gives no sign of life: then neither do we."""
+        return self._engine.silence.seconds > _SILENT_AFTER_S
+
+    @property
+    def is_frozen(self) -> bool:
+        """It has been silent for so long that nobody should wait for it."""
+        return self._engine.silence.seconds > self._frozen_after_s
+
     def fault(self) -> str:
         """Why this node cannot serve; empty while it can."""
         if self._engine.is_dead:
@@ -137,13 +166,17 @@ class NodeStatus:
         stuck_s = self.seconds_since_progress()
         if stuck_s > self._stuck_after_s:
             return f"the engine has work but made no step for {stuck_s:.0f} s"
+        silence = self._engine.silence
+        if silence.seconds > self._frozen_after_s:
+            return f"{silence.name} has given no sign of life for {silence.seconds:.0f} s"
         return ""
 
     def give_up_if_stuck(self) -> None:
         """What a stuck engine should have answered fails now, and can be tried elsewhere; the
         node ends as with a dead one."""
-        if not self._engine.is_dead and (fault := self.fault()):
-            self._engine.give_up(fault)
+        longest_s = max(self.seconds_since_progress(), self._engine.silence.seconds)
+        if not self._engine.is_dead and longest_s > self._stuck_after_s:
+            self._engine.give_up(self.fault())
 
 
 class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
@@ -161,10 +194,11 @@ class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
         interval_s = max(interval_s, _MIN_INTERVAL_S)
         num_seen = 0
         while True:
-            load = self._status.load()
-            prefixes, num_seen = self._status.prefixes_since(num_seen)
-            load.recent_prefixes.extend(prefixes)
-            yield load
+            if not self._status.is_silent:
+                load = self._status.load()
+                prefixes, num_seen = self._status.prefixes_since(num_seen)
+                load.recent_prefixes.extend(prefixes)
+                yield load
             await asyncio.sleep(_MIN_INTERVAL_S)
             await self._status.wait_change(interval_s - _MIN_INTERVAL_S)
 

@@ -3,7 +3,8 @@
     1. malloc is told to keep its memory; then everything else is imported
     2. the worker's KV cache is mapped
     3. producer: the gRPC server listens. A first `ProcessReport` says that we are ready
-    4. commands from the scheduler half, progress from the worker; events and reports back
+    4. commands from the scheduler half, progress from the worker; events and reports back.
+       The loop that does all of it gives the signs of life
     5. SIGTERM, or the end of the parent
 
 It never sees a token of a prompt, and listens on the configured address only.
@@ -25,6 +26,7 @@ import zmq
 from edge.address import join_address
 from edge.security.credentials import Credentials
 from host.child_process import read_config
+from host.life_signs import SIGN_INTERVAL_S, LifeSign
 from host.local_socket import bind_socket
 from host.termination import termination_fd
 from kv_transfer.consumer.receiver import KVReceiver
@@ -106,7 +108,11 @@ class TransferProcess:
         server = await self._start()
         part = self._sender or self._receiver
         assert part is not None
-        tasks = [asyncio.create_task(self._report_forever()), asyncio.create_task(part.run())]
+        tasks = [
+            asyncio.create_task(self._report_forever()),
+            asyncio.create_task(self._give_signs()),
+            asyncio.create_task(part.run()),
+        ]
         for task in tasks:
             task.add_done_callback(self._stop_with)
         try:
@@ -249,6 +255,17 @@ class TransferProcess:
             self._changed.clear()
             self._events.send(self._encoder.encode(self._report()))
             await asyncio.sleep(_REPORT_INTERVAL_S)
+
+    async def _give_signs(self) -> None:
+        """Until cancelled. From another host, reports are signs."""
+        handle = self._config.life_sign
+        give = LifeSign.attach(handle).give if handle is not None else None
+        while True:
+            if give is not None:
+                give()
+            elif self._config.link is not None:
+                self._changed.set()
+            await asyncio.sleep(SIGN_INTERVAL_S)
 
     def _report(self) -> ProcessReport:
         config = self._config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from host.child_process import ipc_address
+from host.life_signs import LifeSignHandle
 from host.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
@@ -21,6 +22,8 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         start_delay_s: It waits so long before it starts, because its predecessors died young.
         link: To the engine core on another host; None on the same host.
         remote_events_address: Where the engine core listens for processes of other hosts.
+        life_sign: Where it gives signs of life, on the engine core's host. On another one its
+            reports are them.
     """
 
     transfer: KVTransferConfig
@@ -34,6 +37,7 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_delay_s: float = 0.0
     link: HostLink | None = None
     remote_events_address: str = ""
+    life_sign: LifeSignHandle | None = None
 
     @property
     def rank(self) -> int:

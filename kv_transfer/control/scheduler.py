@@ -8,13 +8,14 @@ Producer, for one transfer                       Consumer
 
 FAILED on one process, or ABORTED because the puller gave up, calls the transfer off on the others;
 it is reported when the last of them has answered, so no writer or reader is left. A process that
-dies answers FAILED by its death.
+dies, or is frozen and therefore killed, answers FAILED by its death.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from host.life_signs import LifeSigns
 from host.process_host import ProcessHost
 from kv_transfer.base import ChunkLike, KVCacheHandle, KVConnectorScheduler, RequestLike
 from kv_transfer.config import KVTransferConfig
@@ -59,12 +60,13 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         layout: KVLayout,
         handles: list[KVCacheHandle],
         hosts: Sequence[ProcessHost] = (),
+        signs: LifeSigns | None = None,
     ) -> None:
         self._is_producer = config.kv_role == "kv_producer"
         self._engine_id = engine_id
         self._epoch = epoch
         self._layout = layout
-        self._processes = TransferProcesses(config, engine_id, epoch, layout, handles, hosts)
+        self._processes = TransferProcesses(config, engine_id, epoch, layout, handles, hosts, signs)
         self._transfers: TransferTable[NodeTransfer] = TransferTable()
         self._output = KVConnectorOutput()
         self._has_output = False

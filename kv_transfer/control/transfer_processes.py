@@ -3,16 +3,18 @@
     1. `TransferProcesses(...)` starts rank x num_processes children and waits for their reports
     2. `send` never waits: commands to a process that is starting are delivered when it is up
     3. `fileno` is readable when a process has something to say, has died, or after `wake`
-    4. `receive` hands out what they said; `reap` restarts the dead and names them
+    4. `receive` hands out what they said; `reap` kills the frozen, restarts the dead, names both
     5. `shutdown`
 
 A producer's process comes back on its old port, so peers need not learn a new one; meanwhile the
 port is kept from others. A process that dies young again and again is restarted with a pause that
-doubles each time; in a pause nothing is sent to it.
+doubles each time; in a pause nothing is sent to it. One that gives no sign of life for
+`frozen_after_s` counts as frozen: transfers that it holds would wait for it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -27,6 +29,7 @@ import zmq
 
 from edge.address import split_address
 from host.child_process import HostedProcess, stop_all
+from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import Context, bind_socket
 from host.process_host import LocalHost, ProcessHost
 from host.secure_socket import listen
@@ -37,6 +40,8 @@ from kv_transfer.control.process_config import TransferProcessConfig, local_even
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ProcessMessage, ProcessReport, TransferCommand, TransferEvent
+
+logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
 _STABLE_S = 10.0
@@ -202,9 +207,13 @@ class TransferProcesses:
         layout: KVLayout,
         handles: list[KVCacheHandle],
         hosts: Sequence[ProcessHost] = (),
+        signs: LifeSigns | None = None,
     ) -> None:
-        """`handles` and `hosts` by rank; no hosts: all on this one."""
+        """`handles` and `hosts` by rank; no hosts: all on this one. `signs`: one place for each
+        process; None: none is watched."""
         self.num_restarts = 0
+        self._signs = signs
+        self._frozen_after_s = config.frozen_after_s
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ProcessMessage)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -231,6 +240,10 @@ class TransferProcesses:
             _TransferProcess(self._on_host(own, hosts[own.rank]), hosts[own.rank], self._context)
             for own in configs
         ]
+        self._life: LifeWatch | None = None
+        if signs is not None:
+            names = {process.config.process: process.name for process in self._processes}
+            self._life = LifeWatch(signs, names)
         self._poller.register(self._events.fileno(), select.EPOLLIN)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wakeup, select.EPOLLIN)
@@ -247,7 +260,9 @@ class TransferProcesses:
         """As a process on `host` must be configured."""
         link = host.link
         if link is None:
-            return config
+            if self._signs is None:
+                return config
+            return msgspec.structs.replace(config, life_sign=self._signs.handle(config.process))
         if not self._remote_events_address:
             self._remote_events_address = listen(self._events, link.core_address, link.key)
         return msgspec.structs.replace(
@@ -299,18 +314,41 @@ class TransferProcesses:
             if isinstance(message, TransferEvent):
                 events.append(_on_our_clock(message))
             else:
-                self._processes[message.process].accept(message)
+                self._accept(message)
+
+    def _accept(self, report: ProcessReport) -> None:
+        process = self._processes[report.process]
+        process.accept(report)
+        if self._signs is not None and process.config.link is not None:
+            self._signs.give(report.process)
 
     def reap(self) -> dict[int, str]:
-        """Processes found dead since the last call: how they ended. They are started again."""
+        """Processes found dead or frozen since the last call: how they ended. They are started
+        again."""
+        frozen = self._frozen()
         dead: dict[int, str] = {}
         for number, process in enumerate(self._processes):
-            if process.child is not None and process.child.exit_code is not None:
-                self._poller.unregister(process.child.sentinel)
-                dead[number] = process.child.describe_exit()
+            child = process.child
+            if child is not None and (number in frozen or child.exit_code is not None):
+                self._poller.unregister(child.sentinel)
+                child.reap(0.0)
+                dead[number] = frozen.get(number) or child.describe_exit()
+                if self._signs is not None:
+                    self._signs.forget(number)
                 self._poller.register(process.restart().sentinel, select.EPOLLIN)
                 self.num_restarts += 1
         return dead
+
+    def _frozen(self) -> dict[int, str]:
+        silences = self._life.silences() if self._life is not None else {}
+        frozen = {
+            number: f"{silence.name} gave no sign of life for {silence.seconds:.1f} s"
+            for number, silence in silences.items()
+            if silence.seconds > self._frozen_after_s
+        }
+        for why in frozen.values():
+            logger.warning("%s and is started again", why)
+        return frozen
 
     def total(self, field: str) -> float:
         """Sum of one field of `ProcessReport` over all processes and their former lives."""

@@ -1,8 +1,9 @@
 """Tells a node that is slow from one that hangs.
 
     before the answer   a prompt may wait for minutes, and its node reports its load meanwhile:
-                        hung when the reports have stopped for `stall_s` too. Another node can
-                        begin the answer, so this may be a mistake
+                        hung when it has said nothing for `stall_s` and its reports have stopped
+                        for half of that. Another node can begin the answer, so this may be a
+                        mistake
     in a journaled one  the node gives a sign of life at least every second: hung when it has given
                         none for `stall_s`, whatever its reports say; after half of that when
                         its reports have stopped too, which come on a way of their own
@@ -56,13 +57,13 @@ class SilenceWatch:
 
     def _is_hung(self, exchange: Exchange, silent_s: float) -> bool:
         node = exchange.placement.decode
+        half_s = self.stall_s / 2
         if exchange.is_journaled:
-            half_s = self.stall_s / 2
             both_silent = silent_s > half_s and self._reports_stopped(node, half_s)
             return silent_s > self.stall_s or both_silent
         if exchange.status:
             return silent_s > self.registry.patience.down_after_s and self.registry.is_down(node)
-        return silent_s > self.stall_s and self._reports_stopped(node, self.stall_s)
+        return silent_s > self.stall_s and self._reports_stopped(node, half_s)
 
     def _reports_stopped(self, node: Node, for_s: float) -> bool:
         """Of a node that left the list we know nothing."""

@@ -1,9 +1,10 @@
-"""Real decode nodes killed, frozen and drained in the middle of thirty answers: every answer is
-the one of an undisturbed run, and nothing is left behind."""
+"""Real nodes killed, frozen and drained, and single processes of theirs frozen, in the middle of
+thirty answers: every answer is the one of an undisturbed run, and nothing is left behind."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ import pytest
 import pytest_asyncio
 
 NUM_STREAMS = 30
+WORKER, CORE = "engine.executor.worker_proc", "engine.core.core_proc"
+TRANSFER = "kv_transfer.control.process"
 DECODE = ["--local-prefill-threshold", "8", "--drain-timeout-s", "0.2"]
 ROUTER = ["--stale-after-s", "2", "--down-after-s", "4", "--stream-stall-s", "2.5"]
 
@@ -91,6 +94,44 @@ async def test_decode_nodes_that_die_freeze_and_stop_cost_no_token(
     assert frozen and drained
     metrics = await router_metrics(http, cluster.url)
     assert metrics["tandem_router_migrations_total"] >= 3
+    for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert summary(got) == summary(wanted), f"request {i}"
+    await cluster.wait_whole()
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("of_decode", "of_prefill"), [(CORE, WORKER), (WORKER, CORE), (TRANSFER, TRANSFER)]
+)
+async def test_a_frozen_process_of_a_node_holds_up_no_answer(
+    cluster: Any, complete: Any, find: Any, expected: list[Any], of_decode: str, of_prefill: str
+) -> None:
+    """They sleep until all answers are there. Their node servers live, and must not speak for
+    them. Many prompts are on their way by then, and some answers have begun."""
+    await cluster.wait_whole()
+    await cluster.wait_empty()
+    num_events = 0
+    frozen: list[int] = []
+
+    def on_event(_: int) -> None:
+        nonlocal num_events
+        num_events += 1
+        if num_events == NUM_STREAMS // 3:
+            for node, module in [
+                (cluster.decodes[0], of_decode),
+                (cluster.prefills[0], of_prefill),
+            ]:
+                frozen.append(find(node.pid, module))
+                os.kill(frozen[-1], signal.SIGSTOP)
+
+    try:
+        found = await answers(cluster, complete, on_event)
+    finally:
+        for pid in frozen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    assert len(frozen) == 2
     for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
         assert summary(got) == summary(wanted), f"request {i}"
     await cluster.wait_whole()

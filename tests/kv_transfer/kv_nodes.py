@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kv_caches import UNTOUCHED, Blocks, RankCache
 
+from host.life_signs import LifeSigns
 from host.process_host import ProcessHost
 from kv_transfer.base import ChunkLike, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
@@ -69,6 +70,7 @@ class KVNode:
         epoch: int = 7,
         cache_type: type[RankCache] = RankCache,
         hosts: Sequence[ProcessHost] = (),
+        watches_life: bool = False,
     ) -> None:
         self.config = config
         self.layout = shape
@@ -82,7 +84,12 @@ class KVNode:
             worker.register_kv_caches(cache.tensors, cache.current_stream)
             for worker, cache in zip(self.workers, self.caches, strict=True)
         ]
-        self.connector = GrpcConnectorScheduler(config, engine_id, epoch, shape, handles, hosts)
+        signs = None
+        if watches_life:
+            signs = LifeSigns.create(engine_id, shape.tp_size * config.num_processes)
+        self.connector = GrpcConnectorScheduler(
+            config, engine_id, epoch, shape, handles, hosts, signs
+        )
         self.done = Outcomes()
         self._steps = itertools.count()
 

@@ -23,12 +23,14 @@ from tests.processes import is_gone
 MakeNode = Callable[..., KVNode]
 
 
-def new_node(role: str, shape: KVLayout, **settings: object) -> KVNode:
+def new_node(
+    role: str, shape: KVLayout, *, watches_life: bool = False, **settings: object
+) -> KVNode:
     config = KVTransferConfig(
         kv_role="kv_producer" if role == "prefill" else "kv_consumer",
         **{"chunk_bytes": 2048, "staging_bytes": 4 << 20, "stall_timeout_s": 20.0, **settings},
     )
-    return KVNode(config, shape)
+    return KVNode(config, shape, watches_life=watches_life)
 
 
 @pytest.fixture
@@ -155,6 +157,32 @@ def test_killed_transfer_process(share_node: MakeNode, role: str) -> None:
     until_empty(prefill, decode)
     assert prefill.peer.endpoints == endpoints
 
+    one_prompt(prefill, decode, 2, 64)
+    until_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_frozen_transfer_process(make_node: MakeNode, role: str) -> None:
+    """It is killed, as nobody can wait for it: what follows is as after any other death."""
+    shape = layout()
+    patience = {"frozen_after_s": 1.5, "lease_s": 3600.0, "stall_timeout_s": 3600.0}
+    prefill = make_node("prefill", shape, watches_life=True, **patience)
+    decode = make_node("decode", shape, watches_life=True, **patience)
+    victim = prefill if role == "prefill" else decode
+    request = prefill.offer(64)
+    source = prefill.blocks.take(shape, 64)
+    decode.pull(prefill.peer, request.transfer_id, 64, decode.blocks.take(shape, 64))
+    prefill.step([(request, 1, range(32), source)])
+    poll_until(lambda: decode.connector.counters["bytes_moved"] > 0, prefill, decode)
+
+    (pid,) = victim.connector.process_pids
+    os.kill(pid, signal.SIGSTOP)
+    poll_until(lambda: request.transfer_id in victim.done.failed, prefill, decode)
+    reason, may_retry = victim.done.failed[request.transfer_id]
+    assert "gave no sign of life" in reason and may_retry
+    assert is_gone(pid)
+    until_restarted(victim, 1, prefill, decode)
+    until_empty(prefill, decode)
     one_prompt(prefill, decode, 2, 64)
     until_empty(prefill, decode)
 

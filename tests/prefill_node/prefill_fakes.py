@@ -20,6 +20,7 @@ from engine.messages import EngineReady, KVTransferResult
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.status import NodeStatus
 from engine.outputs import SchedulerStats, TokenLogprobs
+from host.life_signs import Silence
 from kv_transfer.metadata import KVPeer, TransferStats
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
@@ -55,6 +56,7 @@ class FakePrefillEngine:
         self.ready = EngineReady(num_blocks=NUM_BLOCKS, peer=peer)
         self.is_dead = False
         self.dead_reason = ""
+        self.silence = Silence()
         self.prompts: dict[str, FakePrompt] = {}
 
     def generate(self, request: GenerationRequest) -> RequestStream:

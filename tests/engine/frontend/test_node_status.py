@@ -20,6 +20,7 @@ from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus, fingerprint
 from engine.outputs import SchedulerStats
+from host.life_signs import Silence
 from tandem_pb import node_pb2, node_pb2_grpc
 from tests.engine.core.tiny_engine import tiny_config
 
@@ -37,6 +38,7 @@ class StillEngine:
     ready: EngineReady = field(default_factory=lambda: EngineReady(num_blocks=96))
     is_dead: bool = False
     dead_reason: str = ""
+    silence: Silence = field(default_factory=Silence)
 
     def give_up(self, reason: str) -> None:
         self.is_dead, self.dead_reason = True, reason
@@ -131,6 +133,40 @@ def test_a_stuck_engine_is_given_up(engine: StillEngine, status: NodeStatus) -> 
     status._busy_since = time.monotonic() - 100
     status.give_up_if_stuck()
     assert engine.is_dead and "no step" in status.fault()
+
+
+def test_a_frozen_engine_is_a_fault_and_is_given_up_in_the_end(
+    engine: StillEngine, status: NodeStatus
+) -> None:
+    engine.silence = Silence("worker 0", 0.9)
+    assert not status.is_silent
+    engine.silence = Silence("worker 0", 1.1)
+    assert status.is_silent and not status.is_frozen and status.fault() == ""
+    engine.silence = Silence("worker 0", 3.1)
+    assert status.is_frozen and "worker 0 has given no sign of life for 3 s" in status.fault()
+    status.give_up_if_stuck()
+    assert not engine.is_dead, "it may wake"
+    engine.silence = Silence("worker 0", 5.1)
+    status.give_up_if_stuck()
+    assert engine.is_dead and "worker 0" in engine.dead_reason
+
+
+async def test_nothing_is_reported_of_an_engine_without_signs_of_life(
+    engine: StillEngine, status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    watch = node_pb2_grpc.NodeStatusStub(channel).Watch(node_pb2.WatchRequest(interval_s=0.02))
+    async with asyncio.timeout(LONG_S):
+        await watch.read()
+        engine.silence = Silence("the engine core", 1.5)
+        before = status.load().sequence
+        for _ in range(10):
+            status.notify()
+            await asyncio.sleep(0.02)
+        assert status.load().sequence == before + 1, "nothing else was numbered"
+        engine.silence = Silence()
+        while (await watch.read()).sequence <= before + 1:
+            pass
+    watch.cancel()
 
 
 async def test_watch_reports_at_once_then_on_change(
