@@ -10,6 +10,7 @@ sends nothing.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -27,6 +28,8 @@ from engine.frontend.output_processor import RequestOutput
 JOURNAL_INTERVAL_S = 0.25
 """Between entries for a client that waits for all: tokens that are not told yet cost a node that
 goes on a moment, and nobody has seen them."""
+_MANY_LOGPROBS = 256
+"""Positions. More are written in a thread of their own."""
 
 
 class Answer:
@@ -64,7 +67,7 @@ class Answer:
                     if output.is_replay:
                         self._form.resume(choice, output)
                         continue
-                    chunk = self._form.chunk(choice, output, self._timeline(is_last))
+                    chunk = await self._chunk(choice, output, self._timeline(is_last))
                     self._note(choice, output)
                     if chunk:
                         yield self._lines(choice) + event(chunk)
@@ -80,7 +83,7 @@ class Answer:
         """For a client that wants it whole. Raises `HttpError`."""
         try:
             results = await self._generation.collect()
-            return self._body(results)
+            return await self._body(results)
         finally:
             self._metrics.observe(self._generation.choices)
 
@@ -104,7 +107,7 @@ class Answer:
                         told_at = now
                         if lines := self._lines(choice):
                             yield lines + b"\n"
-            yield event(self._body(results))
+            yield event(await self._body(results))
         finally:
             self._metrics.observe(self._generation.choices)
 
@@ -122,8 +125,20 @@ class Answer:
             return b""
         return self._journal.take(None if choice is None else choice.index)
 
-    def _body(self, results: list[ChoiceResult]) -> bytes:
-        return self._form.body(results, self._generation.usage(), self._timeline(True))
+    async def _chunk(
+        self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType
+    ) -> bytes | None:
+        """Log probabilities of a long prompt take seconds to write: beside the event loop."""
+        if not output.prompt_logprobs:
+            return self._form.chunk(choice, output, timeline)
+        return await asyncio.to_thread(self._form.chunk, choice, output, timeline)
+
+    async def _body(self, results: list[ChoiceResult]) -> bytes:
+        usage, timeline = self._generation.usage(), self._timeline(True)
+        num_logprobs = sum(len(r.prompt_logprobs) + len(r.logprobs) for r in results)
+        if num_logprobs <= _MANY_LOGPROBS:
+            return self._form.body(results, usage, timeline)
+        return await asyncio.to_thread(self._form.body, results, usage, timeline)
 
     def _timeline(self, is_last: bool) -> Timeline | UnsetType:
         return self._generation.timeline() if is_last and self._wants_timeline else UNSET

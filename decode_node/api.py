@@ -22,7 +22,13 @@ from decode_node.journal import (
     read_resume,
 )
 from decode_node.metrics import DecodeMetrics
-from decode_node.protocol import BodyT, ChatCompletionRequest, CompletionRequest, parse_body
+from decode_node.protocol import (
+    LONG_BODY,
+    BodyT,
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse_body,
+)
 from decode_node.responses import Model, ModelList
 from decode_node.router_headers import prefill_nodes, prefix_hash, resume_offset
 from decode_node.serving import OpenAIServing, RequestContext
@@ -34,8 +40,6 @@ from engine.node.http_server import METRICS_TYPE
 logger = logging.getLogger(__name__)
 
 PREFIX_HEADER = "x-tandem-prefix"
-_LONG_BODY = 32 << 10
-"""Bytes. Shorter ones are parsed sooner than a thread begins."""
 ROUTER_HEADERS = frozenset(
     {"x-prefiller-host-port", "x-tandem-cache-salt", PREFIX_HEADER, JOURNAL_HEADER, RESUME_HEADER}
 )
@@ -90,6 +94,7 @@ class Api:
         context = RequestContext(
             request_id=request.state.request_id,
             received_at=received_at,
+            is_long=len(raw) > LONG_BODY,
             prefill_nodes=None if named is None else prefill_nodes(named),
             wants_timeline=headers.get("x-tandem-timeline") == "1",
             wants_journal=headers.get(JOURNAL_HEADER) == "1",
@@ -154,7 +159,7 @@ def create_router(api: Api) -> APIRouter:
 
 async def _parse(raw: bytes, kind: type[BodyT]) -> BodyT:
     """Parses a long body beside the event loop. Raises `BadRequest`."""
-    if len(raw) <= _LONG_BODY:
+    if len(raw) <= LONG_BODY:
         return parse_body(raw, kind)
     return await asyncio.to_thread(parse_body, raw, kind)
 

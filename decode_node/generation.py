@@ -149,8 +149,12 @@ class Generation:
             except Exception as error:
                 merged.put_nowait(error)
 
-        tasks = [asyncio.create_task(pump(choice)) for choice in self.choices]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for choice in self.choices:
+                tasks.append(asyncio.create_task(pump(choice)))
+                # Each begins with work on its whole prompt: other requests come in between.
+                await asyncio.sleep(0)
             running = len(tasks)
             while running:
                 item = await merged.get()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Protocol, cast
+
+import msgspec
 
 from decode_node.responses import (
     ChatLogprobs,
@@ -15,6 +17,7 @@ from decode_node.responses import (
 )
 from engine.outputs import TokenLogprobs
 
+_encode = msgspec.json.Encoder().encode
 _LOWEST = -9999.0
 """JSON has no infinity; the API's clients know this number."""
 
@@ -99,7 +102,8 @@ def prompt_logprobs(tokenizer: TokenTexts, logprobs: list[TokenLogprobs]) -> Pro
         for token_id, value, rank in entries:
             decoded = _text(tokenizer.token_bytes(token_id))
             by_token.setdefault(str(token_id), PromptLogprob(_finite(value), rank, decoded))
-        result.append(by_token)
+        # Encoded one by one: a single call for all would hold the interpreter for a second.
+        result.append(cast("dict[str, PromptLogprob]", msgspec.Raw(_encode(by_token))))
     return result
 
 

@@ -22,8 +22,13 @@ _MAX_PARTS = 4096
 """Text parts of all messages together."""
 _MAX_KEYS = 2048
 """Of any object in a body."""
+_MAX_ITEMS = 4096
+"""Of any list in a body but messages and prompts."""
 _MAX_STRING = 512
 """Of fields that are names."""
+
+LONG_BODY = 16 << 10
+"""Bytes. What is shorter is read sooner than a thread begins."""
 
 Name = Annotated[str, Field(max_length=_MAX_STRING)]
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
@@ -179,11 +184,24 @@ class CompletionRequest(_GenerationBody):
         if self.suffix:
             raise BadRequest("suffix is not supported", param="suffix")
 
-    def prompts(self) -> list[str | list[int]]:
-        """Raises `BadRequest` for everything but the four allowed shapes."""
+    @property
+    def num_prompts(self) -> int:
+        """Counted by the list alone, before anybody looks at its items."""
+        return len(self.prompt) if self._has_several else 1
+
+    @property
+    def _has_several(self) -> bool:
         prompt = self.prompt
-        is_several = isinstance(prompt, list) and prompt and not _is_token_ids(prompt)
-        parts = prompt if is_several else [prompt]
+        return isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is not int
+
+    def prompts(self, max_tokens: int) -> list[str | list[int]]:
+        """Returns the texts, or the ids of `max_tokens` tokens at most. Raises `BadRequest` for
+        everything but the four allowed shapes."""
+        prompt = self.prompt
+        parts = prompt if self._has_several else [prompt]
+        for part in parts:
+            if isinstance(part, list) and len(part) > max_tokens:
+                raise too_long(max_tokens, len(part))
         if all(part and isinstance(part, str) for part in parts):
             return list(parts)
         if all(_is_token_ids(part) for part in parts):
@@ -280,9 +298,21 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
         raise _describe(error) from None
 
 
+def too_long(context: int, num_tokens: int) -> BadRequest:
+    return BadRequest(
+        f"this model's context is {context} tokens and the prompt has {num_tokens}; shorten it",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def _check_sizes(content: dict[str, Any]) -> None:
     """Refuses what would keep the validator busy for seconds, in a look at the lengths alone."""
     objects = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for name, value in content.items():
+        is_list = isinstance(value, list) and name not in ("messages", "prompt")
+        if is_list and len(value) > _MAX_ITEMS:
+            raise BadRequest(f"more than {_MAX_ITEMS} items", param=name[:_MAX_STRING])
     messages = content.get("messages")
     if isinstance(messages, list):
         if len(messages) > MAX_MESSAGES:
@@ -330,7 +360,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:

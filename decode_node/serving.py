@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -23,7 +25,7 @@ from decode_node.heartbeats import Heartbeats
 from decode_node.journal import JOURNAL_HEADER, JournalWriter, Resume, ResumedChoice
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefill_headers import prefill_headers
-from decode_node.protocol import ChatCompletionRequest, CompletionRequest
+from decode_node.protocol import LONG_BODY, ChatCompletionRequest, CompletionRequest, too_long
 from decode_node.proxy import DisaggProxy
 from decode_node.response_format import ChatFormat, CompletionFormat, FormatOptions, ResponseFormat
 from decode_node.sse import EventStreamResponse, JournaledResponse, JsonResponse
@@ -34,19 +36,20 @@ from engine.config import EngineConfig
 from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplateError
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, InvalidRequest
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.tokenizer import Tokenizer, TokenizerError
+from engine.frontend.tokenizer import Tokenizer, TokenizerError, TooManyTokens
 
-_LONG_TEXT = 16_384
-"""Characters from which tokenising has a thread of its own."""
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """What comes with a request besides its body. `prefill_nodes` None: none were named.
-    `resume`: another node has begun the answer."""
+    `resume`: another node has begun the answer. `is_long`: so is the body, and what is done to all
+    of it happens beside the event loop."""
 
     request_id: str
     received_at: float
+    is_long: bool = False
     prefill_nodes: list[str] | None = None
     wants_timeline: bool = False
     wants_journal: bool = False
@@ -87,22 +90,24 @@ class OpenAIServing:
         """Raises `HttpError`."""
         self.check_model(body.model)
         body.check_supported()
-        prompts = body.prompts()
-        self._check_count(body, len(prompts))
-        tokens = [await self._encode(p) if isinstance(p, str) else p for p in prompts]
-        echoes = [await self._echo(p) if body.echo else "" for p in prompts]
+        self._check_count(body, body.num_prompts)
+        prompts = await _run(context.is_long, partial(body.prompts, self._model.max_model_len))
+        tokens = [await self._encode(p, context) if isinstance(p, str) else p for p in prompts]
+        echoes = [await self._echo(p, context) if body.echo else "" for p in prompts]
         form = self._format(CompletionFormat, body, context)
-        return self._answer(body, self._choices(body, tokens, echoes, context), form, context)
+        choices = await self._choices(body, tokens, echoes, context)
+        return self._answer(body, choices, form, context)
 
     async def chat(self, body: ChatCompletionRequest, context: RequestContext) -> Response:
         """Raises `HttpError`."""
         self.check_model(body.model)
         body.check_supported()
         self._check_count(body, 1)
-        text = await self._render(body)
-        tokens = [await self._encode(text, is_rendered=True)]
+        text = await _run(context.is_long, partial(self._render, body))
+        tokens = [await self._encode(text, context, is_rendered=True)]
         form = self._format(ChatFormat, body, context)
-        return self._answer(body, self._choices(body, tokens, [""], context), form, context)
+        choices = await self._choices(body, tokens, [""], context)
+        return self._answer(body, choices, form, context)
 
     def _format(
         self,
@@ -157,14 +162,15 @@ class OpenAIServing:
             return EventStreamResponse(answer.events(), headers, self._send_timeout_s)
         return JsonResponse(answer.body, headers)
 
-    def _choices(
+    async def _choices(
         self,
         body: CompletionRequest | ChatCompletionRequest,
         prompts: list[list[int]],
         echoes: list[str],
         context: RequestContext,
     ) -> list[Choice]:
-        """Choice `i` of a prompt draws with seed + i, so that they differ."""
+        """Choice `i` of a prompt draws with seed + i, so that they differ. Each is checked by
+        itself, with other requests in between."""
         resumed = _resumed_choices(context.resume, len(prompts) * body.num_choices)
         choices: list[Choice] = []
         for prompt, echo in zip(prompts, echoes, strict=True):
@@ -189,6 +195,8 @@ class OpenAIServing:
                 if begun is not None:
                     self._take_over(choice, begun)
                 choices.append(choice)
+                if context.is_long:
+                    await asyncio.sleep(0)
         return choices
 
     def _request(
@@ -237,7 +245,7 @@ class OpenAIServing:
         )
         choice.replay.is_replay = True
 
-    async def _render(self, body: ChatCompletionRequest) -> str:
+    def _render(self, body: ChatCompletionRequest) -> str:
         variables = body.chat_template_kwargs or {}
         if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
             raise BadRequest(
@@ -245,29 +253,35 @@ class OpenAIServing:
                 param="chat_template_kwargs",
             )
         messages = [message.for_template() for message in body.messages]
-        render = partial(
-            self._tokenizer.apply_chat_template,
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            variables=variables,
-        )
-        length = sum(len(message.get("content", "")) for message in messages)
         try:
-            return await asyncio.to_thread(render) if length > _LONG_TEXT else render()
+            return self._tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                variables=variables,
+            )
         except (ChatTemplateError, TokenizerError) as error:
             raise BadRequest(str(error), param="messages") from None
 
-    async def _encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
+    async def _encode(
+        self, text: str, context: RequestContext, *, is_rendered: bool = False
+    ) -> list[int]:
         """A rendered chat has its special tokens written out."""
         self._check_length(text)
-        encode = partial(self._tokenizer.encode, text, add_special_tokens=not is_rendered)
+        limit = self._model.max_model_len
+        encode = partial(
+            self._tokenizer.encode, text, add_special_tokens=not is_rendered, max_tokens=limit
+        )
         try:
-            return await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode()
+            return await _run(context.is_long or len(text) > LONG_BODY, encode)
+        except TooManyTokens as error:
+            raise too_long(limit, error.num_tokens) from None
         except TypeError:
             raise BadRequest("the text holds half a surrogate pair", param="prompt") from None
 
-    async def _echo(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+    async def _echo(self, prompt: str | list[int], context: RequestContext) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await _run(context.is_long, partial(self._tokenizer.decode, prompt))
 
     def _check_length(self, text: str) -> None:
         """No text of so many characters fits; say so before spending seconds on it."""
@@ -298,6 +312,11 @@ class OpenAIServing:
                 f"{n} times {prompts}",
                 param="n",
             )
+
+
+async def _run(is_long: bool, work: Callable[[], _Result]) -> _Result:
+    """Returns what `work` does. Long work is done beside the event loop."""
+    return await asyncio.to_thread(work) if is_long else work()
 
 
 def _journal(

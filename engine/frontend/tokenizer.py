@@ -32,6 +32,14 @@ class TokenizerError(Exception):
     """A tokenizer file is missing or unreadable; says which and what to do."""
 
 
+class TooManyTokens(ValueError):
+    """A text has more tokens than it may."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 class Tokenizer:
     """Wraps `tokenizers.Tokenizer`. All methods are pure and safe to call from any thread."""
 
@@ -91,9 +99,20 @@ class Tokenizer:
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         return cls(backend, ChatTemplate(_STAND_IN_TEMPLATE, {}))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises TypeError when it holds half a surrogate pair."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the token ids of `text`. Other threads go on meanwhile: only the library's calls
+        for batches let them.
+
+        Raises:
+            TooManyTokens: There are more than `max_tokens`.
+            TypeError: `text` holds half a surrogate pair.
+        """
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokens(len(encoding))
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

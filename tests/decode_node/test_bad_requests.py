@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -11,8 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import decode_node.answer
+import decode_node.api
+import decode_node.response_format
 from decode_node.protocol import ChatCompletionRequest, CompletionRequest, parse_body
 from edge.http.errors import HttpError
+from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.decode_fakes import until
 from tests.decode_node.http_node import CONTEXT, VOCAB_SIZE, chunks_of, http_node, sse_events
 
@@ -397,7 +402,7 @@ def test_no_body_is_more_than_a_bad_request(body: dict[str, Any], raw: bytes) ->
                 parsed.check_supported()
                 parsed.sampling()
                 if isinstance(parsed, CompletionRequest):
-                    parsed.prompts()
+                    parsed.prompts(CONTEXT)
             except HttpError as error:
                 assert 400 <= error.status < 500
                 assert json.loads(error.body())["error"]["message"]
@@ -420,3 +425,76 @@ def test_huge_objects_are_refused_by_their_size(body: dict[str, Any]) -> None:
     kind = ChatCompletionRequest if "messages" in body else CompletionRequest
     with pytest.raises(HttpError, match="more than"):
         parse_body(json.dumps(body).encode(), kind)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHATS, b'{"messages": [' + b"0," * 1_100_000 + b"0]}"),
+        (COMPLETIONS, b'{"prompt": [' + b"[5]," * 40_000 + b"[5]]}"),
+        (COMPLETIONS, b'{"prompt": "a", "user": [' + b"[[]]," * 20_000 + b"[]]}"),
+    ],
+    ids=["messages", "prompts", "user"],
+)
+async def test_bodies_that_would_keep_the_node_busy_reach_no_parser(
+    path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_node.api.parse_body", None)
+    async with http_node() as node:
+        error = check_error(await node.client.post(path, content=body), 400)
+        assert error["code"] == "request_too_complex"
+
+
+async def test_prompts_are_counted_before_anybody_looks_at_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CompletionRequest, "prompts", None)
+    async with http_node() as node:
+        body = {"prompt": ["ab"] * 60_000}
+        check_error(await node.client.post(COMPLETIONS, json=body), 400, "n")
+
+
+async def test_a_prompt_beyond_the_context_is_refused_by_its_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decode_node.protocol._is_token_ids", None)
+    async with http_node() as node:
+        body = {"prompt": [5] * 500_000}
+        error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "prompt")
+        assert error["code"] == "context_length_exceeded"
+        assert "500000" in error["message"] and str(CONTEXT) in error["message"]
+
+
+async def test_what_is_done_to_a_long_body_leaves_the_event_loop_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parsing, the template, tokenising and the answer's log probabilities."""
+    on_loop: list[str] = []
+    seen: set[str] = set()
+
+    def watch(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            seen.add(name)
+            if threading.current_thread() is threading.main_thread():
+                on_loop.append(name)
+            return work(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(decode_node.api, "parse_body")
+    watch(Tokenizer, "encode")
+    watch(Tokenizer, "apply_chat_template")
+    watch(decode_node.response_format, "prompt_logprobs")
+    monkeypatch.setattr(decode_node.answer, "_MANY_LOGPROBS", 4)
+    async with http_node() as node:
+        padding = {"user": "x" * 20_000}
+        for url, body in (
+            (COMPLETIONS, {"prompt": "a dog " * 8, "prompt_logprobs": 2}),
+            (CHATS, {"messages": [USER]}),
+        ):
+            response = await node.client.post(url, json={**body, **padding, "max_tokens": 1})
+            assert response.status_code == 200, response.text
+    assert seen == {"parse_body", "encode", "apply_chat_template", "prompt_logprobs"}
+    assert not on_loop

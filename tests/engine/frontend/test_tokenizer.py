@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
-from engine.frontend.tokenizer import Tokenizer, TokenizerError
+from engine.frontend.tokenizer import Tokenizer, TokenizerError, TooManyTokens
 from tests.engine.frontend.small_tokenizers import (
     byte_fallback,
     byte_fallback_backend,
@@ -213,3 +215,23 @@ class ModelFile:
     path: str
     vocab_size: int
     load_format: str
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised() -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    thread = threading.Thread(target=tokenizer.encode, args=("hello world " * 100_000,))
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 20
+
+
+def test_a_text_of_too_many_tokens_says_how_many() -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    size = len(tokenizer.encode("a dog"))
+    assert len(tokenizer.encode("a dog", max_tokens=size)) == size
+    with pytest.raises(TooManyTokens) as refused:
+        tokenizer.encode("a dog", max_tokens=size - 1)
+    assert refused.value.num_tokens == size
