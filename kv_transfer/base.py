@@ -12,7 +12,7 @@ Scheduler half (one for each engine, in the engine core process)
     6. `abort`: stop a transfer; its blocks are free when it is reported aborted or failed.
 
 Worker half (one for each rank, in the worker process)
-    1. `register_kv_caches`: once, after allocation; the handle lets transfer processes map them.
+    1. `register_kv_cache`: once, after allocation; the handle lets transfer processes map them.
     2. `start_load_kv`: before the forward pass of a step.
     3. `save_kv_layer`: after each layer of a step that computes KV for a peer.
 
@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, KVPeer, KVTransferParams
 
 
@@ -44,8 +45,8 @@ class CudaCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Lets another process of this host map one rank's KV cache, layers one after the other,
-    `num_blocks` blocks of `layout.block_bytes` for each layer.
+    """Lets another process of this host map one rank's KV cache: `num_blocks` blocks, as
+    `kv_transfer.layout` says.
 
     Attributes:
         pid, fd: On CPU: the memory file `fd` of process `pid`. -1: none.
@@ -82,7 +83,7 @@ class ChunkLike(Protocol):
     @property
     def num_tokens(self) -> int: ...
     @property
-    def block_ids(self) -> list[int]: ...
+    def block_ids(self) -> BlockIds: ...
 
 
 class KVConnectorScheduler(ABC):
@@ -107,7 +108,7 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def update_state_after_alloc(
-        self, request: RequestLike, block_ids: list[int], num_external_tokens: int
+        self, request: RequestLike, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         """Blocks for the request exist. Consumer: starts the pull. Producer: makes the offer,
         and hands over blocks that a cached prefix has filled already."""
@@ -141,7 +142,7 @@ class KVConnectorScheduler(ABC):
         self,
         request: RequestLike,
         params: KVTransferParams,
-        block_ids: list[int],
+        block_ids: BlockIds,
         num_computed_tokens: int,
     ) -> None:
         """A new attempt from another peer into the same blocks. Only after a failure."""
@@ -169,15 +170,14 @@ class KVConnectorWorker(ABC):
     """The half inside a worker. Nothing here waits."""
 
     @abstractmethod
-    def register_kv_caches(
-        self, kv_caches: list[Any], current_stream: Callable[[], int] | None = None
+    def register_kv_cache(
+        self, layout: KVLayout, memory: Any, current_stream: Callable[[], int] | None = None
     ) -> KVCacheHandle:
-        """`kv_caches`: one tensor a layer, `[num_blocks, 2, local_kv_heads, block_size,
-        head_dim]`, all views of one shared allocation. `current_stream`: on a GPU, the driver's
-        handle of the stream on which the calling thread launches kernels.
+        """`memory`: one tensor that holds all slots as `layout` says. `current_stream`: on a GPU,
+        the driver's handle of the stream on which the calling thread launches kernels.
 
         Raises:
-            ValueError, DeviceError: Other processes cannot map them.
+            ValueError, DeviceError: Other processes cannot map it.
         """
 
     @abstractmethod

@@ -63,7 +63,7 @@ def heads_of_rank(num_heads: int, rank: int, tp_size: int) -> HeadRange:
     return HeadRange(rank * num_heads // tp_size, 1)
 
 
-class Plane(msgspec.Struct, frozen=True):
+class Plane(msgspec.Struct, frozen=True, array_like=True):
     """One kind of number that a layer keeps of every token: keys, values, a latent vector, scales.
 
     Attributes:
@@ -143,7 +143,7 @@ class PageShape(msgspec.Struct, frozen=True):
         return tuple(plane.heads for plane in self.planes)
 
 
-class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
+class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Layers that are cached alike and share a block table.
 
     Attributes:
@@ -189,7 +189,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.page_of_rank(0, tp_size).num_bytes
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """All that a node says of its KV cache."""
 
     groups: tuple[KVGroup, ...]

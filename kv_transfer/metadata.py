@@ -20,7 +20,7 @@ from enum import IntEnum, StrEnum
 import msgspec
 
 from kv_transfer.layer_times import LayerTime
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import BlockIds, KVLayout
 
 
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +66,8 @@ def is_transfer_id(text: str) -> bool:
 class SendMeta(msgspec.Struct, frozen=True, tag="send", array_like=True):
     """Producer: tokens [first_token, first_token + num_tokens) are computed in step `step_id`.
 
-    `block_ids` are the physical blocks of the whole prompt known so far, by logical index.
-    `is_last` marks the chunk that completes the prompt. `step_id` -1: computed already (a cached
-    prefix), every layer may be read at once.
+    `block_ids` are the physical blocks of the whole prompt known so far. `step_id` -1: computed
+    already (a cached prefix), every layer may be read at once.
     """
 
     transfer_id: str
@@ -76,8 +75,7 @@ class SendMeta(msgspec.Struct, frozen=True, tag="send", array_like=True):
     step_id: int
     first_token: int
     num_tokens: int
-    block_ids: list[int]
-    is_last: bool
+    block_ids: BlockIds
 
 
 class OfferMeta(msgspec.Struct, frozen=True, tag="offer", array_like=True):
@@ -90,12 +88,12 @@ class OfferMeta(msgspec.Struct, frozen=True, tag="offer", array_like=True):
 
 
 class RecvMeta(msgspec.Struct, frozen=True, tag="recv", array_like=True):
-    """Consumer: pull tokens [first_token, num_tokens) into `block_ids` (by logical index)."""
+    """Consumer: pull tokens [first_token, num_tokens) into `block_ids`."""
 
     transfer_id: str
     attempt: int
     peer: KVPeer
-    block_ids: list[int]
+    block_ids: BlockIds
     first_token: int
     num_tokens: int
 

@@ -14,6 +14,7 @@ from kv_transfer.base import (
     KVConnectorWorker,
     RequestLike,
 )
+from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import (
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -45,7 +46,7 @@ class NoConnectorScheduler(KVConnectorScheduler):
         return 0
 
     def update_state_after_alloc(
-        self, request: RequestLike, block_ids: list[int], num_external_tokens: int
+        self, request: RequestLike, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         return
 
@@ -70,7 +71,7 @@ class NoConnectorScheduler(KVConnectorScheduler):
         self,
         request: RequestLike,
         params: KVTransferParams,
-        block_ids: list[int],
+        block_ids: BlockIds,
         num_computed_tokens: int,
     ) -> None:
         return
@@ -94,11 +95,12 @@ class NoConnectorWorker(KVConnectorWorker):
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def register_kv_caches(
-        self, kv_caches: list[Any], current_stream: Callable[[], int] | None = None
+    def register_kv_cache(
+        self, layout: KVLayout, memory: Any, current_stream: Callable[[], int] | None = None
     ) -> KVCacheHandle:
         """Returns a handle that leads to no memory: nobody maps the caches."""
-        return KVCacheHandle(rank=self._rank, pid=os.getpid(), num_blocks=len(kv_caches[0]))
+        num_blocks = memory.numel() * memory.element_size() // layout.block_bytes
+        return KVCacheHandle(rank=self._rank, pid=os.getpid(), num_blocks=num_blocks)
 
     def start_load_kv(self, step_id: int, metadata: KVConnectorMetadata) -> None:
         return

@@ -23,8 +23,8 @@ from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
 from kv_transfer.factory import create_scheduler_connector
-from kv_transfer.layout import KVLayout, attention_group
-from kv_transfer.memory.cache_handle import handle_of_tensors
+from kv_transfer.layout import BlockIds, KVLayout, attention_group
+from kv_transfer.memory.cache_handle import handle_of_tensor
 from kv_transfer.metadata import KVTransferParams, TransferStats
 from kv_transfer.producer.layer_marks import LayerMarks
 
@@ -70,7 +70,7 @@ class PromptChunk:
     request: Prompt
     first_token: int
     num_tokens: int
-    block_ids: list[int]
+    block_ids: BlockIds
 
 
 class Caches(ABC):
@@ -173,7 +173,7 @@ class GpuCaches(Caches):
 
         tensor = self._source if is_source else self._target
         with torch.cuda.device(tensor.device):
-            handle = handle_of_tensors(0, list(tensor.unbind()))
+            handle = handle_of_tensor(0, self.layout, tensor)
         return replace(handle, marks_fd=self.marks.fd)
 
     def clear(self) -> None:
@@ -236,12 +236,12 @@ class KVPair:
         )
         sent = Prompt("prefill", num_tokens, offer)
         self._steps += 1
-        self._producer.update_state_after_alloc(sent, [], 0)
+        self._producer.update_state_after_alloc(sent, (), 0)
         self._consumer.update_state_after_alloc(
-            Prompt("decode", num_tokens, wish), caches.target_blocks, num_tokens - self._held
+            Prompt("decode", num_tokens, wish), (caches.target_blocks,), num_tokens - self._held
         )
         self._producer.build_connector_meta(
-            self._steps, [PromptChunk(sent, 0, num_tokens, caches.source_blocks)]
+            self._steps, [PromptChunk(sent, 0, num_tokens, (caches.source_blocks,))]
         )
         self._producer.request_finished(sent)
         while transfer_id not in self._received:

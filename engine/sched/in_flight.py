@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.request import Request
 from engine.sched.row import Row
+from kv_transfer.layout import BlockIds
 
 
 @dataclass(slots=True)
@@ -15,7 +16,7 @@ class PromptChunk:
     request: Request
     first_token: int
     num_tokens: int
-    block_ids: list[int]
+    block_ids: BlockIds
 
 
 @dataclass(slots=True)

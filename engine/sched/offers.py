@@ -37,7 +37,7 @@ class Offers:
     def add(self, request: Request) -> None:
         """Before the request is queued."""
         self._offers[_params(request).transfer_id] = request
-        self._connector.update_state_after_alloc(request, [], 0)
+        self._connector.update_state_after_alloc(request, (), 0)
 
     def request_ended(
         self, request: Request, blocks: list[KVCacheBlock], *, is_abort: bool

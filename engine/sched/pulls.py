@@ -93,7 +93,7 @@ class Pulls:
         """Begins the transfer: blocks for the whole need are allocated."""
         request = pull.request
         self._move(pull, PullState.RECEIVING)
-        block_ids = self._kv_cache.get_block_ids(request.request_id)
+        block_ids = (self._kv_cache.get_block_ids(request.request_id),)
         pull.num_external_tokens = num_external_tokens
         request.num_computed_tokens = num_computed_tokens + num_external_tokens
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS

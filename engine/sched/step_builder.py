@@ -77,7 +77,7 @@ class StepBuilder:
         self._chunks.append((row, end))
         if row.is_offer:
             ids = [block.block_id for block in row.blocks]
-            self.offered_chunks.append(PromptChunk(request, first_token, num_tokens, ids))
+            self.offered_chunks.append(PromptChunk(request, first_token, num_tokens, (ids,)))
 
     def build(
         self, step_id: int, kv: KVConnectorMetadata | None

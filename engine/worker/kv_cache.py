@@ -101,23 +101,25 @@ def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
 
 
 class KVCache:
-    """`layers[i]` is the cache of layer i. Zeroed at first: an unwritten slot is never NaN."""
+    """`memory` has the bytes of all slots; `layers[i]`, the cache of layer i, is a view of it.
+    Zeroed at first: what was never written is never NaN."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device, name: str = "kv-cache"
     ) -> None:
         num_bytes = num_blocks * layout.block_bytes
         self.num_blocks = num_blocks
-        self._memory: MemoryFile | None = None
+        self._file: MemoryFile | None = None
         if device.type == "cpu":
-            self._memory = MemoryFile.create(name, num_bytes)
-            flat = torch.frombuffer(self._memory.buffer, dtype=torch.uint8)
+            self._file = MemoryFile.create(name, num_bytes)
+            self.memory = torch.frombuffer(self._file.buffer, dtype=torch.uint8)
         else:
-            flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.layers = layer_views(flat, layout)
+            self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.layers = layer_views(self.memory, layout)
 
     def close(self) -> None:
         """The memory goes when nobody maps it any more. Idempotent."""
         self.layers.clear()
-        if self._memory is not None:
-            self._memory.close()
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if self._file is not None:
+            self._file.close()

@@ -1,6 +1,6 @@
 """The runner's side of KV transfer. Without P/D it passes steps and layers on to nobody.
 
-1. `register_kv_caches`   once, after allocation
+1. `register_kv_cache`    once, after allocation
 2. `pre_forward(step)`    a forward pass follows; returns what the model calls after a layer
    or `no_forward(step)`  the step computes nothing
 3. `shutdown`
@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.sched.output import SchedulerOutput
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.factory import create_worker_connector
+from kv_transfer.layout import KVLayout
 
 OnLayer = Callable[[int], None]
 
@@ -30,10 +31,10 @@ class KVConnector:
     def __init__(self, worker: KVConnectorWorker) -> None:
         self._worker = worker
 
-    def register_kv_caches(self, kv_caches: list[torch.Tensor]) -> KVCacheHandle:
-        """Returns how transfer processes map the caches."""
-        on_gpu = kv_caches[0].is_cuda
-        return self._worker.register_kv_caches(kv_caches, _current_stream if on_gpu else None)
+    def register_kv_cache(self, layout: KVLayout, memory: torch.Tensor) -> KVCacheHandle:
+        """Returns how transfer processes map the cache."""
+        current_stream = _current_stream if memory.is_cuda else None
+        return self._worker.register_kv_cache(layout, memory, current_stream)
 
     def pre_forward(self, step: SchedulerOutput) -> OnLayer:
         if step.kv is None:

@@ -162,7 +162,7 @@ class Worker:
         logger.info("KV cache: %s", describe_capacity(config, num_blocks))
         self._closers.callback(kv_cache.close)
         self.runner.kv_caches = kv_cache.layers
-        return self._connector.register_kv_caches(kv_cache.layers)
+        return self._connector.register_kv_cache(config.kv_layout, kv_cache.memory)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
         """`report` hears what is done and fractions in 0..1. Nothing to do on the CPU.

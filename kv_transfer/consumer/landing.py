@@ -80,7 +80,7 @@ class Landing:
         self._cache = cache
         self._shape = BlockShape.of(self._theirs, heads)
         self._views = views if self._shape == cache.shape else None
-        self._block_ids = np.array(meta.block_ids, np.int64)
+        self._block_ids = np.array(meta.block_ids[0], np.int64)
         self._grid: ChunkGrid | None = None
         self._missing: set[int] = set()
 
@@ -154,7 +154,7 @@ class Landing:
         if not self._is_whole(header):
             return None
         start, stop = header.first_block, header.first_block + header.num_blocks
-        return self._views.of(header.layer, self._meta.block_ids[start:stop])
+        return self._views.of(header.layer, self._meta.block_ids[0][start:stop])
 
     def accept_in_place(self, header: ChunkHeader) -> None:
         """What `place` gave is written, and was checked."""
@@ -283,12 +283,17 @@ class Landing:
     def _wanted_runs(self, blocks: _Blocks) -> Iterator[tuple[int, TokenRun, int]]:
         """Tokens of these blocks that were asked for, as `KVCacheView.write_runs` takes them."""
         meta, size = self._meta, self._theirs.groups[0].block_size
+        (block_ids,) = meta.block_ids
         columns = blocks.layers.tolist(), blocks.numbers.tolist(), blocks.addresses.tolist()
         for layer, number, source in zip(*columns, strict=True):
             start = max(number * size, meta.first_token)
             stop = min((number + 1) * size, meta.num_tokens)
             for run in token_runs(start, stop, size, self._ours.groups[0].block_size):
-                yield source, run, self._cache.address_of(layer, meta.block_ids[run.target_block])
+                yield (
+                    source,
+                    run,
+                    self._cache.address_of(layer, block_ids[run.target_block]),
+                )
 
 
 def _names(payload: ByteArray) -> tuple[tuple[int, int], Numbers, Numbers]:

@@ -262,7 +262,7 @@ class KVReceiver:
     async def _pull(self, transfer: RecvTransfer) -> None:
         meta = transfer.meta
         try:
-            self._cache.check_block_ids(meta.block_ids)
+            self._cache.check_block_ids(meta.block_ids[0])
         except ValueError as error:
             raise KVTransferError(str(error)) from error
         self._me.layout.check_compatible(meta.peer.layout)

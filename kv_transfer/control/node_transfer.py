@@ -12,6 +12,7 @@ import sys
 from enum import Enum
 
 from kv_transfer.layer_times import later
+from kv_transfer.layout import BlockIds
 from kv_transfer.metadata import (
     KVTransferParams,
     TransferEvent,
@@ -46,8 +47,8 @@ class NodeTransfer:
         self.stats = TransferStats()
         self.num_announced = 0
         """Producer: leading tokens that transfer processes know to be computed or scheduled."""
-        self.block_ids: list[int] = []
-        """Producer: the prompt's blocks so far, by logical index."""
+        self.block_ids: BlockIds = ()
+        """Producer: the prompt's blocks so far."""
         self._unstaged = set(range(num_processes)) if is_producer else set()
         self._staged_is_news = is_producer
         self._has_failed = False

@@ -21,7 +21,7 @@ from kv_transfer.base import ChunkLike, KVCacheHandle, KVConnectorScheduler, Req
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.node_transfer import NodeTransfer, Outcome
 from kv_transfer.control.transfer_processes import TransferProcesses
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import (
     AbortMeta,
     KVConnectorMetadata,
@@ -95,7 +95,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         return max(0, request.num_prompt_tokens - num_computed_tokens)
 
     def update_state_after_alloc(
-        self, request: RequestLike, block_ids: list[int], num_external_tokens: int
+        self, request: RequestLike, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         params = request.kv_transfer_params
         if params is None:
@@ -113,7 +113,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             return False
         # The step's result is here, so every layer is computed on every rank. Saying so makes
         # up for progress messages that a restarting transfer process may have missed.
-        self._send_chunk(transfer, _COMPUTED_ALREADY, 0, request.num_prompt_tokens, True)
+        self._send_chunk(transfer, _COMPUTED_ALREADY, 0, request.num_prompt_tokens)
         return not transfer.is_staged
 
     def abort(self, request: RequestLike) -> bool:
@@ -184,10 +184,9 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             save_kv = True
             transfer.block_ids = chunk.block_ids
             if chunk.first_token > transfer.num_announced:
-                self._send_chunk(transfer, _COMPUTED_ALREADY, 0, chunk.first_token, False)
+                self._send_chunk(transfer, _COMPUTED_ALREADY, 0, chunk.first_token)
             stop = chunk.first_token + chunk.num_tokens
-            is_last = stop >= chunk.request.num_prompt_tokens
-            self._send_chunk(transfer, step_id, chunk.first_token, stop, is_last)
+            self._send_chunk(transfer, step_id, chunk.first_token, stop)
         return KVConnectorMetadata(save_kv=True) if save_kv else None
 
     def _offer(self, request: RequestLike, params: KVTransferParams) -> None:
@@ -200,7 +199,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self._open(params, offer)
 
     def _send_chunk(
-        self, transfer: NodeTransfer, step_id: int, first_token: int, stop: int, is_last: bool
+        self, transfer: NodeTransfer, step_id: int, first_token: int, stop: int
     ) -> None:
         transfer.num_announced = stop
         self._broadcast(
@@ -212,7 +211,6 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
                 first_token,
                 stop - first_token,
                 transfer.block_ids,
-                is_last,
             ),
         )
 
@@ -222,13 +220,13 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self,
         request: RequestLike,
         params: KVTransferParams,
-        block_ids: list[int],
+        block_ids: BlockIds,
         num_computed_tokens: int,
     ) -> None:
         self._pull(params, block_ids, num_computed_tokens, request.num_prompt_tokens)
 
     def _pull(
-        self, params: KVTransferParams, block_ids: list[int], first_token: int, num_tokens: int
+        self, params: KVTransferParams, block_ids: BlockIds, first_token: int, num_tokens: int
     ) -> None:
         if params.peer is None:
             raise ValueError(f"transfer {params.transfer_id} names no peer to pull from")

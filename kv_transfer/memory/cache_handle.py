@@ -1,6 +1,6 @@
-"""From the tensors of a KV cache to the handle that another process maps it by.
+"""From the tensor that holds a KV cache to the handle that another process maps it by.
 
-Host memory: the tensors know their address; the kernel knows which file lies there
+Host memory: the tensor knows its address; the kernel knows which file lies there
 (/proc/self/maps) and under which descriptor we hold it (/proc/self/fd).
 
 GPU memory: the driver knows the allocation that the address lies in, and exports it as a whole.
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from kv_transfer.base import CudaCacheHandle, KVCacheHandle
+from kv_transfer.layout import KVLayout
 from kv_transfer.memory.device import DeviceError
 
 
-def handle_of_tensors(rank: int, kv_caches: list[Any]) -> KVCacheHandle:
-    """`kv_caches`: views `[num_blocks, ...]` of one allocation, in order, the first at its start.
+def handle_of_tensor(rank: int, layout: KVLayout, memory: Any) -> KVCacheHandle:
+    """`memory`: a tensor with all slots of the cache, at the start of its memory file.
 
     Raises:
-        ValueError: They do not lie in a memory file of this process.
-        DeviceError: The GPU's driver cannot share them.
+        ValueError: It does not lie in a memory file of this process.
+        DeviceError: The GPU's driver cannot share it.
     """
-    address, num_blocks = kv_caches[0].data_ptr(), len(kv_caches[0])
-    if kv_caches[0].is_cuda:
-        num_bytes = sum(cache.numel() * cache.element_size() for cache in kv_caches)
+    address, num_bytes = memory.data_ptr(), memory.numel() * memory.element_size()
+    num_blocks = num_bytes // layout.block_bytes
+    if memory.is_cuda:
         cuda = _cuda_handle(address, num_bytes)
         return KVCacheHandle(rank=rank, pid=os.getpid(), num_blocks=num_blocks, cuda=cuda)
     inode = _inode_at(address)
@@ -49,7 +50,7 @@ def _cuda_handle(address: int, num_bytes: int) -> CudaCacheHandle:
         ) from error
     offset = address - start
     if offset + num_bytes > allocated:
-        raise DeviceError("the layers of the KV cache must be one allocation")
+        raise DeviceError("the KV cache must lie in one allocation")
     return CudaCacheHandle(
         device_uuid=driver.current_uuid(),
         ipc_handle=ipc_handle,

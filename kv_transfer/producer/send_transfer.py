@@ -132,7 +132,7 @@ class SendTransfer:
         """Raises ValueError for tokens that leave a gap, or are computed twice: their first KV
         may be on its way already, from blocks that changed meanwhile."""
         stop = send.first_token + send.num_tokens
-        self.block_ids = send.block_ids
+        self.block_ids = send.block_ids[0]
         if send.step_id == _COMPUTED_ALREADY:
             self._computed = max(self._computed, stop)
         elif send.first_token != self._announced:

@@ -158,7 +158,7 @@ class KVSender:
         self._transfers.activate(meta.transfer_id, meta.attempt)
         self._renew(transfer)
         try:
-            self._cache.check_block_ids(meta.block_ids)
+            self._cache.check_block_ids(meta.block_ids[0])
             transfer.announce(meta, self._progress)
             transfer.name_ready()
         except ValueError as error:

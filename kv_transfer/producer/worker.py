@@ -1,6 +1,6 @@
 """The half inside a worker of a producer: tells transfer processes how far a step is.
 
-    1. `register_kv_caches`    makes the page on which the layers of a step are marked
+    1. `register_kv_cache`    makes the page on which the layers of a step are marked
     2. `start_load_kv(step)`   remembers the step, if somebody waits for its KV
     3. `save_kv_layer(layer)`  on CPU: marks the layer and tells each transfer process of this rank;
                                on a GPU: the stream will mark it; transfer processes, told once
@@ -23,7 +23,8 @@ from host.child_process import ipc_address
 from host.local_socket import connect_socket
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.memory.cache_handle import handle_of_tensors
+from kv_transfer.layout import KVLayout
+from kv_transfer.memory.cache_handle import handle_of_tensor
 from kv_transfer.metadata import KVConnectorMetadata, StepProgress
 from kv_transfer.producer.layer_marks import LayerMarker, LayerMarks, StreamMarker
 
@@ -51,11 +52,11 @@ class GrpcConnectorWorker(KVConnectorWorker):
             for index in range(config.num_processes)
         ]
 
-    def register_kv_caches(
-        self, kv_caches: list[Any], current_stream: Callable[[], int] | None = None
+    def register_kv_cache(
+        self, layout: KVLayout, memory: Any, current_stream: Callable[[], int] | None = None
     ) -> KVCacheHandle:
-        handle = handle_of_tensors(self._rank, kv_caches)
-        self._marks = LayerMarks.create(len(kv_caches))
+        handle = handle_of_tensor(self._rank, layout, memory)
+        self._marks = LayerMarks.create(layout.num_layers)
         if current_stream is None:
             self._marker = LayerMarker(self._marks)
         else:

@@ -45,15 +45,15 @@ class GpuRankCache(RankCache):
         )
         torch.cuda.empty_cache()
         fill = int.from_bytes(bytes([UNTOUCHED] * 2), "little", signed=True)
-        self.tensor = torch.full(size, fill, dtype=torch.int16, device="cuda")
+        self._words = torch.full(size, fill, dtype=torch.int16, device="cuda")
         self._uploads = torch.cuda.Stream()
         self._kept: list[torch.Tensor] = []
         self.current_stream = lambda: torch.cuda.current_stream().cuda_stream
         torch.cuda.synchronize()
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        return list(self.tensor.unbind())
+    def tensor(self) -> torch.Tensor:
+        return self._words
 
     def write(self, seed: int, layer: int, tokens: range, block_ids: list[int]) -> None:
         """Returns before it is written."""
@@ -68,13 +68,13 @@ class GpuRankCache(RankCache):
         self._kept += [on_device, blocks, offsets]
         if self.slow_cycles:
             torch.cuda._sleep(self.slow_cycles)
-        self.tensor[layer, blocks, :, :, offsets] = on_device
+        self._words[layer, blocks, :, :, offsets] = on_device
 
     def blocks(self, layer: int, block_ids: list[int]) -> WordArray:
-        found = self.tensor[layer, torch.tensor(block_ids, device="cuda")].cpu().numpy()
+        found = self._words[layer, torch.tensor(block_ids, device="cuda")].cpu().numpy()
         return found.view(word_dtype(self.layout))
 
     def close(self) -> None:
         torch.cuda.synchronize()
-        del self.tensor
+        del self._words
         self._kept.clear()

@@ -16,12 +16,25 @@ import msgspec
 import numpy as np
 
 from kv_transfer.base import KVCacheHandle
+from kv_transfer.layout import KVGroup, KVLayout, Plane
 from kv_transfer.memory.cuda_driver import cuda_driver
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.devices import device_of
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES = 4, 128, 512 << 10
 LAYER_BYTES = NUM_BLOCKS * BLOCK_BYTES
+LAYOUT = KVLayout(
+    groups=(
+        KVGroup(
+            layers=tuple(range(NUM_LAYERS)),
+            planes=(Plane("kv", 1, BLOCK_BYTES // 16),),
+            block_size=16,
+            dtype="bfloat16",
+        ),
+    ),
+    tp_size=1,
+    model_hash="check",
+)
 POISON = 0xEE
 
 
@@ -165,7 +178,7 @@ class Child:
 def parent() -> bool:
     import torch
 
-    from kv_transfer.memory.cache_handle import handle_of_tensors
+    from kv_transfer.memory.cache_handle import handle_of_tensor
     from kv_transfer.producer.layer_marks import LayerMarks, StreamMarker
 
     print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(), flush=True)
@@ -196,7 +209,7 @@ def parent() -> bool:
         return f"{cost:.2f} us on the host; an event's record takes {record:.2f} us"
 
     def run_child() -> str:
-        handle = handle_of_tensors(0, list(layers.unbind()))
+        handle = handle_of_tensor(0, LAYOUT, layers)
         child = subprocess.run(
             [sys.executable, "-m", "tests.kv_transfer.gpu_self_check", "child"],
             input=msgspec.json.encode(handle),

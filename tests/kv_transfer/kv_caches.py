@@ -81,9 +81,9 @@ class RankCache:
         )
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """As a worker has them, one for each layer."""
-        return list(torch.from_numpy(self.words.view(np.int16)).unbind())
+    def tensor(self) -> torch.Tensor:
+        """All of it, as a worker has it."""
+        return torch.from_numpy(self.words.view(np.int16))
 
     def write(self, seed: int, layer: int, tokens: range, block_ids: list[int]) -> None:
         """What a worker does in one layer of one step."""

@@ -154,12 +154,9 @@ class LoopbackProducer(Node):
         num_tokens: int,
         attempt: int = 0,
     ) -> None:
-        is_last = tokens.stop == num_tokens
         for sender in self.senders:
             sender.send(
-                SendMeta(
-                    transfer_id, attempt, step_id, tokens.start, len(tokens), block_ids, is_last
-                )
+                SendMeta(transfer_id, attempt, step_id, tokens.start, len(tokens), (block_ids,))
             )
 
     def compute(
@@ -241,7 +238,7 @@ class LoopbackConsumer(Node):
             block_ids = self.blocks.take(self.layout, num_tokens)
         for receiver in self.receivers:
             receiver.receive(
-                RecvMeta(transfer_id, attempt, peer, block_ids, first_token, num_tokens)
+                RecvMeta(transfer_id, attempt, peer, (block_ids,), first_token, num_tokens)
             )
         return block_ids
 

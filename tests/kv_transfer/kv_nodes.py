@@ -20,7 +20,7 @@ from kv_transfer.base import ChunkLike, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from kv_transfer.factory import create_worker_connector
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
 TIMEOUT_S = 60.0
@@ -43,7 +43,7 @@ class FakeChunk:
     request: FakeRequest
     first_token: int
     num_tokens: int
-    block_ids: list[int]
+    block_ids: BlockIds
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class KVNode:
             create_worker_connector(config, engine_id, rank) for rank in range(shape.tp_size)
         ]
         handles = [
-            worker.register_kv_caches(cache.tensors, cache.current_stream)
+            worker.register_kv_cache(shape, cache.tensor, cache.current_stream)
             for worker, cache in zip(self.workers, self.caches, strict=True)
         ]
         signs = None
@@ -118,7 +118,7 @@ class KVNode:
             num_tokens_held=held,
         )
         request = FakeRequest("p-" + params.transfer_id, num_tokens, params)
-        self.connector.update_state_after_alloc(request, [], 0)
+        self.connector.update_state_after_alloc(request, (), 0)
         return request
 
     def prefill(
@@ -151,7 +151,7 @@ class KVNode:
                 request,
                 tokens.start,
                 len(tokens),
-                block_ids[: self.layout.groups[0].num_blocks_for(tokens.stop)],
+                (block_ids[: self.layout.groups[0].num_blocks_for(tokens.stop)],),
             )
             for request, _, tokens, block_ids in parts
         ]
@@ -184,9 +184,9 @@ class KVNode:
         request = FakeRequest("d-" + transfer_id, num_tokens, params)
         external = self.connector.get_num_new_matched_tokens(request, first_token)
         if attempt:
-            self.connector.retry(request, params, block_ids, first_token)
+            self.connector.retry(request, params, (block_ids,), first_token)
         else:
-            self.connector.update_state_after_alloc(request, block_ids, external)
+            self.connector.update_state_after_alloc(request, (block_ids,), external)
         return request
 
     def check(self, seed: int, tokens: range, block_ids: list[int]) -> None:

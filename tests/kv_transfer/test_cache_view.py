@@ -14,7 +14,7 @@ from kv_caches import RankCache, layout
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import HeadRange
-from kv_transfer.memory.cache_handle import handle_of_tensors
+from kv_transfer.memory.cache_handle import handle_of_tensor
 from kv_transfer.memory.cache_view import BlockShape, KVCacheView, token_runs
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
 
@@ -132,16 +132,15 @@ def test_handle_of_torch_tensors_leads_to_their_memory() -> None:
     shape = layout()
     memory = MemoryFile.create("test-kv", 4 * shape.block_bytes)
     flat = torch.frombuffer(memory.buffer, dtype=torch.bfloat16)
-    layers = list(flat.view(3, 4, 2, 2, 16, 8).unbind())
-    handle = handle_of_tensors(1, layers)
+    handle = handle_of_tensor(1, shape, flat)
     assert (handle.rank, handle.pid, handle.num_blocks) == (1, memory.pid, 4)
     again = MemoryFile.attach(handle.pid, handle.fd)
-    layers[2][3] = 1.0
+    flat.view(3, 4, 2, 2, 16, 8)[2][3] = 1.0
     assert again.buffer[-2:] == memory.buffer[-2:] != b"\0\0"
     again.close()
     with pytest.raises(ValueError, match="memory file"):
-        handle_of_tensors(0, [torch.zeros(4, 4)])
+        handle_of_tensor(0, shape, torch.zeros(4, 4))
     with pytest.raises(ValueError, match="memory file"):
-        handle_of_tensors(0, layers[1:])
-    del flat, layers
+        handle_of_tensor(0, shape, flat[len(flat) // 3 :])
+    del flat
     memory.close()

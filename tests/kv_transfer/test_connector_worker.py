@@ -48,7 +48,7 @@ def test_every_transfer_process_hears_of_every_layer(
 ) -> None:
     engine_id = uuid.uuid4().hex
     worker = create_worker_connector(PRODUCER, engine_id, 1)
-    worker.register_kv_caches(cache.tensors)
+    worker.register_kv_cache(cache.layout, cache.tensor)
     worker.start_load_kv(3, DO_NOT_SAVE)
     worker.save_kv_layer(0)
     worker.start_load_kv(4, SAVE)
@@ -76,7 +76,7 @@ def test_a_process_that_comes_back_hears_the_next_message(
 ) -> None:
     engine_id = uuid.uuid4().hex
     worker = create_worker_connector(PRODUCER, engine_id, 0)
-    worker.register_kv_caches(cache.tensors)
+    worker.register_kv_cache(cache.layout, cache.tensor)
     address = steps_address(engine_id, 0, 0)
     first = bind_socket(context, zmq.SocketType.PULL, address)
     worker.start_load_kv(1, SAVE)
@@ -94,7 +94,7 @@ def test_a_process_that_comes_back_hears_the_next_message(
 
 def test_nobody_listens_and_nothing_waits(cache: RankCache) -> None:
     worker = create_worker_connector(PRODUCER, uuid.uuid4().hex, 0)
-    worker.register_kv_caches(cache.tensors)
+    worker.register_kv_cache(cache.layout, cache.tensor)
     for step in range(50):
         worker.start_load_kv(step, SAVE)
         for layer in range(200):
@@ -115,16 +115,16 @@ def test_without_a_part_to_play_it_does_nothing(config: KVTransferConfig | None)
 
 
 @pytest.mark.parametrize("config", [CONSUMER, PRODUCER])
-def test_registered_caches_can_be_found(config: KVTransferConfig | None) -> None:
+def test_a_registered_cache_can_be_found(config: KVTransferConfig | None) -> None:
     shape = layout(num_layers=2)
     memory = MemoryFile.create("test-kv", 4 * shape.block_bytes)
-    caches = torch.frombuffer(memory.buffer, dtype=torch.bfloat16).view(2, 4, -1)
+    cache = torch.frombuffer(memory.buffer, dtype=torch.bfloat16)
     worker = create_worker_connector(config, uuid.uuid4().hex, 3)
-    handle = worker.register_kv_caches(list(caches.unbind()))
+    handle = worker.register_kv_cache(shape, cache)
     assert (handle.rank, handle.num_blocks) == (3, 4)
     again = MemoryFile.attach(handle.pid, handle.fd)
     assert again.size == memory.size
     again.close()
     worker.shutdown()
-    del caches
+    del cache
     memory.close()

@@ -33,7 +33,7 @@ def cache() -> Iterator[RankCache]:
 def landing(cache: RankCache) -> Iterator[Landing]:
     view = KVCacheView(cache.handle, SHAPE)
     peer = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
-    meta = RecvMeta("ab" * 16, 2, peer, BLOCK_IDS, FIRST_TOKEN, NUM_TOKENS)
+    meta = RecvMeta("ab" * 16, 2, peer, (BLOCK_IDS,), FIRST_TOKEN, NUM_TOKENS)
     yield Landing(meta, SHAPE, view, HEADS, 0, 1)
     view.close()
 

@@ -31,9 +31,8 @@ def announce(
     transfer: SendTransfer, step_id: int, tokens: range, progress: StepProgress = NONE_YET
 ) -> None:
     block_ids = list(range(100, 100 + SHAPE.groups[0].num_blocks_for(tokens.stop)))
-    is_last = tokens.stop == transfer.num_tokens
     transfer.announce(
-        SendMeta("0" * 32, 0, step_id, tokens.start, len(tokens), block_ids, is_last), progress
+        SendMeta("0" * 32, 0, step_id, tokens.start, len(tokens), (block_ids,)), progress
     )
 
 

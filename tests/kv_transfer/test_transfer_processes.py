@@ -254,7 +254,7 @@ def test_failed_attempt_then_retry_into_the_same_blocks(
     assert request.kv_transfer_params is not None
     retried = with_fields(request.kv_transfer_params, attempt=1)
     request = FakeRequest("p", 50, retried)
-    second.connector.update_state_after_alloc(request, [], 0)
+    second.connector.update_state_after_alloc(request, (), 0)
     decode.pull(second.peer, transfer_id, 50, target, first_token=32, attempt=1)
     second.prefill(request, 6, second.blocks.take(shape, 50))
     poll_until(lambda: transfer_id in decode.done.received, second, decode)

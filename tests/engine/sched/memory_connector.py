@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 
 from kv_transfer.base import ChunkLike, KVConnectorScheduler, RequestLike
-from kv_transfer.layout import KVLayout, attention_group
+from kv_transfer.layout import BlockIds, KVLayout, attention_group
 from kv_transfer.metadata import (
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -89,7 +89,7 @@ class MemoryConnector(KVConnectorScheduler):
         return request.num_prompt_tokens - num_computed_tokens
 
     def update_state_after_alloc(
-        self, request: RequestLike, block_ids: list[int], num_external_tokens: int
+        self, request: RequestLike, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         params = _params(request)
         prompt = self.prompts[request.request_id]
@@ -103,16 +103,16 @@ class MemoryConnector(KVConnectorScheduler):
         self,
         request: RequestLike,
         params: KVTransferParams,
-        block_ids: list[int],
+        block_ids: BlockIds,
         num_computed_tokens: int,
     ) -> None:
         self._pull(params, self.prompts[request.request_id], block_ids, num_computed_tokens)
 
     def _pull(
-        self, params: KVTransferParams, prompt: list[int], block_ids: list[int], first: int
+        self, params: KVTransferParams, prompt: list[int], block_ids: BlockIds, first: int
     ) -> None:
         assert params.transfer_id not in self.pulls, "an attempt begins while another one writes"
-        self.pulls[params.transfer_id] = PullJob(prompt, block_ids, first, params.attempt)
+        self.pulls[params.transfer_id] = PullJob(prompt, block_ids[0], first, params.attempt)
 
     def build_connector_meta(
         self, step_id: int, chunks: list[ChunkLike]
@@ -122,7 +122,7 @@ class MemoryConnector(KVConnectorScheduler):
             if offer is not None:
                 if not offer.chunks:
                     offer.num_cached = chunk.first_token
-                offer.block_ids = chunk.block_ids
+                (offer.block_ids,) = chunk.block_ids
                 offer.chunks.append((step_id, chunk.first_token + chunk.num_tokens))
         return KVConnectorMetadata(save_kv=True) if chunks else None
 

@@ -20,7 +20,7 @@ from engine.worker.kv_cache import (
     check_one_sequence_fits,
 )
 from host.memory_file import MemoryFile
-from kv_transfer.memory.cache_handle import handle_of_tensors
+from kv_transfer.memory.cache_handle import handle_of_tensor
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_another_mapping_sees_the_layers_one_after_the_other(make_config, dtype)
         assert cache.layers[0].shape == (5, 2, 2, 8, 8)
         assert not any(layer.any() for layer in cache.layers)
         cache.layers[1][4, 1, 0, 7, 3] = 2.5
-        handle = handle_of_tensors(3, cache.layers)
+        handle = handle_of_tensor(3, spec, cache.memory)
         assert (handle.rank, handle.pid, handle.num_blocks) == (3, os.getpid(), 5)
         other = MemoryFile.attach(handle.pid, handle.fd)
         assert other.size == 5 * spec.block_bytes
