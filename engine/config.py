@@ -117,6 +117,8 @@ class SchedulerConfig:
         policy: Order of waiting requests and of victims of preemption.
         async_scheduling: Decide the next step while workers compute one. Without, the scheduler
             waits for each result.
+        decode_query_len: Tokens that a decoding row computes in one step: its last one, and
+            drafts of those behind it.
     """
 
     max_num_seqs: int = 256
@@ -125,6 +127,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = False
+    decode_query_len: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

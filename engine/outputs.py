@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import islice
 
 import msgspec
 
@@ -59,20 +60,47 @@ class RowPromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
-    """One step's result. Index i of all lists is one request that sampled in this step.
+    """One step's result, of the requests that sampled in it.
 
-    `(rows[i], epochs[i])` names it: a row is used again with a higher epoch, so a late result
-    of an earlier owner is recognised and dropped.
+    `(rows[i], epochs[i])` names one: a row is used again with a higher epoch, so a late result
+    of an earlier owner is recognised and dropped. Its tokens are the next `counts[i]` of
+    `token_ids`.
     """
 
     step_id: int
     rows: list[int]
     epochs: list[int]
     token_ids: list[int]
+    """Of all requests, one after the other."""
     logprobs: dict[int, TokenLogprobs] = {}
-    """By row; only for requests that asked."""
+    """By index in `token_ids`; only for requests that asked."""
     prompt_logprobs: list[RowPromptLogprobs] = []
     """Of prompts, or parts of them, that the step computed; only for requests that asked."""
+    counts: list[int] = []
+    """At least 1 each. Empty: each request has one token."""
+
+    def tokens_by_request(self) -> list[list[int]]:
+        """Returns the tokens of each request, in new lists."""
+        if not self.counts:
+            return [[token_id] for token_id in self.token_ids]
+        tokens = iter(self.token_ids)
+        return [list(islice(tokens, count)) for count in self.counts]
+
+    def logprobs_by_row(self) -> dict[int, list[TokenLogprobs]]:
+        """Returns, for each row that asked, one entry for each of its tokens."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        if not self.logprobs:
+            return found
+        start = 0
+        for row, count in zip(self.rows, self.counts or [1] * len(self.rows), strict=True):
+            if start in self.logprobs:
+                found[row] = [self.logprobs[place] for place in range(start, start + count)]
+            start += count
+        return found
+        ends = accumulate(self.counts or repeat(1, len(self.rows)))
+        for row, end, count in zip(self.rows, ends, self.counts or repeat(1), strict=False):
+            ...
+        return found
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):

@@ -1,13 +1,17 @@
 """When a decoding row needs a decision.
 
-A row in the decode set computes one token in every step, so the step in which it runs out of
-blocks, or out of length, is known when it joins. The calendar notes that one step for each row:
-a step costs the scheduler as much as rows have something to decide, not as many as run.
+A row in the decode set computes up to q tokens in every step, so the first step in which it could
+run out of blocks, or out of length, is known when it joins. The calendar notes that one step for
+each row: a step costs the scheduler as much as rows have something to decide, not as many as run.
 
-    decode_base + s     tokens of the row that are scheduled once step s is
-    capacity            tokens that its blocks hold
-    event_step          the first step s with decode_base + s > capacity,
-                        or with decode_base + s = max_len, whichever is earlier
+    reserved_base + q * s   tokens of the row that have KV at most, once step s is done
+    capacity                tokens that its blocks hold
+    event_step              the first step s with reserved_base + q * s > capacity, or the first
+                            behind which the row may have max_len tokens, whichever is earlier
+
+A result with fewer than q tokens lowers `reserved_base`, and nothing else: the event may then come
+too early, never too late, and the row is planned anew when it is due. With q = 1 there are no such
+results.
 """
 
 from __future__ import annotations
@@ -18,29 +22,43 @@ from engine.sched.row import Row, RowPhase
 class DecodeCalendar:
     """The decode set as the workers will have it, and the rows to look at before each step."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, query_len: int) -> None:
         self._block_size = block_size
+        self.query_len = query_len
+        """Tokens that a row computes in one step at most: q."""
         self._events: dict[int, list[Row]] = {}
         self.size = 0
         """Rows in the decode set."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the decode set computes in one step at most."""
+        return self.size * self.query_len
+
     def join(self, row: Row, step_id: int) -> None:
-        """`row` computes a token in step `step_id` and all that follow; its blocks have room."""
+        """`row` takes part in step `step_id` and all that follow; its blocks have room for it."""
         row.phase = RowPhase.DECODE
-        row.decode_base = row.num_scheduled - (step_id - 1)
+        row.reserved_base = row.num_reserved - self.query_len * (step_id - 1)
         self.size += 1
-        self.plan(row)
+        self.plan(row, step_id)
 
     def leave(self, row: Row, last_step_id: int) -> None:
         """`last_step_id`: the last step that was scheduled, the row's last one."""
-        row.num_scheduled = row.decode_base + last_step_id
+        row.num_reserved = row.reserved_base + self.query_len * last_step_id
         self.size -= 1
 
-    def plan(self, row: Row) -> None:
-        """Notes the next event: after joining, and after the row got blocks."""
+    def plan(self, row: Row, step_id: int) -> None:
+        """Notes the next event, after what is decided for `step_id`."""
+        last = row.max_len - 1  # the last token's KV is never written
         capacity = len(row.blocks) * self._block_size
-        row.event_step = min(capacity + 1, row.max_len) - row.decode_base
-        self._events.setdefault(row.event_step, []).append(row)
+        if capacity < last:
+            event_step = (capacity - row.reserved_base) // self.query_len + 1
+        else:
+            event_step = -((row.reserved_base - last) // self.query_len) + 1
+            if event_step <= step_id:
+                event_step = step_id + 1
+        row.event_step = event_step
+        self._events.setdefault(event_step, []).append(row)
 
     def due(self, step_id: int) -> list[Row]:
         """Takes the rows to decide on before `step_id`. Notes of rows that left are dropped."""

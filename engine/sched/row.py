@@ -8,10 +8,18 @@ Life of a row:
                   no block free          finished, aborted or preempted, from anywhere
 
     PREFILL   known tokens are computed, chunk by chunk
-    JOINING   all known tokens are scheduled; needs one token's room to enter the decode set
-    DECODE    every step computes one token, without being told again
+    JOINING   all known tokens are scheduled; needs a step's room to enter the decode set
+    DECODE    every step computes up to `decode_query_len` tokens, without being told again
     DRAINING  its last step is scheduled; only the result is missing
     GONE      the request left; steps in flight may still carry it, their results are dropped
+
+The worker knows how many tokens the row has. The scheduler knows bounds:
+
+    confirmed  <=  certain  <=  what workers have  <=  reserved
+
+    confirmed  tokens that results have named
+    certain    and one more for each step that is out
+    reserved   and all that those steps may give; blocks are there for so many
 """
 
 from __future__ import annotations
@@ -38,18 +46,18 @@ class Row:
     __slots__ = (
         "blocks",
         "check_len",
-        "decode_base",
         "epoch",
         "event_step",
         "index",
         "is_offer",
         "key",
         "max_len",
-        "num_scheduled",
+        "num_reserved",
         "phase",
         "prefill_len",
         "request",
         "request_id",
+        "reserved_base",
         "stop_ids",
         "tokens",
     )
@@ -75,10 +83,10 @@ class Row:
         self.max_len = max_len
         """Tokens, prompt included, at which the output ends."""
         self.prefill_len = request.num_tokens
-        self.num_scheduled = request.num_computed_tokens
-        """Leading tokens that scheduled steps have computed or will; stale in DECODE."""
-        self.decode_base = 0
-        """In DECODE: after step s is scheduled, `decode_base + s` tokens are."""
+        self.num_reserved = request.num_computed_tokens
+        """Leading tokens whose KV scheduled steps write at most; stale in DECODE."""
+        self.reserved_base = 0
+        """In DECODE: the same, less what the row may compute in all steps since step 0."""
         self.event_step = 0
         """In DECODE: the step before which something must be decided for this row."""
         self.phase = RowPhase.PREFILL
@@ -96,7 +104,18 @@ class Row:
 
     @property
     def remaining_prefill(self) -> int:
-        return self.prefill_len - self.num_scheduled
+        return self.prefill_len - self.num_reserved
+
+    def num_certain(self, num_reserved: int, query_len: int) -> int:
+        """Returns how many leading tokens have KV at least once all scheduled steps are done:
+        each of them, whatever it reserved (`query_len` tokens at most), adds one."""
+        confirmed = len(self.tokens) - 1
+        return confirmed - (confirmed - num_reserved) // query_len
+
+    def confirm_fewer(self, count: int) -> None:
+        """A result names `count` tokens fewer than its step had reserved."""
+        self.num_reserved -= count
+        self.reserved_base -= count
 
 
 class RowTable:
@@ -104,6 +123,8 @@ class RowTable:
 
     def __init__(self, num_rows: int) -> None:
         self.rows: list[Row | None] = [None] * num_rows  # [row index]
+        self.stop_ids: set[int] = set()
+        """Tokens that may end the output of a row, or might have that of an earlier one."""
         self._epochs = [0] * num_rows  # [row index], of the latest owner
         self._free = list(reversed(range(num_rows)))
 
@@ -126,6 +147,7 @@ class RowTable:
         self._epochs[index] += 1
         row = Row(index, self._epochs[index], request, blocks, key, max_len)
         self.rows[index] = row
+        self.stop_ids |= row.stop_ids
         request.row, request.epoch = row.index, row.epoch
         return row
 

@@ -42,6 +42,7 @@ class RunningRows:
     def __init__(
         self,
         num_rows: int,
+        decode_query_len: int,
         kv_cache: KVCacheManager,
         fence: StepFence,
         waiting: RequestQueue,
@@ -54,7 +55,7 @@ class RunningRows:
         self._pulls = pulls
         self._counters = counters
         self.table = RowTable(num_rows)
-        self.calendar = DecodeCalendar(kv_cache.block_size)
+        self.calendar = DecodeCalendar(kv_cache.block_size, decode_query_len)
         self.builder = StepBuilder()
         self.step_id = -1
         """The last step that went out."""
@@ -132,15 +133,18 @@ class RunningRows:
         """`row` is due or wants to join. It may have been preempted a moment ago."""
         if row.is_gone:
             return
+        calendar, last = self.calendar, row.max_len - 1
+        query_len = calendar.query_len
         decodes = row.phase is RowPhase.DECODE
-        scheduled = row.decode_base + step_id - 1 if decodes else row.num_scheduled
-        if scheduled + 1 >= row.max_len:
+        reserved = row.reserved_base + query_len * (step_id - 1) if decodes else row.num_reserved
+        wanted = reserved + query_len
+        if reserved >= last and row.num_certain(reserved, query_len) >= last:
             self._stop_decoding(row, RowPhase.DRAINING)
-        elif self._make_room(row, scheduled + 1):
+        elif self._make_room(row, wanted if wanted < last else last):
             if decodes:
-                self.calendar.plan(row)
+                calendar.plan(row, step_id)
             else:
-                self.calendar.join(row, step_id)
+                calendar.join(row, step_id)
                 self.builder.add_to_decode(row.index)
         elif not row.is_gone:
             self._stop_decoding(row, RowPhase.JOINING)
@@ -190,10 +194,10 @@ class RunningRows:
     def add_chunk(self, row: Row, limit: int) -> int:
         """Schedules up to `limit` tokens of the row's prefill. Returns the number scheduled."""
         count = min(row.remaining_prefill, limit)
-        first = row.num_scheduled
-        row.num_scheduled += count
+        first = row.num_reserved
+        row.num_reserved += count
         self.builder.add_chunk(row, first, count)
-        if row.num_scheduled == row.prefill_len:
+        if row.num_reserved == row.prefill_len:
             self._prefilling.remove(row)
             row.phase = RowPhase.JOINING
             self._joining.append(row)

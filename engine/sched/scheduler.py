@@ -11,10 +11,11 @@ One step:
 Between steps the node server adds, aborts and advises, and the connector reports
 (`update_from_connector`).
 
-The scheduler never needs a result to schedule the next step: a decoding row grows by one token a
-step, and rows that turn out to have ended are taken out one step late. Results name (row, epoch,
-step), so whatever a row computed after its request left is dropped. Blocks that were given up
-wait until every step that could write them has retired (`StepFence`).
+The scheduler never needs a result to schedule the next step: a decoding row grows by as many tokens
+as a step can give at most, and rows that turn out to have ended are taken out one step late. Results
+name (row, epoch, step) and how many tokens there are; whatever a row computed after its request left
+is dropped, and so are tokens behind the one that ended it. Blocks that were given up wait until
+every step that could write them has retired (`StepFence`).
 
 Every method that may end a request or a transfer returns `EngineCoreOutputs` to be passed on.
 """
@@ -69,6 +70,7 @@ class Scheduler:
         self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, policy)
         self._running = RunningRows(
             self._limits.num_rows,
+            config.scheduler.decode_query_len,
             self._kv_cache,
             self._fence,
             self._waiting,
@@ -138,7 +140,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._running.preempt(self._running.table.of(request))
         request.append_output_token(token_id)
-        end = self._end_of(request, token_id)
+        end = self._end_at(request, request.num_tokens)
         if end is not None:
             output = EngineCoreOutput(request_id, [])
             self._finish(request, *end, output=output)
@@ -175,7 +177,7 @@ class Scheduler:
         self._remote.pulls.check_stopping()
         step_id = running.step_id + 1
         has_blocks = running.grow_decodes(step_id)
-        budget = self._max_num_batched_tokens - running.calendar.size
+        budget = self._max_num_batched_tokens - running.calendar.num_tokens
         budget = running.continue_prefills(budget, self._limits.max_chunk)
         if has_blocks:
             self._admission.admit(budget)
@@ -199,32 +201,37 @@ class Scheduler:
         """
         now = time.monotonic()
         self._retire(step, output, now)
-        rows = self._running.table.rows
+        table = self._running.table
+        rows = table.rows
         results = [
             EngineCoreOutput(row.request_id, [], prompt_logprobs=found.logprobs)
             for found in output.prompt_logprobs
             if (row := rows[found.row]) is not None and row.epoch == found.epoch
         ]
-        num_parts = len(results)
-        logprobs = output.logprobs
-        unreported = self._unreported
-        for index, epoch, token_id in zip(
-            output.rows, output.epochs, output.token_ids, strict=True
+        logprobs, unreported = output.logprobs_by_row(), self._unreported
+        query_len = self._running.calendar.query_len
+        may_stop = not table.stop_ids.isdisjoint(output.token_ids)
+        num_dropped = 0
+        for index, epoch, new in zip(
+            output.rows, output.epochs, output.tokens_by_request(), strict=True
         ):
             row = rows[index]
             if row is None or row.epoch != epoch:
+                num_dropped += len(new)
                 continue
             tokens = row.tokens
-            tokens.append(token_id)
-            result = EngineCoreOutput(row.request_id, [token_id])
+            if query_len > 1 and len(tokens) > row.prefill_len:
+                row.confirm_fewer(query_len - len(new))
+            tokens += new
+            result = EngineCoreOutput(row.request_id, new)
             results.append(result)
             if unreported and row.request_id in unreported:
                 self._report_first(row.request, result)
             if logprobs and index in logprobs:
-                result.logprobs = [logprobs[index]]
-            if len(tokens) >= row.check_len or token_id in row.stop_ids:
-                self._check(row, token_id, result)
-        self._counters.generation_tokens += len(results) - num_parts
+                result.logprobs = logprobs[index]
+            if len(tokens) >= row.check_len or (may_stop and not row.stop_ids.isdisjoint(new)):
+                num_dropped += self._check(row, result)
+        self._counters.generation_tokens += len(output.token_ids) - num_dropped
         return EngineCoreOutputs(outputs=results, timestamp=now)
 
     def _retire(self, step: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
@@ -247,24 +254,38 @@ class Scheduler:
         counters.num_steps += 1
         counters.last_step_at = now
 
-    def _check(self, row: Row, token_id: int, output: EngineCoreOutput) -> None:
-        """A block became full, or the output may have ended."""
+    def _check(self, row: Row, output: EngineCoreOutput) -> int:
+        """A block became full, or the output may have ended with one of its new tokens. Returns
+        how many tokens behind the end were dropped."""
+        tokens, new = row.tokens, output.new_token_ids
+        if len(tokens) < row.max_len and row.stop_ids.isdisjoint(new):
+            self._running.publish(row)
+            return 0
+        num_before, num_new = len(tokens) - len(new), len(new)
+        for count in range(1, num_new + 1):
+            end = self._end_at(row.request, num_before + count)
+            if end is not None:
+                del tokens[num_before + count :], new[count:]
+                if output.logprobs is not None:
+                    del output.logprobs[count:]
+                self._running.publish(row)
+                self._finish(row.request, *end, output=output)
+                return num_new - count
         self._running.publish(row)
-        if len(row.tokens) < row.max_len and token_id not in row.stop_ids:
-            return
-        end = self._end_of(row.request, token_id)
-        if end is not None:
-            self._finish(row.request, *end, output=output)
+        return 0
 
-    def _end_of(self, request: Request, token_id: int) -> tuple[RequestStatus, int | None] | None:
-        """(how it ended, the stop token of its own that did it), after `token_id`."""
+    def _end_at(self, request: Request, num_tokens: int) -> tuple[RequestStatus, int | None] | None:
+        """Returns (how it ends, the stop token of its own that does it), if the last of its first
+        `num_tokens` tokens is the end; None: it is not."""
         sampling = request.sampling
-        if request.num_resumed_tokens + request.num_output_tokens >= sampling.min_tokens:
+        token_id = request.all_token_ids[num_tokens - 1]
+        num_own = request.num_prompt_tokens - request.num_resumed_tokens
+        if num_tokens - num_own >= sampling.min_tokens:
             if token_id in request.eos_token_ids and not sampling.ignore_eos:
                 return RequestStatus.FINISHED_STOPPED, None
             if token_id in sampling.stop_token_ids:
                 return RequestStatus.FINISHED_STOPPED, token_id
-        if request.num_tokens >= self._limits.max_len(request):
+        if num_tokens >= self._limits.max_len(request):
             return RequestStatus.FINISHED_LENGTH, None
         return None
 
