@@ -117,8 +117,6 @@ class SchedulerConfig:
         policy: Order of waiting requests and of victims of preemption.
         async_scheduling: Decide the next step while workers compute one. Without, the scheduler
             waits for each result.
-        decode_query_len: Tokens that a decoding row computes in one step: its last one, and
-            drafts of those behind it.
     """
 
     max_num_seqs: int = 256
@@ -127,7 +125,6 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = False
-    decode_query_len: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +162,13 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that one engine is. `engine_id` names its sockets and appears in logs."""
+    """Everything that one engine is.
+
+    Attributes:
+        engine_id: Names its sockets and appears in logs.
+        decode_query_len: Tokens that a decoding row computes in one step: its last one, and
+            drafts of those behind it. Nothing drafts yet, so no setting tells it.
+    """
 
     engine_id: str
     epoch: int
@@ -175,6 +178,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     kv_transfer: KVTransferConfig | None = None
+    decode_query_len: int = 1
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -97,10 +97,6 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
                 found[row] = [self.logprobs[place] for place in range(start, start + count)]
             start += count
         return found
-        ends = accumulate(self.counts or repeat(1, len(self.rows)))
-        for row, end, count in zip(self.rows, ends, self.counts or repeat(1), strict=False):
-            ...
-        return found
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):

@@ -77,7 +77,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
     handle: KVCacheHandle
 
 
-class StepDone(msgspec.Struct, tag="step", array_like=True):
+class StepDone(msgspec.Struct, tag="ran", array_like=True):
     """From rank 0 only: all ranks sample the same tokens. `host_s`: see `Executor.host_s`."""
 
     output: ModelRunnerOutput

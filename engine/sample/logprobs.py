@@ -45,12 +45,12 @@ class LogprobsTensors:
             ranks=self.ranks.to("cpu", non_blocking=True),
         )
 
-    def by_row(self, rows: list[int]) -> dict[int, TokenLogprobs]:
-        """After the copies have ended. `rows`: batch position -> row."""
+    def by_position(self) -> dict[int, TokenLogprobs]:
+        """After the copies have ended. Returns them by position in the batch."""
         token_ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
         ranks = self.ranks.tolist()
         return {
-            rows[position]: TokenLogprobs(
+            position: TokenLogprobs(
                 token_ids=token_ids[i][: 1 + num_top],
                 logprobs=logprobs[i][: 1 + num_top],
                 rank=ranks[i],

@@ -16,7 +16,7 @@ class RequestLimits:
         budget = scheduler.max_num_batched_tokens
         self._max_whole_prompt = None if scheduler.enable_chunked_prefill else budget
         # More rows could not all decode in one step.
-        self.num_rows = min(scheduler.max_num_seqs, budget // scheduler.decode_query_len)
+        self.num_rows = min(scheduler.max_num_seqs, budget // config.decode_query_len)
         self.max_chunk = scheduler.long_prefill_token_threshold or budget
         """Tokens of one prompt in one step."""
 

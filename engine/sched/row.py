@@ -107,8 +107,8 @@ class Row:
         return self.prefill_len - self.num_reserved
 
     def num_certain(self, num_reserved: int, query_len: int) -> int:
-        """Returns how many leading tokens have KV at least once all scheduled steps are done:
-        each of them, whatever it reserved (`query_len` tokens at most), adds one."""
+        """Returns how many leading tokens have KV at least, behind PREFILL and once all scheduled
+        steps are done: each of them, whatever it reserved (`query_len` at most), adds one."""
         confirmed = len(self.tokens) - 1
         return confirmed - (confirmed - num_reserved) // query_len
 

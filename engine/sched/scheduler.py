@@ -11,11 +11,11 @@ One step:
 Between steps the node server adds, aborts and advises, and the connector reports
 (`update_from_connector`).
 
-The scheduler never needs a result to schedule the next step: a decoding row grows by as many tokens
-as a step can give at most, and rows that turn out to have ended are taken out one step late. Results
-name (row, epoch, step) and how many tokens there are; whatever a row computed after its request left
-is dropped, and so are tokens behind the one that ended it. Blocks that were given up wait until
-every step that could write them has retired (`StepFence`).
+The scheduler never needs a result to schedule the next step: it plans by what a decoding row may
+have at most, and rows that turn out to have ended are taken out one step late. Results name (row,
+epoch, step) and their number of tokens; whatever a row computed after its request left is dropped,
+and so are tokens behind the one that ended it. Blocks that were given up wait until every step that
+could write them has retired (`StepFence`).
 
 Every method that may end a request or a transfer returns `EngineCoreOutputs` to be passed on.
 """
@@ -70,7 +70,7 @@ class Scheduler:
         self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, policy)
         self._running = RunningRows(
             self._limits.num_rows,
-            config.scheduler.decode_query_len,
+            config.decode_query_len,
             self._kv_cache,
             self._fence,
             self._waiting,

@@ -109,6 +109,6 @@ class AsyncOutput:
         if on_host.token_ids is not None:
             output.token_ids = on_host.token_ids.tolist()
         if on_host.logprobs is not None:
-            output.logprobs = on_host.logprobs.by_row(self._rows)
+            output.logprobs = on_host.logprobs.by_position()
         output.prompt_logprobs = [part.packed() for part in on_host.prompt_logprobs]
         return output

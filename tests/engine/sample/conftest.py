@@ -92,7 +92,7 @@ class SamplerBench:
         on_host = self.last.logprobs.to_host()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        return on_host.by_row(self.rows)
+        return {self.rows[i]: found for i, found in on_host.by_position().items()}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

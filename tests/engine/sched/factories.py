@@ -22,6 +22,7 @@ def make_config(
     block_size: int = BLOCK_SIZE,
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
+    decode_query_len: int = 1,
     **scheduler: Any,
 ) -> EngineConfig:
     """`scheduler`: fields of `SchedulerConfig`."""
@@ -40,6 +41,7 @@ def make_config(
         model=model,
         cache=CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
         scheduler=SchedulerConfig(**limits),
+        decode_query_len=decode_query_len,
     )
 
 

@@ -9,7 +9,9 @@ prompt and sampling parameters.
 
 from __future__ import annotations
 
+import random
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -86,6 +88,29 @@ class PagedMemory:
         return [self.slots[block_ids[i // size]][i % size] for i in range(count)]
 
 
+Drafter = Callable[[list[int]], list[int]]
+"""What it proposes, given what is right."""
+
+
+def lying_drafter(rng: random.Random) -> Drafter:
+    """Proposes tokens that are right up to a random place; then nothing more, a wrong one, one
+    that no vocabulary has, and right ones again."""
+
+    def propose(truth: list[int]) -> list[int]:
+        drafts = list(truth)
+        place = rng.randint(0, len(drafts))
+        if place < len(drafts):
+            lie = rng.choice(["few", "wrong", "large", "negative"])
+            if lie == "few":
+                del drafts[place:]
+            else:
+                wrong = (drafts[place] + 1) % VOCAB_SIZE
+                drafts[place] = {"wrong": wrong, "large": 2**31 - 1, "negative": -7}[lie]
+        return drafts
+
+    return propose
+
+
 @dataclass(slots=True)
 class WorkerRow:
     """What a worker keeps of a request."""
@@ -102,10 +127,15 @@ class WorkerRow:
 
 
 class FakeWorker:
-    """Applies step messages exactly in the order that `engine.sched.output` prescribes."""
+    """Applies step messages exactly in the order that `engine.sched.output` prescribes. Rows that
+    decode compute `query_len` tokens a step: the last one, and what `drafter` thinks comes next."""
 
-    def __init__(self, memory: PagedMemory) -> None:
+    def __init__(
+        self, memory: PagedMemory, query_len: int = 1, drafter: Drafter | None = None
+    ) -> None:
         self.memory = memory
+        self.query_len = query_len
+        self.drafter = drafter
         self.rows: dict[int, WorkerRow] = {}
         self.decode_set: set[int] = set()
         self.last_step_id = -1
@@ -119,7 +149,7 @@ class FakeWorker:
         assert step.step_id == self.last_step_id + 1
         self.last_step_id = step.step_id
         self._apply(step)
-        output = ModelRunnerOutput(step.step_id, [], [], [])
+        output = ModelRunnerOutput(step.step_id, [], [], [], counts=[])
         for index, count in step.prefill_chunks:
             row = self.rows[index]
             assert index not in self.decode_set
@@ -129,10 +159,7 @@ class FakeWorker:
             if row.num_computed == row.prefill_len:
                 self._sample(index, row, output)
         for index in sorted(self.decode_set):
-            row = self.rows[index]
-            assert row.num_computed == len(row.tokens) - 1 >= row.prefill_len
-            self._compute(row, 1)
-            self._sample(index, row, output)
+            self._decode(index, self.rows[index], output)
         return output
 
     def _apply(self, step: SchedulerOutput) -> None:
@@ -152,13 +179,43 @@ class FakeWorker:
             self.decode_set.remove(index)
 
     def _compute(self, row: WorkerRow, count: int) -> None:
-        states = kv_of(row.tokens[: row.num_computed + count])
+        self._write(row, kv_of(row.tokens[: row.num_computed + count]))
+        row.num_computed += count
+
+    def _write(self, row: WorkerRow, states: list[int]) -> None:
+        """KV from `num_computed` on. Raises IndexError where the row has no blocks."""
         known = self.memory.read(row.block_ids, row.num_computed)
         assert known == states[: row.num_computed], "KV is not what this row computed"
-        for position in range(row.num_computed, row.num_computed + count):
-            if position < row.max_len:
-                self.memory.write(row.block_ids, position, states[position])
-        row.num_computed += count
+        for position in range(row.num_computed, min(len(states), row.max_len - 1)):
+            self.memory.write(row.block_ids, position, states[position])
+
+    def _decode(self, index: int, row: WorkerRow, output: ModelRunnerOutput) -> None:
+        """One token more than drafts are right. A row that has all its tokens stays as it is."""
+        num_known = len(row.tokens)
+        assert row.num_computed == num_known - 1 >= row.prefill_len
+        assert num_known < row.max_len or self.query_len > 1, "one token a step has a known end"
+        drafts = self._drafts(row)
+        states = kv_of(row.tokens + drafts)
+        self._write(row, states)
+        found: list[int] = []
+        for place in range(self.query_len):
+            num_output = num_known + place - row.prompt_len
+            state = states[num_known + place - 1]
+            found.append(next_token(state, num_output, row.sampling, row.eos_token_ids))
+            if place < len(drafts) and drafts[place] != found[place]:
+                break
+        row.tokens += found[: row.max_len - num_known]
+        row.num_computed = len(row.tokens) - 1
+        self._report(index, row, found, output)
+
+    def _drafts(self, row: WorkerRow) -> list[int]:
+        """What cannot be computed, and what is missing, becomes token 0."""
+        count = self.query_len - 1
+        if self.drafter is None or count == 0:
+            return [0] * count
+        drafts = self.drafter(_continuation(row, count))[:count]
+        drafts = [token if 0 <= token < VOCAB_SIZE else 0 for token in drafts]
+        return drafts + [0] * (count - len(drafts))
 
     def _look_up(self, index: int, row: WorkerRow, count: int, output: ModelRunnerOutput) -> None:
         """Ranks of the prompt's tokens among those that `count` tokens just computed predict."""
@@ -173,9 +230,27 @@ class FakeWorker:
         num_output = len(row.tokens) - row.prompt_len
         token = next_token(state, num_output, row.sampling, row.eos_token_ids)
         row.tokens.append(token)
+        self._report(index, row, [token], output)
+
+    def _report(
+        self, index: int, row: WorkerRow, tokens: list[int], output: ModelRunnerOutput
+    ) -> None:
         output.rows.append(index)
         output.epochs.append(row.epoch)
-        output.token_ids.append(token)
+        output.token_ids += tokens
+        if self.query_len > 1:
+            output.counts.append(len(tokens))
+
+
+def _continuation(row: WorkerRow, count: int) -> list[int]:
+    """The next tokens of the row."""
+    tokens = list(row.tokens)
+    state = kv_of(tokens)[-1]
+    for _ in range(count):
+        num_output = len(tokens) - row.prompt_len
+        tokens.append(next_token(state, num_output, row.sampling, row.eos_token_ids))
+        state = hash((state, tokens[-1]))
+    return tokens[len(row.tokens) :]
 
 
 def _row_of(new: NewRequestData) -> WorkerRow:

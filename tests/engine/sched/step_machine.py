@@ -17,11 +17,13 @@ from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
 from engine.sched.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
+from engine.sched.row import RowPhase
 from engine.sched.scheduler import Scheduler
 from tests.engine.sched.fake_worker import (
     FakeWorker,
     PagedMemory,
     expected_output,
+    lying_drafter,
     prompt_ranks,
 )
 from tests.engine.sched.memory_connector import MemoryConnector
@@ -52,7 +54,8 @@ class StepMachine:
         self.num_blocks = num_blocks
         self.rng = random.Random(seed)
         self.memory = PagedMemory(num_blocks, config.cache.block_size)
-        self.worker = FakeWorker(self.memory)
+        query_len = config.decode_query_len
+        self.worker = FakeWorker(self.memory, query_len, lying_drafter(random.Random(seed)))
         self.connector = MemoryConnector(self.memory, self.rng)
         self.scheduler = Scheduler(config, num_blocks, self.connector)
         self.clients: dict[str, Client] = {}
@@ -93,12 +96,14 @@ class StepMachine:
         if step is not None:
             self.scheduled.append(step)
         self.check_blocks()
+        self.check_bounds()
         return step
 
     def run(self) -> None:
         step = self.scheduled.popleft()
         self.ran.append((step, self.worker.execute(step)))
         self.connector.done_step = step.step_id
+        self.check_bounds()
 
     def update(self) -> None:
         self.take(self.scheduler.update_from_output(*self.ran.popleft()))
@@ -165,6 +170,7 @@ class StepMachine:
         for result in outputs.kv_results:
             self.clients[result.request_id].kv_results.append(result)
         self.check_blocks()
+        self.check_bounds()
 
     def _take_prompt_logprobs(self, client: Client, part: PromptLogprobs) -> None:
         """Each part follows the one before, or begins anew."""
@@ -214,6 +220,27 @@ class StepMachine:
         assert with_blocks == found.keys() & set(scheduler._kv_cache.request_ids())
         assert len(with_blocks) == pulls.num_with_blocks
         assert {request.request_id for request in pulls.ready} == set(pulls._in[PullState.READY])
+
+    def check_bounds(self) -> None:
+        """What the worker has of each row lies between what is confirmed and what is reserved,
+        and beyond what is certain once it has run all steps."""
+        running = self.scheduler._running
+        calendar, size = running.calendar, self.memory.block_size
+        for row in running.table.live():
+            reserved = row.num_reserved
+            if row.phase is RowPhase.DECODE:
+                reserved = row.reserved_base + calendar.query_len * running.step_id
+                assert row.event_step > running.step_id
+            assert min(reserved, row.max_len - 1) <= len(row.blocks) * size
+            has = self.worker.rows.get(row.index)
+            if has is None or has.epoch != row.epoch:
+                continue
+            assert len(row.tokens) <= len(has.tokens)
+            assert row.tokens == has.tokens[: len(row.tokens)]
+            assert has.num_computed <= reserved
+            if not self.scheduled and row.phase is not RowPhase.PREFILL:
+                certain = row.num_certain(reserved, calendar.query_len)
+                assert has.num_computed >= min(certain, row.max_len - 1)
 
     def check_all_done(self) -> None:
         """Every request has ended as it should, and nothing is left anywhere."""

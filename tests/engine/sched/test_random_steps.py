@@ -6,12 +6,16 @@ The fake worker checks all KV it reads; the step machine checks all blocks after
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from engine.messages import EngineCoreOutputs
+from engine.outputs import ModelRunnerOutput
 from engine.request import Request, RequestStatus
+from engine.sched.output import SchedulerOutput
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.sched.factories import (
     make_config,
@@ -195,8 +199,23 @@ class Traffic:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["offer", "local"]], ids="-".join)
 def test_random_traffic(depth: int, policy: str, seed: int, kinds: list[str]) -> None:
+    _random_traffic(depth, policy, seed, kinds, 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["offer", "local"]], ids="-".join)
+def test_random_traffic_with_drafts(depth: int, seed: int, kinds: list[str]) -> None:
+    """Results have 1 to 4 tokens for each row."""
+    _random_traffic(depth, ["fcfs", "priority"][seed % 2], 100 + seed, kinds, 4)
+
+
+def _random_traffic(
+    depth: int, policy: str, seed: int, kinds: list[str], decode_query_len: int
+) -> None:
     rng = random.Random(seed)
     config = make_config(
+        decode_query_len=decode_query_len,
         policy=policy,
         max_num_seqs=rng.choice([1, 3, 6]),
         max_num_batched_tokens=rng.choice([6, 16, 64]),
@@ -224,3 +243,43 @@ def test_the_traffic_is_rough_enough() -> None:
         totals["aborted"] += sum(c.finish_reason == "abort" for c in clients)
         totals["failed"] += sum(not r.ok for c in clients for r in c.kv_results)
     assert min(totals.values()) >= 20, totals
+
+
+def test_the_drafts_are_rough_enough() -> None:
+    """Results of all lengths, ends of all kinds inside them, and rows that get in each other's
+    way while more than one step is out."""
+    config = make_config(
+        max_num_seqs=6, max_num_batched_tokens=32, max_model_len=64, decode_query_len=4
+    )
+    lengths: Counter[int] = Counter()
+    dropped: Counter[str] = Counter()
+    num_preemptions = 0
+    for seed in range(6):
+        machine = StepMachine(config, 16, depth=2, seed=seed)
+        _count_results(machine, lengths, dropped)
+        Traffic(machine, seed, ["local", "pull"]).run()
+        num_preemptions += machine.scheduler.stats().num_preemptions
+    assert num_preemptions >= 20
+    assert min(lengths[count] for count in (1, 2, 3, 4)) >= 100, lengths
+    assert min(dropped[reason] for reason in ("stop", "length")) >= 10, dropped
+
+
+def _count_results(machine: StepMachine, lengths: Counter[int], dropped: Counter[str]) -> None:
+    """How many tokens rows got, and how often tokens behind an end were dropped."""
+    update = machine.scheduler.update_from_output
+
+    def counting(step: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
+        lengths.update(output.counts)
+        rows = machine.scheduler._running.table.rows
+        given = {
+            row.request_id: count
+            for index, epoch, count in zip(output.rows, output.epochs, output.counts, strict=True)
+            if (row := rows[index]) is not None and row.epoch == epoch
+        }
+        outputs = update(step, output)
+        for out in outputs.outputs:
+            if out.finish_reason and len(out.new_token_ids) < given.get(out.request_id, 0):
+                dropped[out.finish_reason] += 1
+        return outputs
+
+    machine.scheduler.update_from_output = counting  # type: ignore[method-assign]
