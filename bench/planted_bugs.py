@@ -152,7 +152,7 @@ BUGS = (
     ),
     Bug(
         "left-behind", "a client that hangs up is answered to the end",
-        "router/edge/client_connection.py", "        self._task.cancel()\n", "",
+        "edge/http/client_connection.py", "        self._task.cancel()\n", "",
         ("tests/router/test_streams.py", "-k", "leaves_mid_stream"),
         hangs=True,
     ),

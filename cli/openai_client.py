@@ -8,6 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from edge.http import headers as names
+
 
 class ApiError(Exception):
     """The server refused: its status and its own words."""
@@ -20,7 +22,7 @@ class ChatStream:
     def __init__(self, session: aiohttp.ClientSession, url: str, session_id: str) -> None:
         self._session = session
         self._url = f"{url}/v1/chat/completions"
-        self._headers = {"x-session-id": session_id, "x-tandem-timeline": "1"}
+        self._headers = {names.SESSION: session_id, names.TIMELINE: "1"}
         self.usage: dict[str, Any] = {}
         self.timeline: dict[str, Any] = {}
 

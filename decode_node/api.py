@@ -16,9 +16,7 @@ from decode_node.config import DecodeNodeSettings
 from decode_node.errors import Unavailable
 from decode_node.heartbeats import Heartbeats
 from decode_node.journal import (
-    JOURNAL_HEADER,
     MAX_RESUME_BYTES,
-    RESUME_HEADER,
     read_resume,
 )
 from decode_node.metrics import DecodeMetrics
@@ -32,18 +30,13 @@ from decode_node.protocol import (
 from decode_node.responses import Model, ModelList
 from decode_node.router_headers import prefill_nodes, prefix_hash, resume_offset
 from decode_node.serving import OpenAIServing, RequestContext
+from edge.http import headers as names
 from edge.http.client_connection import BodyLimits, read_json_body, request_headers
 from edge.tracing.context import TraceContext
 from engine.config import ModelConfig
 from engine.node.http_server import METRICS_TYPE
 
 logger = logging.getLogger(__name__)
-
-PREFIX_HEADER = "x-tandem-prefix"
-ROUTER_HEADERS = frozenset(
-    {"x-prefiller-host-port", "x-tandem-cache-salt", PREFIX_HEADER, JOURNAL_HEADER, RESUME_HEADER}
-)
-"""Only a router may say these."""
 
 
 @dataclass(slots=True)
@@ -80,15 +73,15 @@ class Api:
         headers = request_headers(request.scope)
         is_router = request.state.caller is Caller.TRUSTED
         if not (is_router and self.settings.trust_router_headers):
-            headers = {k: v for k, v in headers.items() if k not in ROUTER_HEADERS}
+            headers = {k: v for k, v in headers.items() if k not in names.FROM_ROUTERS}
         limit = self.settings.max_body_bytes
-        if RESUME_HEADER in headers:
+        if names.RESUME in headers:
             limit += MAX_RESUME_BYTES
         limits = BodyLimits(limit, self.settings.body_timeout_s)
         offset = resume_offset(headers)
         raw = await read_json_body(headers, request.receive, limits, offset)
         resume = None if offset is None else read_resume(raw[offset:])
-        named = headers.get("x-prefiller-host-port")
+        named = headers.get(names.PREFILL_NODES)
         trace = TraceContext.from_headers(headers)
         logger.debug("request %s: trace %s", request.state.request_id, trace.trace_id)
         context = RequestContext(
@@ -96,12 +89,12 @@ class Api:
             received_at=received_at,
             is_long=len(raw) > LONG_BODY,
             prefill_nodes=None if named is None else prefill_nodes(named),
-            wants_timeline=headers.get("x-tandem-timeline") == "1",
-            wants_journal=headers.get(JOURNAL_HEADER) == "1",
+            wants_timeline=headers.get(names.TIMELINE) == "1",
+            wants_journal=headers.get(names.JOURNAL) == "1",
             resume=resume,
-            cache_salt=headers.get("x-tandem-cache-salt", ""),
+            cache_salt=headers.get(names.CACHE_SALT, ""),
             trace=trace,
-            prefix_hash=prefix_hash(headers.get(PREFIX_HEADER, "")),
+            prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),
         )
         return await _parse(raw[:offset], kind), context
 

@@ -12,11 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_node.callers import CallerCheck
 from decode_node.certified_protocol import NAMES
+from edge.http import headers as names
 from edge.http.client_connection import ClientDisconnected, request_headers, request_id
 from edge.http.errors import HttpError, send_error
 
 logger = logging.getLogger(__name__)
 
+_REQUEST_ID = names.REQUEST_ID.encode()
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 
@@ -41,7 +43,10 @@ class EdgeMiddleware:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                message["headers"] = [
+                    *message["headers"],
+                    (_REQUEST_ID, name.encode()),
+                ]
             await send(message)
 
         try:

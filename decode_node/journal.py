@@ -41,9 +41,6 @@ from edge.http.errors import BadRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.outputs import TokenLogprobs
 
-JOURNAL_HEADER = "x-tandem-journal"
-"""Of a request: wanted. Of an answer: the number of its first entry."""
-RESUME_HEADER = "x-tandem-resume"
 MAX_RESUME_BYTES = 8 << 20
 
 HEARTBEAT = b":\n\n"

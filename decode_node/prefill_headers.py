@@ -10,17 +10,18 @@ From the work the router learns how fast prefill nodes are, from the failures wh
 from __future__ import annotations
 
 from decode_node.timeline import RequestRecord
+from edge.http import headers as names
 
 
 def prefill_headers(record: RequestRecord) -> dict[str, str]:
     """Of a request whose first token is known."""
-    headers = {"x-tandem-prefill-node": record.prefill_node or "local"}
+    headers = {names.PREFILL_NODE: record.prefill_node or "local"}
     if record.prefill_node is not None and record.remote_queue_s is not None:
-        headers["x-tandem-prefill-work"] = (
+        headers[names.PREFILL_WORK] = (
             f"prompt={record.num_prompt_tokens};cached={record.cached_tokens};"
             f"queue={record.remote_queue_s:.6f};compute={record.remote_prefill_s:.6f}"
         )
     if record.failed_nodes:
         failed = (f"{address}={code}" for address, code in record.failed_nodes)
-        headers["x-tandem-prefill-failed"] = ",".join(failed)
+        headers[names.PREFILL_FAILED] = ",".join(failed)
     return headers

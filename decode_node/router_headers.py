@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from decode_node.journal import RESUME_HEADER
+from edge.http import headers as names
 from edge.http.errors import BadRequest
 
 _PREFIX_HASH = re.compile("[0-9a-f]{16}")
@@ -25,8 +25,8 @@ def prefill_nodes(text: str) -> list[str]:
     for node in nodes:
         if not _HOST_PORT.fullmatch(node):
             raise BadRequest(
-                "x-prefiller-host-port must be host:port, comma separated",
-                param="x-prefiller-host-port",
+                f"{names.PREFILL_NODES} must be host:port, comma separated",
+                param=names.PREFILL_NODES,
             )
     return nodes[:_MAX_PREFILL_NODES]
 
@@ -34,9 +34,9 @@ def prefill_nodes(text: str) -> list[str]:
 def resume_offset(headers: Mapping[str, str]) -> int | None:
     """Returns the length of the client's own body where an answer is resumed: what exists of the
     answer already follows it. None where it is not. Raises `BadRequest`."""
-    text = headers.get(RESUME_HEADER)
+    text = headers.get(names.RESUME)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS):
-        raise BadRequest(f"{RESUME_HEADER} must be a number of bytes", param=RESUME_HEADER)
+        raise BadRequest(f"{names.RESUME} must be a number of bytes", param=names.RESUME)
     return int(text)

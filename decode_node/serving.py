@@ -22,7 +22,7 @@ from decode_node.answer import Answer
 from decode_node.errors import NotFound
 from decode_node.generation import Choice, Generation
 from decode_node.heartbeats import Heartbeats
-from decode_node.journal import JOURNAL_HEADER, JournalWriter, Resume, ResumedChoice
+from decode_node.journal import JournalWriter, Resume, ResumedChoice
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefill_headers import prefill_headers
 from decode_node.protocol import LONG_BODY, ChatCompletionRequest, CompletionRequest, too_long
@@ -30,6 +30,7 @@ from decode_node.proxy import DisaggProxy
 from decode_node.response_format import ChatFormat, CompletionFormat, FormatOptions, ResponseFormat
 from decode_node.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.timeline import RequestRecord
+from edge.http import headers as names
 from edge.http.errors import BadRequest
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
@@ -149,7 +150,7 @@ class OpenAIServing:
 
         def headers() -> dict[str, str]:
             known = prefill_headers(generation.choices[0].record)
-            return known if journal is None else known | {JOURNAL_HEADER: str(journal.first_number)}
+            return known if journal is None else known | {names.JOURNAL: str(journal.first_number)}
 
         if journal is not None:
             events, content_type = answer.events(), EventStreamResponse.content_type

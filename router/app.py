@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan
 
+from edge.http import headers as names
 from edge.http.client_connection import BodyLimits, request_headers, request_id
 from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import HttpError, error_body
@@ -79,6 +80,8 @@ class Services:
     transport: Transport
     monitor: LoadMonitor
     discovery: Discovery
+    silence: SilenceWatch
+    decisions: DecisionLog
     forwarder: Forwarder
     gate: AdmissionGate
     keys: ApiKeys
@@ -91,7 +94,7 @@ class Services:
         return RouterView(
             state=readiness(self.registry, self.draining),
             registry=self.registry,
-            decisions=self.forwarder.attempts.decisions,
+            decisions=self.decisions,
             rates=self.meter.per_second(),
             totals=self.metrics.totals(),
             tenants=[(name, by_tenant.of((name,))) for name in names],
@@ -165,14 +168,16 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         settings.upstream_keepalive_s,
         credentials,
     )
+    silence = SilenceWatch(registry=registry, stall_s=settings.stream_stall_s)
+    decisions = DecisionLog()
     attempts = Attempts(
         policy=_make_policy(settings, registry, world.rng),
         registry=registry,
         transport=transport,
         metrics=metrics,
         budget=RetryBudget(settings.retry_budget, settings.retry_burst),
-        silence=SilenceWatch(registry=registry, stall_s=settings.stream_stall_s),
-        decisions=DecisionLog(),
+        silence=silence,
+        decisions=decisions,
         max_attempts=settings.max_attempts,
         node_api_key=settings.node_api_key.get_secret_value(),
         wants_journal=settings.max_migrations > 0,
@@ -188,7 +193,14 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         transport=transport,
         monitor=monitor,
         discovery=_make_discovery(settings, world, registry, monitor, metrics),
-        forwarder=_make_forwarder(settings, attempts, world.rng),
+        silence=silence,
+        decisions=decisions,
+        forwarder=Forwarder(
+            attempts=attempts,
+            migrations=_make_migrations(settings, attempts, registry, world.rng),
+            metrics=metrics,
+            send_timeout_s=settings.send_timeout_s,
+        ),
         gate=gate,
     )
 
@@ -208,19 +220,16 @@ def _make_gate(
     return AdmissionGate(limits=limits, num_nodes=num_nodes, clock=registry.clock, rng=rng)
 
 
-def _make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Random) -> Forwarder:
-    migrations = Migrations(
+def _make_migrations(
+    settings: RouterSettings, attempts: Attempts, registry: NodeRegistry, rng: random.Random
+) -> Migrations:
+    return Migrations(
         attempts=attempts,
+        registry=registry,
         budget=RetryBudget(settings.retry_budget, settings.migration_burst),
         max_per_request=settings.max_migrations,
         timeout_s=settings.resume_timeout_s,
         rng=rng,
-    )
-    return Forwarder(
-        attempts=attempts,
-        migrations=migrations,
-        metrics=attempts.metrics,
-        send_timeout_s=settings.send_timeout_s,
     )
 
 
@@ -304,7 +313,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(services.monitor.close)
         for work in (
             services.discovery.run(),
-            services.forwarder.attempts.silence.run(),
+            services.silence.run(),
             services.keys.watch(),
             services.meter.run(),
         ):
@@ -337,4 +346,4 @@ def _error_response(
     request: Request, body: bytes, status: int, headers: Mapping[str, str]
 ) -> Response:
     name = request_id(request_headers(request.scope))
-    return Response(body, status, {**headers, "x-request-id": name}, "application/json")
+    return Response(body, status, {**headers, names.REQUEST_ID: name}, "application/json")

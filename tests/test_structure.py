@@ -6,6 +6,7 @@ Imports are read from the parsed source, so type-only and function-level imports
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -174,6 +175,14 @@ def test_router_knows_only_the_wire() -> None:
             packages = {name.partition(".")[0] for name in project_imports(module)}
             assert packages <= {"router", "tandem_pb", "edge"}, module
             assert not library_imports(module) & LIBRARIES_ROUTER_MAY_NOT_USE, module
+
+
+def test_header_names_stand_in_one_place() -> None:
+    own_headers = re.compile(r"""["']x-(tandem|request|session|slo|prefiller)-""")
+    for package in ("router", "decode_node", "prefill_node", "cli", "edge/http"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path != ROOT / "edge/http/headers.py":
+                assert not own_headers.search(path.read_text()), path
 
 
 def test_engine_imports_in_one_direction() -> None:

@@ -12,6 +12,7 @@ from typing import Self
 
 from starlette.types import Receive, Scope
 
+from edge.http import headers as names
 from edge.http.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 from edge.http.json_counter import JsonCounter
 
@@ -73,7 +74,7 @@ def request_headers(scope: Scope) -> Mapping[str, str]:
 
 def request_id(headers: Mapping[str, str]) -> str:
     """Returns the client's id if it is a plain one, else a new one."""
-    given = headers.get("x-request-id", "")
+    given = headers.get(names.REQUEST_ID, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 

@@ -19,6 +19,8 @@ from http import HTTPStatus
 import msgspec
 from starlette.types import Send
 
+from edge.http import headers as names
+
 
 class ErrorDetail(msgspec.Struct):
     message: str
@@ -124,7 +126,7 @@ async def send_error(send: Send, error: HttpError, request_id: str = "") -> None
         **error.headers(),
     }
     if request_id:
-        headers["x-request-id"] = request_id
+        headers[names.REQUEST_ID] = request_id
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": int(error.status), "headers": raw})
     await send({"type": "http.response.body", "body": body})

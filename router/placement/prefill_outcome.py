@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-NODE_HEADER = b"x-tandem-prefill-node"
-WORK_HEADER = b"x-tandem-prefill-work"
-FAILED_HEADER = b"x-tandem-prefill-failed"
+from edge.http import headers as names
+
+_NODE = names.PREFILL_NODE.encode()
+_WORK = names.PREFILL_WORK.encode()
+_FAILED = names.PREFILL_FAILED.encode()
 
 _LOCAL = "local"
 
@@ -43,8 +45,8 @@ class PrefillOutcome:
     def from_headers(cls, headers: Iterable[tuple[bytes, bytes]]) -> Self:
         """`headers` have lower-case names."""
         given = {name: value.decode("latin-1") for name, value in headers}
-        node = given.get(NODE_HEADER, "")
-        work = dict(_pairs(given.get(WORK_HEADER, ""), ";"))
+        node = given.get(_NODE, "")
+        work = dict(_pairs(given.get(_WORK, ""), ";"))
         prompt = int(_number(work, "prompt"))
         return cls(
             node="" if node == _LOCAL else node,
@@ -52,7 +54,7 @@ class PrefillOutcome:
             num_cached_tokens=min(int(_number(work, "cached")), prompt),
             queue_s=_number(work, "queue"),
             compute_s=_number(work, "compute"),
-            failures=tuple(_pairs(given.get(FAILED_HEADER, ""), ",")),
+            failures=tuple(_pairs(given.get(_FAILED, ""), ",")),
         )
 
     @property

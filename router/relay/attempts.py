@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from edge.http import headers as names
 from edge.http.errors import HttpError
 from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable
 from router.nodes.node import Node
@@ -23,7 +24,6 @@ from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement, Policy, PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome
 from router.relay.exchange import Exchange
-from router.relay.journal import JOURNAL_HEADER
 from router.relay.retry_budget import RetryBudget
 from router.relay.silence_watch import SilenceWatch
 from router.request.client_request import ClientRequest
@@ -31,7 +31,7 @@ from router.request.info import RequestInfo
 
 logger = logging.getLogger(__name__)
 
-_PASSED_HEADERS = ("content-type", "accept", "x-tandem-timeline")
+_PASSED_HEADERS = ("content-type", "accept", names.TIMELINE)
 _NODE_FAULTS = (500, 502, 504)
 _REFUSALS = (429, 503)
 """A node that is full or stops; another may have room."""
@@ -73,7 +73,7 @@ class Attempts:
         check(placement)
         while True:
             headers = self.node_headers(request, placement)
-            exchange = Exchange(placement, self.silence.exchanges)
+            exchange = self.exchange(placement)
             failure = await self.attempt(exchange, request.info, headers, request.body)
             if failure is None:
                 return exchange
@@ -84,6 +84,11 @@ class Attempts:
             exchange.close()
             placement = following
             self.metrics.retries.labels(failure).inc()
+
+    def exchange(self, placement: Placement) -> Exchange:
+        """Returns one with the nodes of `placement`, watched for silence, to be given to
+        `attempt`."""
+        return Exchange(placement, self.silence.exchanges)
 
     async def attempt(
         self, exchange: Exchange, info: RequestInfo, headers: Mapping[str, str], body: bytes
@@ -124,6 +129,11 @@ class Attempts:
             self.registry.record_success(decode)
             self.note(decode, "answered")
 
+    def finished(self, exchange: Exchange, info: RequestInfo, num_tokens: int) -> None:
+        """An answer of so many tokens has ended well on the node of `exchange`."""
+        self.judge(exchange, info)
+        self.policy.finished(info, num_tokens)
+
     def note(self, node: Node, outcome: str) -> None:
         self.metrics.by_node.add((node.address.role, node.address.target), outcome)
 
@@ -141,17 +151,17 @@ class Attempts:
         info = request.info
         headers = {k: request.headers[k] for k in _PASSED_HEADERS if k in request.headers}
         headers |= request.trace.context.child_headers()
-        headers["x-request-id"] = info.request_id
+        headers[names.REQUEST_ID] = info.request_id
         if self.wants_journal:
-            headers[JOURNAL_HEADER] = "1"
+            headers[names.JOURNAL] = "1"
         if info.prefix_blocks:
-            headers["x-tandem-prefix"] = f"{info.prefix_blocks[-1]:016x}"
+            headers[names.PREFIX] = f"{info.prefix_blocks[-1]:016x}"
         if info.session_id:
-            headers["x-session-id"] = info.session_id
+            headers[names.SESSION] = info.session_id
         if info.tenant.salt:
-            headers["x-tandem-cache-salt"] = info.tenant.salt.hex()
+            headers[names.CACHE_SALT] = info.tenant.salt.hex()
         if placement.prefills or placement.choice is PrefillChoice.LOCAL:
-            headers["x-prefiller-host-port"] = ",".join(
+            headers[names.PREFILL_NODES] = ",".join(
                 node.address.target for node in placement.prefills
             )
         if self.node_api_key:

@@ -16,10 +16,10 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+from edge.http import headers as names
 from router.errors import NodeLost
 from router.nodes.transport import Transport, UpstreamResponse
 from router.placement.policy import Placement
-from router.relay.journal import JOURNAL_HEADER
 
 _MAX_BUFFERED_BYTES = 1 << 20
 """A plain (not streamed) answer up to this size is read whole before any of it is passed on, so
@@ -128,7 +128,7 @@ class Exchange:
         return next((value for name, value in self.node_headers() if name == wanted), b"")
 
     def _read_journal_header(self) -> None:
-        number = self._header(JOURNAL_HEADER.encode())
+        number = self._header(names.JOURNAL.encode())
         self.is_journaled = self.status == 200 and number.isdigit()
         if self.is_journaled:
             self.journal_number = int(number)

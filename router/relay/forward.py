@@ -50,6 +50,6 @@ class Forwarder:
         self.metrics.first_byte.observe(trace.answered_at - trace.admitted_at)
         client = Client(send, request.info.request_id, self.send_timeout_s)
         if exchange.is_journaled:
-            relay = JournaledRelay(self.attempts, self.migrations, request, client)
+            relay = JournaledRelay(self.attempts, self.migrations, self.metrics, request, client)
             return await relay.run(exchange)
-        return await PlainRelay(self.attempts, request.info, client).run(exchange)
+        return await PlainRelay(self.attempts, self.metrics, request.info, client).run(exchange)

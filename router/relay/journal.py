@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-JOURNAL_HEADER = "x-tandem-journal"
-RESUME_HEADER = "x-tandem-resume"
+from edge.http import headers as names
+
 MAX_JOURNAL_BYTES = 4 << 20
 
 _DONE = b"data: [DONE]"
@@ -66,7 +66,7 @@ class Journal:
             return body, dict(headers)
         return (
             b"%b[%b]" % (body, bytes(self._entries[:-1])),
-            {**headers, RESUME_HEADER: str(len(body))},
+            {**headers, names.RESUME: str(len(body))},
         )
 
     def _take_event(self, event: bytes) -> bytes:

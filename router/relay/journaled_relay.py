@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from router.errors import NodeLost
+from router.observe.metrics import RouterMetrics
 from router.relay.attempts import Attempts, Failure
 from router.relay.event_buffer import EventBuffer
 from router.relay.exchange import Exchange
@@ -110,6 +111,7 @@ class JournaledRelay:
 
     attempts: Attempts
     migrations: Migrations
+    metrics: RouterMetrics
     request: ClientRequest
     client: Client
     journal: Journal = field(default_factory=Journal)
@@ -159,16 +161,14 @@ class JournaledRelay:
 
     async def _end(self, exchange: Exchange, outlet: Outlet) -> int:
         if self.journal.end is JournalEnd.FAILED:
-            self.attempts.metrics.broken_streams.inc()
+            self.metrics.broken_streams.inc()
             return await outlet.end(self.journal.error, self.journal.error_status)
-        self.attempts.judge(exchange, self.request.info)
-        self.attempts.policy.finished(self.request.info, self.journal.next_number)
+        self.attempts.finished(exchange, self.request.info, self.journal.next_number)
         return await outlet.end(b"", 200)
 
     async def _migrate(
         self, lost: Exchange, interruption: Interruption, num_before: int
     ) -> Exchange | None:
-        metrics = self.attempts.metrics
         if interruption is Interruption.GAP:
             self._lost(lost, "entries of the journal are missing")
         elif interruption is Interruption.HANDED_OVER:
@@ -178,9 +178,9 @@ class JournaledRelay:
             self.request, self.journal, lost.placement, num_before
         )
         if following is None:
-            metrics.broken_streams.inc()
+            self.metrics.broken_streams.inc()
         else:
-            metrics.migrations.labels(interruption).inc()
+            self.metrics.migrations.labels(interruption).inc()
             move.accepted(following.asked_at)
             self._move = move
         return following
@@ -192,7 +192,7 @@ class JournaledRelay:
                 "request %s goes on at %s: %s",
                 self.request.info.request_id,
                 exchange.placement.decode.address,
-                self._move.observe(self.attempts.metrics.move_seconds),
+                self._move.observe(self.metrics.move_seconds),
             )
             self._move = None
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from edge.http.errors import HttpError
 from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
 from router.placement.policy import Placement
 from router.relay.attempts import Attempts, Failure
 from router.relay.exchange import Exchange
@@ -34,6 +35,7 @@ class Migrations:
     """`budget` is shared by all requests, `max_per_request` bounds each."""
 
     attempts: Attempts
+    registry: NodeRegistry
     budget: RetryBudget
     max_per_request: int = 3
     timeout_s: float = 30.0
@@ -65,7 +67,7 @@ class Migrations:
 
     async def _pause(self, pause_s: float, deadline: float) -> bool:
         """Shorter if something changes about the nodes. False: there is no time left."""
-        registry = self.attempts.registry
+        registry = self.registry
         version, until = registry.version, time.monotonic() + pause_s
         while registry.version == version and (left_s := until - time.monotonic()) > 0:
             if time.monotonic() + left_s > deadline:
@@ -92,7 +94,7 @@ class Migrations:
         attempts = self.attempts
         number = journal.next_number
         body, headers = journal.resume(request.body, attempts.node_headers(request, placement))
-        exchange = Exchange(placement, attempts.silence.exchanges)
+        exchange = attempts.exchange(placement)
         failure = await attempts.attempt(exchange, request.info, headers, body)
         if failure is None and exchange.is_journaled and exchange.journal_number == number:
             return exchange

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from starlette.types import Send
 
+from edge.http import headers as names
 from edge.http.errors import error_body
 from router.errors import NodeLost
+from router.observe.metrics import RouterMetrics
 from router.relay.attempts import Attempts, Failure
 from router.relay.event_buffer import EventBuffer
 from router.relay.exchange import Exchange
@@ -30,7 +32,7 @@ class Client:
     send_timeout_s: float
 
     async def start(self, status: int, headers: Headers) -> None:
-        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        headers = [*headers, (names.REQUEST_ID.encode(), self.request_id.encode())]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, more: bool) -> None:
@@ -47,6 +49,7 @@ class PlainRelay:
     """For answers without a journal: errors, and nodes that keep none."""
 
     attempts: Attempts
+    metrics: RouterMetrics
     info: RequestInfo
     client: Client
 
@@ -66,7 +69,7 @@ class PlainRelay:
             else:
                 await self._relay_bytes(exchange)
         except NodeLost as error:
-            self.attempts.metrics.broken_streams.inc()
+            self.metrics.broken_streams.inc()
             decode = exchange.placement.decode
             self.attempts.node_failed(decode, Failure.LOST, str(error), self.info)
             if not exchange.is_event_stream:

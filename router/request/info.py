@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 import xxhash
 
+from edge.http import headers as names
 from edge.http.errors import BadRequest
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
 from router.request.tenants import ANYONE, Priority, Tenant
@@ -114,7 +115,7 @@ def read_request_info(
         max_tokens=_count(fields.get("max_completion_tokens") or fields.get("max_tokens")),
         tenant=tenant,
         priority=_priority(headers, tenant),
-        ttft_deadline_s=_milliseconds(headers.get("x-slo-ttft-ms", "")) / 1000,
+        ttft_deadline_s=_milliseconds(headers.get(names.TTFT_DEADLINE, "")) / 1000,
     )
 
 
@@ -139,7 +140,7 @@ def _session(
     headers: Mapping[str, str], fields: _Body, opening: bytes
 ) -> tuple[SessionSource, bytes]:
     """The first of: the client's header, its `prompt_cache_key`, the opening of the prompt."""
-    if is_plain_key(header := headers.get("x-session-id", "")):
+    if is_plain_key(header := headers.get(names.SESSION, "")):
         return SessionSource.HEADER, header.encode()
     if is_plain_key(cache_key := _text(fields.get("prompt_cache_key"))):
         return SessionSource.CACHE_KEY, cache_key.encode()
@@ -164,7 +165,7 @@ def _salted(tenant: Tenant, data: bytes) -> bytes:
 
 def _priority(headers: Mapping[str, str], tenant: Tenant) -> Priority:
     """What the client asks for, as far as its tenant may have it."""
-    wanted = Priority.__members__.get(headers.get("x-tandem-priority", "").upper())
+    wanted = Priority.__members__.get(headers.get(names.PRIORITY, "").upper())
     return tenant.priority if wanted is None else max(wanted, tenant.priority)
 
 

@@ -338,4 +338,4 @@ async def test_a_client_that_leaves_while_nobody_can_go_on_leaves_nothing(
     request.cancel()
     await asyncio.wait({request})
     await eventually(lambda: router.num_open == 0)
-    assert not router.services.forwarder.attempts.silence.exchanges
+    assert not router.services.silence.exchanges

@@ -1,0 +1,31 @@
+"""The names of tandem's own HTTP headers, in lower case, and who says each to whom.
+
+Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID
+Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME
+A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED
+"""
+
+from __future__ import annotations
+
+REQUEST_ID = "x-request-id"
+SESSION = "x-session-id"
+PRIORITY = "x-tandem-priority"
+TTFT_DEADLINE = "x-slo-ttft-ms"
+TIMELINE = "x-tandem-timeline"
+"""`1`: the answer says where its time went."""
+
+PREFILL_NODES = "x-prefiller-host-port"
+"""`host:port` of each, best first; empty: the decode node computes the prompt itself."""
+CACHE_SALT = "x-tandem-cache-salt"
+PREFIX = "x-tandem-prefix"
+"""Hash of the prompt's longest prefix of whole blocks, in 16 hex digits."""
+JOURNAL = "x-tandem-journal"
+"""In a request: a journal is wanted. In an answer: the number of its first entry."""
+RESUME = "x-tandem-resume"
+"""Bytes of the client's own body; what exists of the answer already follows it."""
+
+PREFILL_NODE = "x-tandem-prefill-node"
+PREFILL_WORK = "x-tandem-prefill-work"
+PREFILL_FAILED = "x-tandem-prefill-failed"
+
+FROM_ROUTERS = frozenset({PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME})
