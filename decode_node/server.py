@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from dataclasses import dataclass
 
@@ -38,16 +37,13 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
+from engine.node.lifetime import NodeLifetime
 from engine.node.metrics import EngineCollector
 from engine.node.process import StopSignal, emit_ready, start_engine
 from engine.node.status import NodeStatus
 from tandem_pb import node_pb2
 
-logger = logging.getLogger(__name__)
-
 _WATCH_S = 0.5
-_LAST_WORDS_S = 2.0
-"""Time for open answers to end with an error after the engine died."""
 _STALL_MARGIN_S = 1.0
 _KEEP_ALIVE_S = 75
 """Longer than HTTP clients keep idle connections (the router 4 s, others 5 to 15 s): if we closed
@@ -74,6 +70,15 @@ class DecodeNode:
         )
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
+        # A router goes on elsewhere with answers that are aborted.
+        self._lifetime = NodeLifetime(
+            engine,
+            self._status,
+            self._proxy.open,
+            self._proxy.abort_all,
+            settings.drain_timeout_s,
+            self._note_status,
+        )
         self._metrics = create_metrics(settings, engine, self._proxy)
         self._metrics.registry.register(CertificateCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
@@ -107,7 +112,7 @@ class DecodeNode:
         watching = asyncio.create_task(self._watch())
         try:
             self._emit_ready()
-            return await self._until_over(stop)
+            return await self._lifetime.run(stop)
         finally:
             self._http.should_exit = True
             watching.cancel()
@@ -116,46 +121,18 @@ class DecodeNode:
     async def close(self) -> None:
         await self._client.close()
 
-    async def _until_over(self, stop: StopSignal) -> int:
-        dead = asyncio.create_task(self._engine.wait_dead())
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({dead, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not dead.done():
-                drained = asyncio.create_task(self._drain())
-                await asyncio.wait({dead, drained}, return_when=asyncio.FIRST_COMPLETED)
-                if drained.done():
-                    return 0
-                drained.cancel()
-            logger.error("the engine has died: %s", self._engine.dead_reason)
-            self._state.unhealthy = self._status.fault()
-            self._status.notify()
-            await self._proxy.open.wait_idle(_LAST_WORDS_S)
-            return 1
-        finally:
-            dead.cancel()
-            stopping.cancel()
-
-    async def _drain(self) -> None:
-        """Answers that are still open at the end of the time end with an error, which lets a
-        router continue them elsewhere."""
-        self._state.draining = True
-        self._status.work.draining = True
-        self._status.notify()
-        logger.info("draining: %d requests are open", self._proxy.open.count)
-        if not await self._proxy.open.wait_idle(self._settings.drain_timeout_s):
-            logger.warning("%d requests are cut off", self._proxy.open.count)
-            self._proxy.abort_all()
-            await self._proxy.open.wait_idle(_LAST_WORDS_S)
-
     async def _watch(self) -> None:
         """Keeps health and load reports up to date."""
         while True:
-            self._state.unhealthy = self._status.fault()
+            self._note_status()
             self._status.work.num_queued = self._proxy.num_queued
             if not self._state.unhealthy and not self._status.is_silent:
                 await self._state.heartbeats.beat()
             await self._status.wait_change(_WATCH_S)
+
+    def _note_status(self) -> None:
+        self._state.draining = self._status.work.draining
+        self._state.unhealthy = self._status.fault()
 
     def _emit_ready(self) -> None:
         address = join_address(*self._ports.http.getsockname()[:2])

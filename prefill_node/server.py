@@ -20,6 +20,7 @@ from edge.tracing.file import TraceFile
 from engine.frontend.async_llm import AsyncLLM
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import ProbeServer
+from engine.node.lifetime import NodeLifetime
 from engine.node.metrics import EngineCollector
 from engine.node.process import StopSignal, emit_ready, start_engine
 from engine.node.status import NodeStatus
@@ -31,8 +32,6 @@ from tandem_pb import node_pb2, prefill_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.25
-_LAST_WORDS_S = 2.0
-"""Time for open calls to hear that the engine died."""
 
 
 async def serve(settings: PrefillNodeSettings) -> int:
@@ -91,34 +90,13 @@ async def _serve_engine(
         probes.start(status, metrics.text)
         facts["metrics_port"] = probes.port
     emit_ready(engine, **facts)
-    return await _run(settings, engine, status, servicer, stop)
-
-
-async def _run(
-    settings: PrefillNodeSettings,
-    engine: AsyncLLM,
-    status: NodeStatus,
-    servicer: PrefillServicer,
-    stop: StopSignal,
-) -> int:
-    dead = asyncio.create_task(engine.wait_dead())
-    stopping = asyncio.create_task(stop.wait())
+    lifetime = NodeLifetime(
+        engine, status, servicer.open, servicer.abort_all, settings.drain_timeout_s
+    )
     watching = asyncio.create_task(_let_go_of_frozen(status, servicer))
     try:
-        await asyncio.wait({dead, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not dead.done():
-            drained = asyncio.create_task(_drain(settings, status, servicer))
-            await asyncio.wait({dead, drained}, return_when=asyncio.FIRST_COMPLETED)
-            if drained.done():
-                return 0
-            drained.cancel()
-        logger.error("the engine has died: %s", engine.dead_reason)
-        status.notify()
-        await servicer.open.wait_idle(_LAST_WORDS_S)
-        return 1
+        return await lifetime.run(stop)
     finally:
-        dead.cancel()
-        stopping.cancel()
         watching.cancel()
 
 
@@ -129,16 +107,3 @@ async def _let_go_of_frozen(status: NodeStatus, servicer: PrefillServicer) -> No
             logger.error("%d calls fail: %s", servicer.open.count, status.fault())
             servicer.abort_all()
         await status.wait_change(_WATCH_S)
-
-
-async def _drain(
-    settings: PrefillNodeSettings, status: NodeStatus, servicer: PrefillServicer
-) -> None:
-    """Calls that are still open at the end of the time fail."""
-    status.work.draining = True
-    status.notify()
-    logger.info("draining: %d calls are open", servicer.open.count)
-    if not await servicer.open.wait_idle(settings.drain_timeout_s):
-        logger.warning("%d calls are cut off", servicer.open.count)
-        servicer.abort_all()
-        await servicer.open.wait_idle(_LAST_WORDS_S)

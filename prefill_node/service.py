@@ -15,7 +15,6 @@ Life of a call:
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -48,7 +47,7 @@ from engine.node.status import NodeStatus
 from engine.outputs import SchedulerStats
 from engine.sampling_params import SamplingParams
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
+from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats, is_transfer_id
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.prompt_spans import spans_of
@@ -59,8 +58,6 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "tandem.v1.Prefill"
 CALLERS = {SERVICE_NAME: frozenset({Role.DECODE})}
 """Who may start a prefill."""
-
-_TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
 
 HelloContext = grpc.aio.ServicerContext[prefill_pb2.HelloRequest, prefill_pb2.HelloReply]
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]
@@ -251,7 +248,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             )
 
     def _generation_request(self, message: prefill_pb2.PrefillRequest) -> GenerationRequest:
-        if not _TRANSFER_ID.fullmatch(message.transfer_id):
+        if not is_transfer_id(message.transfer_id):
             raise InvalidRequest("transfer_id must be 32 hex digits", "transfer_id")
         sampling = sampling_from_message(message.sampling)
         check_sampling(sampling, self._engine.config.model.vocab_size)

@@ -117,7 +117,7 @@ async def test_after_the_first_byte_a_lost_node_ends_in_an_error_event(cluster: 
     alive = await cluster.decode("alive")
     async with router.post(BODY) as response:
         got = await response.read()
-    assert got.startswith(event(0) + b'data: {"error": ')
+    assert got.startswith(event(0) + b'data: {"error":')
     assert half not in got
     assert DONE not in got
     assert json.loads(got.split(b"data: ")[-1])["error"]["code"] == "node_lost"
