@@ -101,7 +101,7 @@ class Answer:
                     results[choice.index].add(output)
                     if output.is_replay:
                         continue
-                    if choice.request.sampling.prompt_logprobs is None:
+                    if choice.request.spec.sampling.prompt_logprobs is None:
                         self._note(choice, output)
                     if (now := time.monotonic()) - told_at >= JOURNAL_INTERVAL_S:
                         told_at = now

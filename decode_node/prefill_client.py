@@ -26,9 +26,9 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.wire import (
     logprobs_from_message,
     prompt_logprobs_from_message,
-    sampling_to_message,
 )
 from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.request_spec import encode_spec
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
@@ -180,13 +180,9 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         transfer_id=params.transfer_id,
         attempt=params.attempt,
         expected_epoch=params.peer.epoch,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=sampling_to_message(request.sampling),
-        priority=request.priority,
-        cache_salt=request.cache_salt,
+        prompt_token_ids=request.spec.prompt_token_ids,
+        spec=encode_spec(request.spec),
         num_tokens_held=params.num_tokens_held,
-        num_resumed_tokens=request.num_resumed_tokens,
-        prefix_hash=request.prefix_hash,
         first_token_only=params.first_token_only,
     )
 

@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
+from engine.kv_cache.block_hash import root_hash
+from engine.request_spec import RequestSpec
+
 
 class PrefixIndex:
     """Blocks by the hash of all tokens up to their end. `capacity` 0: nothing is remembered."""
@@ -25,30 +28,30 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def add(self, token_ids: Sequence[int], cache_salt: str) -> None:
-        """A request with these tokens, prompt and answer, has ended here."""
+    def add(self, token_ids: Sequence[int], spec: RequestSpec) -> None:
+        """Remembers a request that has ended here: its prompt and its answer."""
         if not self._capacity:
             return
-        for block in self._hashes(token_ids, cache_salt):
+        for block in self._hashes(token_ids, spec):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)
 
-    def num_cached_tokens(self, token_ids: Sequence[int], cache_salt: str) -> int:
-        """Leading tokens that need not be computed; never all, as the last one always is."""
+    def num_cached_tokens(self, token_ids: Sequence[int], spec: RequestSpec) -> int:
+        """Returns how many leading tokens need not be computed; the last one always is."""
         count = 0
         if self._blocks:
-            for block in self._hashes(token_ids, cache_salt):
+            for block in self._hashes(token_ids, spec):
                 if block not in self._blocks:
                     break
                 count += self._block_size
         return min(count, len(token_ids) - 1)
 
-    def _hashes(self, token_ids: Sequence[int], cache_salt: str) -> Iterator[int]:
-        """One for each full block, lazily."""
+    def _hashes(self, token_ids: Sequence[int], spec: RequestSpec) -> Iterator[int]:
+        """Yields one hash for each full block."""
         size = self._block_size
-        running = xxhash.xxh3_64(cache_salt.encode())
+        running = xxhash.xxh3_64(root_hash(spec))
         for stop in range(size, len(token_ids) + 1, size):
             running.update(array("i", token_ids[stop - size : stop]))
             yield running.intdigest()

@@ -115,7 +115,7 @@ class DisaggProxy:
         Raises EngineDeadError, and `Unavailable` when the node stops before the request begins.
         """
         addresses = self._choose_addresses(request, prefill_nodes)
-        tokens = list(request.prompt_token_ids)
+        tokens = list(request.spec.prompt_token_ids)
         self.open.enter()
         claim: Claim | None = None
         stream: OutputStream | None = None
@@ -140,7 +140,7 @@ class DisaggProxy:
                 claim.grow_to(len(tokens))
                 yield output
             if record.path == "local" or record.second_token_at:
-                self._prefix_index.add(tokens[:-1], request.cache_salt)
+                self._prefix_index.add(tokens[:-1], request.spec)
         finally:
             self.open.leave()
             if task is not None:
@@ -167,10 +167,11 @@ class DisaggProxy:
         self, request: GenerationRequest, prefill_nodes: Sequence[str] | None
     ) -> Sequence[str]:
         """None when the part of the prompt that is not cached here is short enough."""
-        prompt = request.prompt_token_ids
+        spec = request.spec
+        prompt = spec.prompt_token_ids
         num_cached = 0
-        if request.sampling.prompt_logprobs is None:
-            num_cached = self._prefix_index.num_cached_tokens(prompt, request.cache_salt)
+        if spec.sampling.prompt_logprobs is None:
+            num_cached = self._prefix_index.num_cached_tokens(prompt, spec)
         if len(prompt) - num_cached <= self._local_prefill_threshold:
             return ()
         return self._default_prefill_nodes if prefill_nodes is None else prefill_nodes
@@ -178,9 +179,9 @@ class DisaggProxy:
     async def _admit(self, request: GenerationRequest, *, is_remote: bool) -> Claim:
         """A request that our engine computes waits in the engine's own queue, but does not
         overtake those that wait here."""
-        if is_remote and request.needs_one_token:
+        if is_remote and request.spec.needs_one_token:
             return self._credits.claim_now(0, 0)
-        prompt, limit = len(request.prompt_token_ids), request.sampling.max_tokens
+        prompt, limit = len(request.spec.prompt_token_ids), request.spec.sampling.max_tokens
         if is_remote or self._credits.num_waiting:
             return await self._credits.acquire(prompt, limit)
         return self._credits.claim_now(prompt, limit)

@@ -136,7 +136,7 @@ class RemotePrefill:
                 transfer_id=self._transfer_id,
                 attempt=self._attempt,
                 peer=peer,
-                first_token_only=self._request.needs_one_token,
+                first_token_only=self._request.spec.needs_one_token,
             )
         self._record.prefill_node = None
         self._record.path = "local"

@@ -160,7 +160,7 @@ class CompletionFormat(ResponseFormat):
         return self._encode(items, usage, timeline)
 
     def _prompt_ids(self, choice: Choice) -> list[int] | UnsetType:
-        return self._token_ids(choice.request.own_prompt_token_ids)
+        return self._token_ids(choice.request.spec.own_prompt_token_ids)
 
     def _chunk_logprobs(
         self, choice: Choice, output: RequestOutput, offset: int, *, is_first: bool
@@ -179,7 +179,7 @@ class CompletionFormat(ResponseFormat):
         generated = completion_logprobs(self._tokenizer, logprobs, len(choice.prompt_text))
         if not choice.echoes_logprobs:
             return generated if logprobs else None
-        prompt = choice.request.own_prompt_token_ids
+        prompt = choice.request.spec.own_prompt_token_ids
         whole = echoed_logprobs(self._tokenizer, prompt, choice.prompt_text, of_prompt)
         whole.extend(generated)
         return whole
@@ -251,7 +251,7 @@ class ChatFormat(ResponseFormat):
                 finish_reason=result.finish_reason,
                 stop_reason=_unset(result.stop_reason),
                 token_ids=self._token_ids(result.token_ids),
-                prompt_token_ids=self._token_ids(result.choice.request.own_prompt_token_ids),
+                prompt_token_ids=self._token_ids(result.choice.request.spec.own_prompt_token_ids),
             )
             for result in results
         ]

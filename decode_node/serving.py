@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 from starlette.responses import Response
 
 from decode_node.answer import Answer
@@ -34,10 +33,12 @@ from edge.http import headers as names
 from edge.http.errors import BadRequest
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
+from engine.errors import InvalidRequest
 from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplateError
-from engine.frontend.input_processor import GenerationRequest, InputProcessor, InvalidRequest
+from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer, TokenizerError, TooManyTokens
+from engine.request_spec import RequestSpec
 
 _Result = TypeVar("_Result")
 
@@ -170,18 +171,18 @@ class OpenAIServing:
         echoes: list[str],
         context: RequestContext,
     ) -> list[Choice]:
-        """Choice `i` of a prompt draws with seed + i, so that they differ. Each is checked by
-        itself, with other requests in between."""
+        """Forms the envelope of each prompt once; choice `i` draws with seed + i. Other requests
+        come in between the choices of a long one."""
         resumed = _resumed_choices(context.resume, len(prompts) * body.num_choices)
         choices: list[Choice] = []
         for prompt, echo in zip(prompts, echoes, strict=True):
+            spec = self._spec(body, prompt, context)
             for i in range(body.num_choices):
-                seed = None if body.seed is None else body.seed + i
                 begun = resumed[len(choices)] if resumed else None
-                request = self._request(body, prompt, seed, begun, context)
+                request = self._request(body, spec, i, begun, context)
                 record = RequestRecord(
                     num_prompt_tokens=len(prompt),
-                    max_tokens=request.sampling.max_tokens,
+                    max_tokens=request.spec.sampling.max_tokens,
                     received_at=context.received_at,
                 )
                 choice = Choice(
@@ -200,35 +201,46 @@ class OpenAIServing:
                     await asyncio.sleep(0)
         return choices
 
-    def _request(
+    def _spec(
         self,
         body: CompletionRequest | ChatCompletionRequest,
         prompt: list[int],
-        seed: int | None,
+        context: RequestContext,
+    ) -> RequestSpec:
+        """The envelope of one prompt: the only place where it is made. Raises `BadRequest`."""
+        spec = RequestSpec(
+            prompt,
+            body.sampling(),
+            priority=body.priority or 0,
+            cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
+            prefix_hash=context.prefix_hash,
+        )
+        return self._complete(body, spec)
+
+    def _complete(
+        self, body: CompletionRequest | ChatCompletionRequest, spec: RequestSpec
+    ) -> RequestSpec:
+        try:
+            return self._input_processor.complete(spec, max_tokens=body.wanted_max_tokens)
+        except InvalidRequest as error:
+            raise BadRequest(error.message, param=error.param, code=error.code) from None
+
+    def _request(
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        spec: RequestSpec,
+        index: int,
         begun: ResumedChoice | None,
         context: RequestContext,
     ) -> GenerationRequest:
-        goes_on = begun is not None and begun.end is None
-        sampling = body.sampling()
-        if begun is not None and (begun.token_ids or begun.end):
-            # The client has them.
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        try:
-            request = self._input_processor.process(
-                f"{context.request_id}-{next(self._serial)}",
-                prompt,
-                sampling,
-                max_tokens=body.wanted_max_tokens,
-                seed=begun.seed if begun is not None else seed,
-                priority=body.priority or 0,
-                cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
-                resumed_token_ids=begun.token_ids if begun is not None and goes_on else (),
-            )
-        except InvalidRequest as error:
-            raise BadRequest(error.message, param=error.param, code=error.code) from None
+        if begun is None:
+            spec = spec.with_sampling(seed=choose_seed(body.seed, index))
+        else:
+            spec = self._complete(body, _continued(spec, begun))
+        name = f"{context.request_id}-{next(self._serial)}"
+        request = self._input_processor.request(name, spec)
         request.arrival_time = context.received_at
         request.trace = context.trace.sibling() if context.trace is not None else None
-        request.prefix_hash = context.prefix_hash
         return request
 
     def _take_over(self, choice: Choice, begun: ResumedChoice) -> None:
@@ -326,7 +338,7 @@ def _journal(
     if resume is not None:
         return JournalWriter(resume.num_entries, keeps_logprobs=not is_stream)
     journal = JournalWriter(keeps_logprobs=not is_stream)
-    journal.start(created, [choice.request.sampling.seed for choice in choices])
+    journal.start(created, [choice.request.spec.sampling.seed for choice in choices])
     return journal
 
 
@@ -336,6 +348,15 @@ def _resumed_choices(resume: Resume | None, num_choices: int) -> list[ResumedCho
     if len(resume.choices) != num_choices:
         raise BadRequest("what to resume belongs to another request", param="resume")
     return resume.choices
+
+
+def _continued(spec: RequestSpec, begun: ResumedChoice) -> RequestSpec:
+    """Returns `spec` from where another node left this choice."""
+    spec = spec.with_sampling(seed=begun.seed)
+    if begun.token_ids or begun.end:
+        # The client has them.
+        spec = spec.with_sampling(prompt_logprobs=None)
+    return spec if begun.end else spec.resumed_after(begun.token_ids)
 
 
 def _salt(tenant: str, own: str) -> str:

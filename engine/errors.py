@@ -1,4 +1,4 @@
-"""How an engine ends, and why it does not begin."""
+"""How an engine ends, why it does not begin, and why it refuses a request."""
 
 from __future__ import annotations
 
@@ -11,3 +11,19 @@ class CannotStartError(Exception):
 class EngineDeadError(Exception):
     """This engine cannot go on; every request of it fails with this. The message names who died
     and why. There is no way back but a new process: end, and let the supervisor start one."""
+
+
+class InvalidRequest(ValueError):
+    """The request cannot be served as it is. `param` names the field, `code` is for programs."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def check(condition: bool, param: str, message: str) -> None:
+    """Raises `InvalidRequest` with "`param` `message`" unless `condition` holds."""
+    if not condition:
+        raise InvalidRequest(f"{param} {message}", param)

@@ -8,24 +8,19 @@ from __future__ import annotations
 import msgspec
 
 from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
-from engine.sampling_params import SamplingParams
+from engine.request_spec import RequestSpec
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
 # To the engine core ---------------------------------------------------------------------------
 
 
 class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
-    """A new request. When a stream is resumed, `prompt_token_ids` ends with the
-    `num_resumed_tokens` of output that another node has given to the client already."""
+    """A new request: its spec, and what belongs to this node alone."""
 
     request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    num_resumed_tokens: int = 0
+    spec: RequestSpec
     eos_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
-    priority: int = 0
-    cache_salt: str = ""
     kv_transfer_params: KVTransferParams | None = None
 
 

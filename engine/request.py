@@ -20,6 +20,7 @@ from engine.messages import EngineCoreRequest
 
 if TYPE_CHECKING:
     from engine.config import SchedulingPolicy
+    from engine.request_spec import RequestSpec
     from engine.sampling_params import SamplingParams
     from kv_transfer.metadata import KVTransferParams
 
@@ -56,7 +57,6 @@ class Request:
         "arrival_order",
         "arrival_time",
         "block_hashes",
-        "cache_salt",
         "eos_token_ids",
         "epoch",
         "first_scheduled_at",
@@ -65,27 +65,24 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "num_resumed_tokens",
-        "priority",
         "request_id",
         "row",
         "sampling",
+        "spec",
         "status",
     )
 
     def __init__(self, message: EngineCoreRequest) -> None:
         self.request_id = message.request_id
-        self.sampling: SamplingParams = message.sampling
+        self.spec: RequestSpec = message.spec
+        self.sampling: SamplingParams = message.spec.sampling
         self.eos_token_ids = message.eos_token_ids
-        self.priority = message.priority
         self.arrival_time = message.arrival_time
         self.arrival_order = 0
         """Counts requests as they reach the scheduler."""
-        self.cache_salt = message.cache_salt
         self.kv_transfer_params: KVTransferParams | None = message.kv_transfer_params
-        self.all_token_ids: list[int] = list(message.prompt_token_ids)
+        self.all_token_ids: list[int] = list(message.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
-        self.num_resumed_tokens = message.num_resumed_tokens
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in this engine's prefix cache at the first scheduling; None before.
@@ -103,6 +100,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """The end of the prompt that is output of another node."""
+        return self.spec.num_resumed_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -136,5 +138,5 @@ class Request:
     def sort_key(self, policy: SchedulingPolicy) -> tuple[int, float, int]:
         """Smaller runs first; the largest is the first victim of a preemption."""
         if policy == "priority":
-            return (self.priority, self.arrival_time, self.arrival_order)
+            return (self.spec.priority, self.arrival_time, self.arrival_order)
         return (0, 0.0, self.arrival_order)

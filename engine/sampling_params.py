@@ -1,19 +1,37 @@
-"""How the next token of one request is chosen.
+"""How the next token of one request is chosen, and which values are allowed.
 
 The same parameters give the same token at the same position on every rank, on a prefill or on a
 decode node, after a preemption and after a resume: randomness is a pure function of
 (`seed`, position, token id). The seed is therefore always set before a request reaches an engine.
+
+A new parameter is named in three places: where the HTTP body becomes these
+(`decode_node.protocol`), here, and where it is used. Everything between carries them whole.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 import msgspec
 
+from engine.errors import check
+
 MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Validated at the edge (`engine.frontend.input_processor`); inside, taken as correct.
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Checked at each node's edge by `check_sampling`; inside, taken as correct.
+
+    Messages carry only what differs from the defaults, under the number that is each field's
+    `name`; numbers are never used again. A peer that does not know a number refuses the message
+    instead of sampling another token.
 
     Attributes:
         max_tokens: Generated tokens at most, at least 1.
@@ -32,25 +50,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: Token ids that end the output, in addition to the model's own.
         ignore_eos: The model's end-of-sequence ids do not end the output.
         logprobs: None for none, k for the chosen token's and the top k log probabilities.
-        prompt_logprobs: The same of the prompt's tokens; none of it is taken from a cache then.
+        prompt_logprobs: The same for the prompt's tokens; the prompt is then computed in full,
+            and nothing of it comes from a cache.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: int = msgspec.field(default=16, name="1")
+    min_tokens: int = msgspec.field(default=0, name="2")
+    temperature: float = msgspec.field(default=1.0, name="3")
+    top_k: int = msgspec.field(default=0, name="4")
+    top_p: float = msgspec.field(default=1.0, name="5")
+    min_p: float = msgspec.field(default=0.0, name="6")
+    repetition_penalty: float = msgspec.field(default=1.0, name="7")
+    presence_penalty: float = msgspec.field(default=0.0, name="8")
+    frequency_penalty: float = msgspec.field(default=0.0, name="9")
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict, name="10")
+    seed: int = msgspec.field(default=0, name="11")
+    stop: tuple[str, ...] = msgspec.field(default=(), name="12")
+    stop_token_ids: tuple[int, ...] = msgspec.field(default=(), name="13")
+    ignore_eos: bool = msgspec.field(default=False, name="14")
+    logprobs: int | None = msgspec.field(default=None, name="15")
+    prompt_logprobs: int | None = msgspec.field(default=None, name="16")
 
     @property
     def needs_penalties(self) -> bool:
@@ -60,3 +79,75 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raises `InvalidRequest` naming the first parameter that is out of its range."""
+    _check_ranges(params)
+    check(0 <= params.top_k < 1 << 31, "top_k", f"must be 0 (off) or more, not {params.top_k}")
+    check(0 <= params.seed < 1 << 64, "seed", "must have 64 bits")
+    check(
+        0 <= params.min_tokens <= params.max_tokens,
+        "min_tokens",
+        f"must be between 0 and max_tokens ({params.max_tokens}), not {params.min_tokens}",
+    )
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        check(
+            asked is None or 0 <= asked <= MAX_LOGPROBS,
+            name,
+            f"must be between 0 and {MAX_LOGPROBS}, not {asked}",
+        )
+    _check_stop(params, vocab_size)
+    _check_logit_bias(params, vocab_size)
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    """NaN fails every comparison, so it is refused by the same test."""
+    for name, low, high in (
+        ("temperature", 0.0, 100.0),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("repetition_penalty", 0.0, 100.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
+    ):
+        value = getattr(params, name)
+        check(low <= value <= high, name, f"must be between {low:g} and {high:g}, not {value}")
+    for name in ("top_p", "repetition_penalty"):
+        check(getattr(params, name) > 0, name, "must be greater than 0")
+
+
+def _check_stop(params: SamplingParams, vocab_size: int) -> None:
+    count = len(params.stop)
+    check(count <= MAX_STOP_STRINGS, "stop", f"has {count} strings, more than {MAX_STOP_STRINGS}")
+    for stop in params.stop:
+        check(
+            0 < len(stop) <= MAX_STOP_LENGTH,
+            "stop",
+            f"strings must have 1 to {MAX_STOP_LENGTH} characters",
+        )
+    _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
+    _check_count("logit_bias", len(params.logit_bias), MAX_LOGIT_BIAS)
+    _check_token_ids("logit_bias", params.logit_bias, vocab_size)
+    for bias in params.logit_bias.values():
+        check(
+            math.isfinite(bias) and abs(bias) <= 100,
+            "logit_bias",
+            f"must be between -100 and 100, not {bias}",
+        )
+
+
+def _check_count(param: str, count: int, limit: int) -> None:
+    check(count <= limit, param, f"has {count} entries, more than {limit}")
+
+
+def _check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Looks at the extremes first: a list may be as long as the vocabulary."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+        check(False, param, f"names token id {wrong}; this model's ids are 0 to {vocab_size - 1}")

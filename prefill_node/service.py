@@ -22,30 +22,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-import msgspec
 
 from edge.security.config import Role
 from edge.tracing.context import TraceContext
 from edge.tracing.file import TraceFile
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
-from engine.frontend.input_processor import (
-    GenerationRequest,
-    InputProcessor,
-    InvalidRequest,
-    check_sampling,
-)
+from engine.errors import EngineDeadError, InvalidRequest
+from engine.frontend.input_processor import GenerationRequest, InputProcessor
 from engine.frontend.output_processor import OutputStream, RequestOutput
-from engine.frontend.wire import (
-    logprobs_to_message,
-    prompt_logprobs_to_message,
-    sampling_from_message,
-)
+from engine.frontend.wire import logprobs_to_message, prompt_logprobs_to_message
 from engine.messages import EngineReady, KVTransferResult
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus
 from engine.outputs import SchedulerStats
-from engine.sampling_params import SamplingParams
+from engine.request_spec import RequestSpec, UnknownSpecVersion, decode_spec
+from engine.sampling_params import check_sampling
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats, is_transfer_id
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
@@ -196,7 +187,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def _note_token(self, call: _Call, output: RequestOutput) -> None:
         call.token_at, call.queue_s = time.monotonic(), output.queue_s
-        self._status.note_prefix(call.work.prefix_hash)
+        self._status.note_prefix(call.work.spec.prefix_hash)
         if call.work.kv_transfer_params is None or output.finish_reason == "stop":
             # The caller has all it wants with this token, and may leave at any moment.
             call.outcome = "done"
@@ -232,6 +223,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._check_queue()
         try:
             return self._generation_request(request)
+        except UnknownSpecVersion as error:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, error.message) from None
         except InvalidRequest as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, error.message) from None
 
@@ -250,22 +243,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _generation_request(self, message: prefill_pb2.PrefillRequest) -> GenerationRequest:
         if not is_transfer_id(message.transfer_id):
             raise InvalidRequest("transfer_id must be 32 hex digits", "transfer_id")
-        sampling = sampling_from_message(message.sampling)
-        check_sampling(sampling, self._engine.config.model.vocab_size)
-        tokens = list(message.prompt_token_ids)
-        num_own = max(0, len(tokens) - message.num_resumed_tokens)
-        limit = len(tokens) - num_own + 1
+        spec = decode_spec(message.spec, list(message.prompt_token_ids))
+        spec.check()
+        check_sampling(spec.sampling, self._engine.config.model.vocab_size)
+        spec = _for_one_token(spec)
         request = self._input_processor.process(
-            f"{message.transfer_id}-{message.attempt}",
-            tokens[:num_own],
-            _for_one_token(sampling, limit),
-            max_tokens=limit,
-            seed=sampling.seed,
-            priority=message.priority,
-            cache_salt=message.cache_salt,
-            resumed_token_ids=tokens[num_own:],
+            f"{message.transfer_id}-{message.attempt}", spec, max_tokens=spec.sampling.max_tokens
         )
-        request.prefix_hash = message.prefix_hash
         if not message.first_token_only:
             request.kv_transfer_params = KVTransferParams(
                 do_remote_decode=True,
@@ -294,7 +278,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _first_token(self, call: _Call, output: RequestOutput) -> prefill_pb2.PrefillEvent:
         work = call.work
         prefill_s = max(0.0, call.token_at - work.arrival_time - output.queue_s)
-        self._metrics.first_token(len(work.prompt_token_ids), output.queue_s, prefill_s)
+        self._metrics.first_token(len(work.spec.prompt_token_ids), output.queue_s, prefill_s)
         token = prefill_pb2.FirstToken(
             token_id=output.token_ids[0],
             num_cached_tokens=output.num_cached_tokens or 0,
@@ -325,7 +309,7 @@ def _trace_of(context: PrefillContext) -> TraceContext:
     return TraceContext.from_headers(given)
 
 
-def _for_one_token(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
-    """`max_tokens`: the one and those before it."""
-    min_tokens = min(sampling.min_tokens, max_tokens)
-    return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+def _for_one_token(spec: RequestSpec) -> RequestSpec:
+    """Returns a copy that ends with the next token."""
+    limit = spec.num_resumed_tokens + 1
+    return spec.with_sampling(max_tokens=limit, min_tokens=min(spec.sampling.min_tokens, limit))

@@ -34,6 +34,7 @@ from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 
 SHAPES: dict[str, dict[str, object]] = {
@@ -157,10 +158,10 @@ class OfflineEngine:
         self._next_id += 1
         return EngineCoreRequest(
             request_id=str(self._next_id),
-            prompt_token_ids=[
-                self._random.randrange(1, self._vocab_size) for _ in range(num_prompt_tokens)
-            ],
-            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            spec=RequestSpec(
+                [self._random.randrange(1, self._vocab_size) for _ in range(num_prompt_tokens)],
+                SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            ),
         )
 
     def run(

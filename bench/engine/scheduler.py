@@ -32,6 +32,7 @@ from engine.kv_cache.block_hash import extend_block_hashes, hash_block_tokens, p
 from engine.messages import EngineCoreRequest
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
@@ -148,8 +149,10 @@ def add_requests(
         length = _MAX_NUM_BATCHED_TOKENS // batch if aligned else rng.randint(*_PROMPT_LENGTHS)
         message = EngineCoreRequest(
             request_id=f"{index:032x}",
-            prompt_token_ids=[rng.randrange(100_000) for _ in range(length)],
-            sampling=SamplingParams(max_tokens=_MAX_MODEL_LEN - length),
+            spec=RequestSpec(
+                [rng.randrange(100_000) for _ in range(length)],
+                SamplingParams(max_tokens=_MAX_MODEL_LEN - length),
+            ),
             eos_token_ids=config.model.eos_token_ids,
             arrival_time=time.monotonic(),
         )
@@ -222,9 +225,7 @@ def measure_hashing(num_tokens: int = 8192, block_size: int = 16) -> dict[str, f
     prompt = [index * 7919 % 100_000 for index in range(num_tokens)]
 
     def by_sha256() -> None:
-        message = EngineCoreRequest(
-            request_id="", prompt_token_ids=prompt, sampling=SamplingParams()
-        )
+        message = EngineCoreRequest(request_id="", spec=RequestSpec(prompt))
         extend_block_hashes(Request(message), block_size)
 
     packed = pack_tokens(prompt)

@@ -126,8 +126,8 @@ class AsyncLLM:
         if request_id in self._states or request_id in self._kv_results:
             raise ValueError(f"request id {request_id} is in use; ids must be unique")
         state = RequestState(OutputProcessor(request, self._tokenizer))
-        if request.num_resumed_tokens:
-            state.queue.put_nowait(state.processor.replay(request.resumed_token_ids))
+        if request.spec.num_resumed_tokens:
+            state.queue.put_nowait(state.processor.replay(request.spec.resumed_token_ids))
         self._states[request_id] = state
         params = request.kv_transfer_params
         if params is not None and params.first_token_only:
@@ -331,13 +331,9 @@ def _num_known_tokens(state: RequestState, output: EngineCoreOutput) -> int:
 def _to_core(request: GenerationRequest) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=request.sampling,
-        num_resumed_tokens=request.num_resumed_tokens,
+        spec=request.spec,
         eos_token_ids=request.eos_token_ids,
         arrival_time=request.arrival_time,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
         kv_transfer_params=request.kv_transfer_params,
     )
 

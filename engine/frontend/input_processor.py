@@ -6,74 +6,31 @@ takes what it gets as correct.
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import msgspec
 
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.errors import InvalidRequest, check
+from engine.request_spec import RequestSpec
+from engine.sampling_params import check_sampling
 from kv_transfer.metadata import KVTransferParams
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 256
-MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIAS = 1024
 _SEED_BITS = 64
-
-
-class InvalidRequest(ValueError):
-    """The client's mistake. `param` names the field, `code` is for programs."""
-
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """One prompt and how to continue it. Checked; `sampling.seed` and `max_tokens` are set.
-
-    `num_resumed_tokens`: so many at the end of `prompt_token_ids` are output that another node
-    has given already. They count as output for penalties, `min_tokens` and `max_tokens`, and the
-    first output of the stream is what they amount to.
-    """
+    """A request on its way into one engine: a checked spec, and what belongs to this node alone."""
 
     request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    num_resumed_tokens: int = 0
+    spec: RequestSpec
     eos_token_ids: tuple[int, ...] = ()
-    priority: int = 0
-    cache_salt: str = ""
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
-    prefix_hash: int = 0
-    """What routers call the prompt's beginning; 0: nothing. The engine does not use it."""
     arrival_time: float = field(default_factory=time.monotonic)
     """CLOCK_MONOTONIC seconds."""
-
-    @property
-    def own_prompt_token_ids(self) -> list[int]:
-        """Without resumed output."""
-        tokens = self.prompt_token_ids
-        return tokens[: len(tokens) - self.num_resumed_tokens]
-
-    @property
-    def needs_one_token(self) -> bool:
-        """The next token is the last."""
-        return self.sampling.max_tokens == self.num_resumed_tokens + 1
-
-    @property
-    def resumed_token_ids(self) -> list[int]:
-        tokens = self.prompt_token_ids
-        return tokens[len(tokens) - self.num_resumed_tokens :]
 
 
 class InputProcessor:
@@ -84,70 +41,49 @@ class InputProcessor:
         self._model = config.model
 
     def process(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int | None,
-        seed: int | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        resumed_token_ids: Sequence[int] = (),
+        self, request_id: str, spec: RequestSpec, *, max_tokens: int | None
     ) -> GenerationRequest:
-        """Raises `InvalidRequest`. `max_tokens` None: what is left of the context.
+        """Completes `spec` and makes a request of it. Raises `InvalidRequest`."""
+        return self.request(request_id, self.complete(spec, max_tokens=max_tokens))
 
-        `seed` None: a random one, so that the same draw can be repeated on any node.
-        `resumed_token_ids`: output to continue after; `max_tokens` counts it.
+    def request(self, request_id: str, spec: RequestSpec) -> GenerationRequest:
+        """Makes a request of a spec that is complete."""
+        return GenerationRequest(request_id, spec, eos_token_ids=self._model.eos_token_ids)
+
+    def complete(self, spec: RequestSpec, *, max_tokens: int | None) -> RequestSpec:
+        """Returns `spec` with `max_tokens` set; all of it is checked. Raises `InvalidRequest`.
+
+        `max_tokens` counts resumed output, and None stands for what is left of the context.
         """
-        self.check_prompt(prompt_token_ids)
-        limit = self._max_tokens(len(prompt_token_ids), max_tokens)
-        if seed is None:
-            seed = secrets.randbits(_SEED_BITS)
-        sampling = msgspec.structs.replace(
-            sampling, max_tokens=limit, seed=seed & ((1 << _SEED_BITS) - 1)
+        spec.check()
+        self._check_prompt(spec)
+        spec = spec.with_sampling(
+            max_tokens=self._max_tokens(spec.num_own_prompt_tokens, max_tokens)
         )
-        check_sampling(sampling, self._model.vocab_size)
-        self._check_resumed(resumed_token_ids, limit)
-        return GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=[*prompt_token_ids, *resumed_token_ids],
-            sampling=sampling,
-            num_resumed_tokens=len(resumed_token_ids),
-            eos_token_ids=self._model.eos_token_ids,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        check_sampling(spec.sampling, self._model.vocab_size)
+        _check_resumed(spec.num_resumed_tokens < spec.sampling.max_tokens)
+        return spec
 
-    def check_prompt(self, prompt_token_ids: list[int]) -> None:
-        """Not empty, ids in range, short enough for one more token."""
-        if not prompt_token_ids:
-            raise InvalidRequest("the prompt is empty; send at least one token", "prompt")
-        vocab_size = self._model.vocab_size
-        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
-            wrong = next(i for i in prompt_token_ids if not 0 <= i < vocab_size)
+    def _check_prompt(self, spec: RequestSpec) -> None:
+        """Ids are in range, and the prompt fits into one step if it has to."""
+        token_ids, vocab_size = spec.prompt_token_ids, self._model.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            wrong = next(i for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
+            _check_resumed(wrong < spec.num_own_prompt_tokens)
             raise InvalidRequest(
-                f"token id {wrong} is out of range; this model's ids are 0 to {vocab_size - 1}",
+                f"token id {token_ids[wrong]} is out of range; this model's ids are 0 to "
+                f"{vocab_size - 1}",
                 "prompt",
             )
         scheduler = self._config.scheduler
-        if not scheduler.enable_chunked_prefill:
-            budget = scheduler.max_num_batched_tokens
-            if len(prompt_token_ids) > budget:
-                raise InvalidRequest(
-                    f"the prompt has {len(prompt_token_ids)} tokens; without chunked prefill "
-                    f"this server computes at most {budget} at once",
-                    "prompt",
-                    "context_length_exceeded",
-                )
-
-    def _check_resumed(self, token_ids: Sequence[int], max_tokens: int) -> None:
-        vocab_size = self._model.vocab_size
-        _check(
-            len(token_ids) < max_tokens and all(0 <= i < vocab_size for i in token_ids),
-            "resume",
-            "does not belong to this request, or to another model",
-        )
+        budget, count = scheduler.max_num_batched_tokens, spec.num_own_prompt_tokens
+        if not scheduler.enable_chunked_prefill and count > budget:
+            raise InvalidRequest(
+                f"the prompt has {count} tokens; without chunked prefill this server computes at "
+                f"most {budget} at once",
+                "prompt",
+                "context_length_exceeded",
+            )
 
     def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         context = self._model.max_model_len
@@ -161,7 +97,7 @@ class InputProcessor:
             )
         if max_tokens is None:
             return left
-        _check(max_tokens >= 1, "max_tokens", f"must be at least 1, not {max_tokens}")
+        check(max_tokens >= 1, "max_tokens", f"must be at least 1, not {max_tokens}")
         if max_tokens > left:
             raise InvalidRequest(
                 f"this model's context is {context} tokens, but {num_prompt_tokens} in the "
@@ -173,83 +109,15 @@ class InputProcessor:
         return max_tokens
 
 
-def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Raises `InvalidRequest` naming the first parameter that is out of its range."""
-    _check_ranges(params)
-    _check(0 <= params.top_k < 1 << 31, "top_k", f"must be 0 (off) or more, not {params.top_k}")
-    _check(
-        0 <= params.min_tokens <= params.max_tokens,
-        "min_tokens",
-        f"must be between 0 and max_tokens ({params.max_tokens}), not {params.min_tokens}",
-    )
-    for name in ("logprobs", "prompt_logprobs"):
-        asked = getattr(params, name)
-        _check(
-            asked is None or 0 <= asked <= MAX_LOGPROBS,
-            name,
-            f"must be between 0 and {MAX_LOGPROBS}, not {asked}",
-        )
-    _check_stop(params, vocab_size)
-    _check_logit_bias(params, vocab_size)
+def choose_seed(seed: int | None, choice: int = 0) -> int:
+    """Returns the seed of a request's choice number `choice`, so that choices differ.
+
+    None draws a random one: seeds are always set, so that any node can repeat the draw.
+    """
+    if seed is None:
+        return secrets.randbits(_SEED_BITS)
+    return (seed + choice) & ((1 << _SEED_BITS) - 1)
 
 
-def _check_ranges(params: SamplingParams) -> None:
-    """NaN fails every comparison, so it is refused by the same test."""
-    for name, low, high in (
-        ("temperature", 0.0, 100.0),
-        ("top_p", 0.0, 1.0),
-        ("min_p", 0.0, 1.0),
-        ("repetition_penalty", 0.0, 100.0),
-        ("presence_penalty", -2.0, 2.0),
-        ("frequency_penalty", -2.0, 2.0),
-    ):
-        value = getattr(params, name)
-        _check(low <= value <= high, name, f"must be between {low:g} and {high:g}, not {value}")
-    for name in ("top_p", "repetition_penalty"):
-        _check(getattr(params, name) > 0, name, "must be greater than 0")
-
-
-def _check_stop(params: SamplingParams, vocab_size: int) -> None:
-    count = len(params.stop)
-    _check(count <= MAX_STOP_STRINGS, "stop", f"has {count} strings, more than {MAX_STOP_STRINGS}")
-    for stop in params.stop:
-        _check(
-            0 < len(stop) <= MAX_STOP_LENGTH,
-            "stop",
-            f"strings must have 1 to {MAX_STOP_LENGTH} characters",
-        )
-    count = len(params.stop_token_ids)
-    _check(
-        count <= MAX_STOP_TOKEN_IDS,
-        "stop_token_ids",
-        f"has {count} ids, more than {MAX_STOP_TOKEN_IDS}",
-    )
-    for token_id in params.stop_token_ids:
-        _check_token_id(token_id, vocab_size, "stop_token_ids")
-
-
-def _check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
-    count = len(params.logit_bias)
-    _check(
-        count <= MAX_LOGIT_BIAS, "logit_bias", f"has {count} entries, more than {MAX_LOGIT_BIAS}"
-    )
-    for token_id, bias in params.logit_bias.items():
-        _check_token_id(token_id, vocab_size, "logit_bias")
-        _check(
-            math.isfinite(bias) and abs(bias) <= 100,
-            "logit_bias",
-            f"must be between -100 and 100, not {bias}",
-        )
-
-
-def _check_token_id(token_id: int, vocab_size: int, param: str) -> None:
-    _check(
-        0 <= token_id < vocab_size,
-        param,
-        f"names token id {token_id}; this model's ids are 0 to {vocab_size - 1}",
-    )
-
-
-def _check(condition: bool, param: str, message: str) -> None:
-    if not condition:
-        raise InvalidRequest(f"{param} {message}", param)
+def _check_resumed(condition: bool) -> None:
+    check(condition, "resume", "does not belong to this request, or to another model")

@@ -68,11 +68,11 @@ class OutputProcessor:
 
     def __init__(self, request: GenerationRequest, tokenizer: Decoder | None) -> None:
         self.request_id = request.request_id
-        self._sampling = request.sampling
-        self._eos_token_ids = () if request.sampling.ignore_eos else request.eos_token_ids
+        sampling = self._sampling = request.spec.sampling
+        self._eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
-        self._matcher = StopStringMatcher(request.sampling.stop)
-        self._num_resumed_tokens = request.num_resumed_tokens
+        self._matcher = StopStringMatcher(sampling.stop)
+        self._num_resumed_tokens = request.spec.num_resumed_tokens
         self._prompt_logprobs: list[PromptLogprobs] = []
         """Until they are given."""
         self.num_output_tokens = 0

@@ -15,14 +15,19 @@ import hashlib
 import struct
 
 from engine.request import Request
+from engine.request_spec import RequestSpec
 
 BlockHash = bytes
 """32 bytes. Equal in every process and on every host."""
 
 
-def root_hash(cache_salt: str) -> BlockHash:
-    """What the first block of a prompt is chained to."""
-    return hashlib.sha256(b"tandem/kv-block/1\0" + cache_salt.encode()).digest()
+def root_hash(spec: RequestSpec) -> BlockHash:
+    """Returns the hash that the first block of a prompt is chained to.
+
+    The extra keys are here and nowhere else: everything of a request, besides its tokens, that its
+    KV depends on or that must keep it apart.
+    """
+    return hashlib.sha256(b"tandem/kv-block/1\0" + spec.cache_salt.encode()).digest()
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:
@@ -42,7 +47,7 @@ def extend_block_hashes(request: Request, block_size: int) -> None:
     stop = request.num_tokens // block_size * block_size
     if start >= stop:
         return
-    parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+    parent = hashes[-1] if hashes else root_hash(request.spec)
     packed = pack_tokens(request.all_token_ids[start:stop])
     width = 4 * block_size
     for offset in range(0, len(packed), width):

@@ -32,7 +32,7 @@ def token_at(position: int, seed: int = 0) -> int:
 def prompt_logprobs_of(request: GenerationRequest) -> list[PromptLogprobs]:
     """In two parts. Each token is the second most likely one, -0.5 behind -0.25 for token 1 and
     before -0.75 for token 2."""
-    asked, prompt = request.sampling.prompt_logprobs, request.own_prompt_token_ids
+    asked, prompt = request.spec.sampling.prompt_logprobs, request.spec.own_prompt_token_ids
     if asked is None or len(prompt) < 2:
         return []
     middle = 1 + len(prompt) // 2
@@ -98,8 +98,8 @@ class FakeEngine:
         state = RequestState(OutputProcessor(request, self._tokenizer))
         fake = FakeRequest(request, state, params=request.kv_transfer_params)
         self.requests[request.request_id] = fake
-        if request.num_resumed_tokens:
-            state.queue.put_nowait(state.processor.replay(request.resumed_token_ids))
+        if request.spec.num_resumed_tokens:
+            state.queue.put_nowait(state.processor.replay(request.spec.resumed_token_ids))
         if fake.params is None:
             fake.has_kv = True
         self.on_generate(fake)
@@ -184,9 +184,9 @@ class FakeEngine:
         assert fake.has_kv, "no token without KV"
         processor = fake.state.processor
         for i in range(count):
-            position = len(fake.request.prompt_token_ids) + processor.num_new_tokens
-            token = token_at(position, fake.request.sampling.seed)
-            done = processor.num_output_tokens + 1 == fake.request.sampling.max_tokens
+            position = len(fake.request.spec.prompt_token_ids) + processor.num_new_tokens
+            token = token_at(position, fake.request.spec.sampling.seed)
+            done = processor.num_output_tokens + 1 == fake.request.spec.sampling.max_tokens
             ending = {"finish_reason": "length"} if done else {}
             if i == count - 1:
                 ending |= last
@@ -195,8 +195,8 @@ class FakeEngine:
                     processor.add_prompt_logprobs(part)
                 ending |= {"num_cached_tokens": 0, "queue_s": 0.001}
             logprobs = None
-            if fake.request.sampling.logprobs is not None:
-                ids = [token, 1, 2, 3][: 1 + fake.request.sampling.logprobs]
+            if fake.request.spec.sampling.logprobs is not None:
+                ids = [token, 1, 2, 3][: 1 + fake.request.spec.sampling.logprobs]
                 logprobs = [TokenLogprobs(ids, [-0.25 * (i + 1) for i in range(len(ids))], 1)]
             output = processor.process([token], logprobs, **ending)
             fake.finished = output.finished
@@ -227,8 +227,8 @@ class FakeEngine:
 
 
 def expected_tokens(fake: FakeRequest, count: int) -> list[int]:
-    prompt = len(fake.request.prompt_token_ids)
-    return [token_at(prompt + i, fake.request.sampling.seed) for i in range(count)]
+    prompt = len(fake.request.spec.prompt_token_ids)
+    return [token_at(prompt + i, fake.request.spec.sampling.seed) for i in range(count)]
 
 
 class FakeCall:
@@ -245,8 +245,8 @@ class FakeCall:
         for part in prompt_logprobs_of(self.request):
             self._events.put_nowait(part)
         if token_id is None:
-            position = len(self.request.prompt_token_ids)
-            token_id = token_at(position, self.request.sampling.seed)
+            position = len(self.request.spec.prompt_token_ids)
+            token_id = token_at(position, self.request.spec.sampling.seed)
         self._events.put_nowait(FirstToken(token_id, None, 3, 0.01, 0.02))
 
     def taken(self) -> None:

@@ -143,14 +143,14 @@ async def test_a_node_that_faces_clients_ignores_what_only_a_router_says() -> No
         response = await node.client.post(COMPLETIONS, content=body, headers=headers)
         assert "x-tandem-journal" not in response.headers
         assert not response.text.startswith(":")
-        assert node.engine.only.request.cache_salt == ""
+        assert node.engine.only.request.spec.cache_salt == ""
 
 
 async def test_the_tenant_s_salt_cannot_be_left() -> None:
     async with http_node() as node:
         body = {"prompt": [1], "max_tokens": 1, "cache_salt": "mine"}
         await node.client.post(COMPLETIONS, json=body, headers={"x-tandem-cache-salt": "T"})
-        assert node.engine.only.request.cache_salt == "T/mine"
+        assert node.engine.only.request.spec.cache_salt == "T/mine"
 
 
 async def test_a_node_that_stops_says_that_others_may_go_on() -> None:

@@ -59,10 +59,10 @@ async def test_a_chat_completion_uses_the_template() -> None:
     async with http_node() as node:
         body = await post(node, "/v1/chat/completions", CHAT)
         request = node.engine.only.request
-        assert node.tokenizer.decode(request.prompt_token_ids) == "u:the dog\n"
+        assert node.tokenizer.decode(request.spec.prompt_token_ids) == "u:the dog\n"
         (choice,) = body["choices"]
         assert choice["message"]["role"] == "assistant"
-        prompt = len(request.prompt_token_ids)
+        prompt = len(request.spec.prompt_token_ids)
         assert choice["message"]["content"] == answer_text(node, prompt, 4)
         assert body["object"] == "chat.completion"
 
@@ -202,12 +202,12 @@ async def test_sampling_parameters_reach_the_engine() -> None:
     async with http_node() as node:
         body = {**TEXT, **sent, "logit_bias": {"5": -1.5}, "priority": -3, "cache_salt": "tenant"}
         await post(node, "/v1/completions", body)
-        request = node.engine.only.request
+        spec = node.engine.only.request.spec
         for name, value in sent.items():
             expected = tuple(value) if isinstance(value, list) else value
-            assert getattr(request.sampling, name) == expected, name
-        assert request.sampling.logit_bias == {5: -1.5}
-        assert (request.priority, request.cache_salt, request.sampling.seed) == (-3, "tenant", 4)
+            assert getattr(spec.sampling, name) == expected, name
+        assert spec.sampling.logit_bias == {5: -1.5}
+        assert (spec.priority, spec.cache_salt, spec.sampling.seed) == (-3, "tenant", 4)
 
 
 async def test_fields_that_change_nothing_are_taken() -> None:
@@ -226,7 +226,7 @@ async def test_text_parts_become_one_text() -> None:
     async with http_node() as node:
         body = {**CHAT, "messages": [{"role": "user", "content": parts}]}
         await post(node, "/v1/chat/completions", body)
-        prompt = node.tokenizer.decode(node.engine.only.request.prompt_token_ids)
+        prompt = node.tokenizer.decode(node.engine.only.request.spec.prompt_token_ids)
         assert prompt == "u:the\ndog\n"
 
 
@@ -351,4 +351,4 @@ async def test_the_prefill_node_learns_what_routers_call_the_prompt() -> None:
         for given, known in (("00000000000000ff", 255), ("no hash", 0)):
             headers = {"x-prefiller-host-port": "a:1", "x-tandem-prefix": given}
             await node.client.post("/v1/completions", json=TEXT, headers=headers)
-            assert node.nodes.calls[-1].request.prefix_hash == known
+            assert node.nodes.calls[-1].request.spec.prefix_hash == known

@@ -16,6 +16,7 @@ from decode_node.prefill_client import FirstToken, KVTaken, PrefillClient, Prefi
 from edge.security.credentials import Credentials
 from edge.tracing.context import TraceContext
 from engine.frontend.input_processor import GenerationRequest
+from engine.request_spec import RequestSpec, decode_spec
 from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
@@ -26,7 +27,8 @@ from tests.engine.core.tiny_engine import tiny_config
 US = kv_peer(tiny_config())
 THEM = kv_peer(tiny_config())
 REQUEST = GenerationRequest(
-    "r", [1, 2, 3], SamplingParams(seed=7, logprobs=2), priority=2, cache_salt="s"
+    "r",
+    RequestSpec([1, 2, 3], SamplingParams(seed=7, logprobs=2), priority=2, cache_salt="s"),
 )
 Handler = Callable[[prefill_pb2.PrefillRequest, Any], AsyncIterator[prefill_pb2.PrefillEvent]]
 
@@ -110,10 +112,9 @@ async def test_a_prompt_goes_out_and_its_token_comes_back() -> None:
         assert (first.token_id, first.num_cached_tokens) == (9, 2)
         assert first.logprobs is not None and first.logprobs.token_ids == [9, 4]
         (sent,) = servicer.requests
-        assert list(sent.prompt_token_ids) == [1, 2, 3]
         assert (sent.transfer_id, sent.attempt) == ("ab" * 16, 1)
         assert sent.expected_epoch == THEM.epoch
-        assert (sent.priority, sent.cache_salt, sent.sampling.seed) == (2, "s", 7)
+        assert decode_spec(sent.spec, list(sent.prompt_token_ids)) == REQUEST.spec
 
 
 async def test_a_node_is_greeted_once() -> None:
@@ -249,7 +250,7 @@ async def test_a_stream_that_stops_early_just_ends() -> None:
 
 async def test_the_trace_and_resumed_output_reach_the_prefill_node() -> None:
     trace = TraceContext("0af7651916cd43dd8448eb211c80319c", "01", "vendor=1")
-    request = dataclasses.replace(REQUEST, num_resumed_tokens=1, trace=trace)
+    request = dataclasses.replace(REQUEST, spec=REQUEST.spec.resumed_after([8]), trace=trace)
     async with prefill_node() as (servicer, address, _):
         client = PrefillClient(US, 5.0, Credentials())
         try:
@@ -261,4 +262,6 @@ async def test_the_trace_and_resumed_output_reach_the_prefill_node() -> None:
         (metadata,) = servicer.metadata
         assert metadata["traceparent"] == f"00-{trace.trace_id}-{trace.span_id}-01"
         assert metadata["tracestate"] == "vendor=1"
-        assert servicer.requests[0].num_resumed_tokens == 1
+        (sent,) = servicer.requests
+        assert decode_spec(sent.spec, list(sent.prompt_token_ids)) == request.spec
+        assert request.spec.resumed_token_ids == [8]

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node.prefix_index import PrefixIndex
+from engine.request_spec import RequestSpec
 
 BLOCK = 4
+SPEC = RequestSpec()
 TOKENS = st.lists(st.integers(0, 2), max_size=20)
 SALTS = st.sampled_from(["", "tenant"])
 
@@ -25,25 +27,25 @@ def test_it_finds_the_longest_common_prefix_in_full_blocks(
 ) -> None:
     index = PrefixIndex(1000, BLOCK)
     for tokens, their_salt in past:
-        index.add(tokens, their_salt)
+        index.add(tokens, RequestSpec(cache_salt=their_salt))
     longest = max((common_prefix(t, prompt) for t, s in past if s == salt), default=0)
     expected = min(longest // BLOCK * BLOCK, len(prompt) - 1)
-    assert index.num_cached_tokens(prompt, salt) == expected
+    assert index.num_cached_tokens(prompt, RequestSpec(cache_salt=salt)) == expected
 
 
 def test_the_oldest_blocks_are_forgotten() -> None:
     index = PrefixIndex(4, BLOCK)
     first, second = list(range(8)), list(range(100, 108))
-    index.add(first, "")
-    index.add(second, "")
-    assert index.num_cached_tokens([*first, 1], "") == 8
-    index.add(list(range(200, 208)), "")
+    index.add(first, SPEC)
+    index.add(second, SPEC)
+    assert index.num_cached_tokens([*first, 1], SPEC) == 8
+    index.add(list(range(200, 208)), SPEC)
     assert len(index) == 4
-    assert index.num_cached_tokens([*first, 1], "") == 0
-    assert index.num_cached_tokens([*second, 1], "") == 8
+    assert index.num_cached_tokens([*first, 1], SPEC) == 0
+    assert index.num_cached_tokens([*second, 1], SPEC) == 8
 
 
 def test_without_a_cache_nothing_is_remembered() -> None:
     index = PrefixIndex(0, BLOCK)
-    index.add(list(range(8)), "")
-    assert (len(index), index.num_cached_tokens(list(range(8)), "")) == (0, 0)
+    index.add(list(range(8)), SPEC)
+    assert (len(index), index.num_cached_tokens(list(range(8)), SPEC)) == (0, 0)

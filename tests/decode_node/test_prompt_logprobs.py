@@ -81,7 +81,7 @@ async def test_prompt_logprobs_as_the_field_has_them(url: str) -> None:
     )
     async with http_node() as node:
         answer = await post(node, url, body)
-        prompt = node.engine.only.request.prompt_token_ids
+        prompt = node.engine.only.request.spec.prompt_token_ids
         found = answer if url == CHAT else answer["choices"][0]
         first, second, *_ = found["prompt_logprobs"]
         assert first is None and len(found["prompt_logprobs"]) == len(prompt)

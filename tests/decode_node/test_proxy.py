@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.outputs import SchedulerStats
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from tests.decode_node.decode_fakes import (
     FakeEngine,
@@ -68,9 +69,10 @@ class Bench:
         self._names = itertools.count()
         self.records: list[RequestRecord] = []
 
-    def request(self, **sampling: object) -> GenerationRequest:
+    def request(self, prompt: Sequence[int] = PROMPT, **sampling: object) -> GenerationRequest:
         params = SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": 3, **sampling})
-        return GenerationRequest(f"r{next(self._names)}", list(PROMPT), params, eos_token_ids=(0,))
+        spec = RequestSpec(list(prompt), params)
+        return GenerationRequest(f"r{next(self._names)}", spec, eos_token_ids=(0,))
 
     def stream(
         self, *, prefill_nodes: list[str] | None = None, **sampling: object
@@ -230,8 +232,7 @@ async def test_short_prompts_stay_here() -> None:
 async def test_only_what_is_not_cached_here_counts() -> None:
     """The second turn of a conversation begins with the first one, question and answer."""
     bench = Bench(threshold=8)
-    first = bench.request(max_tokens=6)
-    first.prompt_token_ids = list(range(20))
+    first = bench.request(range(20), max_tokens=6)
     task = asyncio.create_task(
         collect(bench.proxy.generate(first, RequestRecord(num_prompt_tokens=20), [A]))
     )
@@ -241,8 +242,7 @@ async def test_only_what_is_not_cached_here_counts() -> None:
     bench.engine.kv_arrives(fake)
     bench.engine.produce_all(fake)
     answer = tokens_of(await task)
-    second = bench.request()
-    second.prompt_token_ids = [*range(20), *answer[:4], 1, 2, 3, 4]
+    second = bench.request([*range(20), *answer[:4], 1, 2, 3, 4])
     stream = bench.proxy.generate(second, RequestRecord(num_prompt_tokens=28), [A])
     task = asyncio.create_task(collect(stream))
     fake = await bench.engine.added(2)

@@ -22,6 +22,8 @@ import pytest
 import pytest_asyncio
 
 from engine.node.settings import EngineSettings
+from engine.request_spec import RequestSpec, encode_spec
+from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVPeer
 from kv_transfer.wire.handshake import peer_to_proto
 from tandem_pb import kv_transfer_pb2 as pb
@@ -363,14 +365,12 @@ async def status_of(call: Any) -> grpc.StatusCode:
 
 
 def prefill_request(epoch: int, **changes: Any) -> bytes:
-    sampling = prefill_pb2.SamplingParams(
-        max_tokens=8, top_p=1.0, repetition_penalty=1.0, logprobs=-1, **changes.pop("sampling", {})
-    )
+    sampling = SamplingParams(max_tokens=8, **changes.pop("sampling", {}))
     fields = {
         "transfer_id": secrets.token_hex(16),
         "expected_epoch": epoch,
         "prompt_token_ids": [7] * 50,
-        "sampling": sampling,
+        "spec": encode_spec(RequestSpec([], sampling)),
         **changes,
     }
     return prefill_pb2.PrefillRequest(**fields).SerializeToString()
@@ -387,7 +387,9 @@ BAD_PREFILLS: list[dict[str, Any]] = [
     {"sampling": {"top_k": -5}},
     {"sampling": {"logit_bias": {2**32 - 1: 1.0}}},
     {"sampling": {"logit_bias": {1: float("inf")}}},
-    {"sampling": {"stop_token_ids": [2**31]}},
+    {"sampling": {"stop_token_ids": (2**31,)}},
+    {"spec": b""},
+    {"spec": b"\x01" + b"\xdd\xff\xff\xff\xff"},
 ]
 
 

@@ -89,7 +89,7 @@ class FakePrefillEngine:
 
     def samples(self, prompt: FakePrompt, token: int = 42, finish_reason: str = "length") -> None:
         logprobs = None
-        if prompt.request.sampling.logprobs is not None:
+        if prompt.request.spec.sampling.logprobs is not None:
             logprobs = [TokenLogprobs([token, 7], [-0.5, -1.5], 1)]
         prompt.state.queue.put_nowait(
             prompt.state.processor.process(

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from edge.tracing.file import TraceFile
-from engine.frontend.wire import sampling_to_message
 from engine.outputs import SchedulerStats
+from engine.request_spec import SPEC_VERSION, RequestSpec, encode_spec
 from engine.sampling_params import SamplingParams
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer
@@ -33,14 +33,16 @@ TRANSFER = "0123456789abcdef" * 2
 
 def request(node: ServedPrefill, **fields: Any) -> prefill_pb2.PrefillRequest:
     sampling = fields.pop("sampling", SamplingParams(max_tokens=9, seed=5, min_tokens=3))
+    of_spec = {name: fields.pop(name) for name in RequestSpec.__struct_fields__ if name in fields}
+    tokens = of_spec.pop("prompt_token_ids", [1, 2, 3])
     return prefill_pb2.PrefillRequest(
         **{
             "request_id": "r",
             "transfer_id": TRANSFER,
             "attempt": 0,
             "expected_epoch": node.engine.config.epoch,
-            "prompt_token_ids": [1, 2, 3],
-            "sampling": sampling_to_message(sampling),
+            "prompt_token_ids": tokens,
+            "spec": encode_spec(RequestSpec(tokens, sampling, **of_spec)),
             **fields,
         }
     )
@@ -84,10 +86,10 @@ async def test_the_usual_way() -> None:
         params = prompt.request.kv_transfer_params
         assert params is not None and params.do_remote_decode
         assert (params.transfer_id, params.attempt, params.num_tokens_held) == (TRANSFER, 2, 8)
-        assert prompt.request.prompt_token_ids == [1, 2, 3]
-        assert prompt.request.sampling.max_tokens == 1
-        assert prompt.request.sampling.min_tokens == 1, "the end token stays masked"
-        assert prompt.request.sampling.seed == 5
+        assert prompt.request.spec.prompt_token_ids == [1, 2, 3]
+        assert prompt.request.spec.sampling.max_tokens == 1
+        assert prompt.request.spec.sampling.min_tokens == 1, "the end token stays masked"
+        assert prompt.request.spec.sampling.seed == 5
         assert node.status.work.num_computing == 1
         node.engine.samples(prompt)
         token = (await read(call)).first_token
@@ -246,12 +248,29 @@ async def test_a_long_queue_refuses_with_fresh_load(limit: str) -> None:
         {"sampling": SamplingParams(temperature=float("nan"))},
         {"sampling": SamplingParams(top_p=0.0)},
         {"sampling": SamplingParams(logit_bias={VOCAB: 1.0})},
+        {"sampling": SamplingParams(min_tokens=17)},
+        {"num_resumed_tokens": 3},
+        {"num_resumed_tokens": -1},
+        {"priority": 1 << 31},
+        {"prefix_hash": -1},
+        {"cache_salt": "x" * 4097},
+        {"spec": bytes((SPEC_VERSION,)) + b"\xc1"},
+        {"spec": bytes((SPEC_VERSION,))},
     ],
 )
 async def test_wrong_requests(fields: dict[str, Any]) -> None:
     async with served_prefill() as node:
         _, error = await refusal(node, **fields)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("version", [0, SPEC_VERSION + 1, 255])
+async def test_the_spec_of_another_release_is_refused_by_name(version: int) -> None:
+    async with served_prefill() as node:
+        spec = bytes((version,)) + encode_spec(RequestSpec([1, 2, 3]))[1:]
+        _, error = await refusal(node, spec=spec)
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert f"request spec version {version} " in error.details()
 
 
 async def test_stopping_in_the_end_fails_what_is_open() -> None:
@@ -304,9 +323,12 @@ async def test_resumed_output_is_sampled_behind_as_output() -> None:
         call, prompt = await accepted(
             node, prompt_token_ids=tokens, num_resumed_tokens=2, sampling=sampling
         )
-        assert prompt.request.prompt_token_ids == tokens
-        assert prompt.request.num_resumed_tokens == 2
-        assert (prompt.request.sampling.max_tokens, prompt.request.sampling.min_tokens) == (3, 3)
+        assert prompt.request.spec.prompt_token_ids == tokens
+        assert prompt.request.spec.num_resumed_tokens == 2
+        assert (
+            prompt.request.spec.sampling.max_tokens,
+            prompt.request.spec.sampling.min_tokens,
+        ) == (3, 3)
         call.cancel()
 
 

@@ -30,9 +30,9 @@ class Pair:
             do_remote_prefill=True,
             transfer_id=transfer_id,
             peer=self.prefill.ready.peer,
-            first_token_only=pull.needs_one_token,
+            first_token_only=pull.spec.needs_one_token,
         )
-        if not pull.needs_one_token:
+        if not pull.spec.needs_one_token:
             offer.kv_transfer_params = KVTransferParams(
                 do_remote_decode=True, transfer_id=transfer_id
             )

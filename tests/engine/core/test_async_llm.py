@@ -15,6 +15,7 @@ import pytest_asyncio
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import LoadProgress
+from engine.request_spec import RequestSpec
 from tests.engine.core.tiny_engine import (
     NUM_BLOCKS,
     Oracle,
@@ -134,7 +135,7 @@ async def test_stop_string_ends_the_request_in_the_engine(llm: AsyncLLM, oracle:
 
 async def test_request_that_never_fits_ends_with_the_reason(llm: AsyncLLM) -> None:
     request = make_request("too-long", 2)
-    request.prompt_token_ids = [1] * 1000
+    request.spec = RequestSpec([1] * 1000, request.spec.sampling)
     outputs = [output async for output in llm.generate(request)]
     assert outputs[-1].finish_reason == "error"
     assert "1000" in outputs[-1].error

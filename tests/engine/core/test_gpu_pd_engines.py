@@ -12,6 +12,7 @@ import pytest_asyncio
 from engine.config import DeviceConfig, EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName
 from kv_transfer.metadata import KVTransferParams
@@ -49,7 +50,7 @@ def config(kv_role: KVRole | None, transport: KVTransportName = "auto") -> Engin
 def request(name: str, length: int, **sampling: object) -> GenerationRequest:
     prompt = [1 + (length * 31 + i * 7) % (VOCAB - 1) for i in range(length)]
     settings = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **sampling}
-    return GenerationRequest(name, prompt, SamplingParams(**settings))
+    return GenerationRequest(name, RequestSpec(prompt, SamplingParams(**settings)))
 
 
 async def tokens_of(llm: AsyncLLM, wanted: GenerationRequest) -> list[int]:

@@ -13,7 +13,6 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
-import msgspec
 import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
@@ -174,7 +173,7 @@ async def test_first_token_ends_the_answer(pair: Pair, oracle: Oracle, knows: st
     token = oracle.tokens(SEED)[0]
     offer, pull = pair.request(SEED, stop_token_ids=(token,))
     if knows == "decode":
-        offer.sampling = msgspec.structs.replace(offer.sampling, stop_token_ids=())
+        offer.spec = offer.spec.with_sampling(stop_token_ids=())
     stream = pair.decode.generate(pull)
     outputs = [output async for output in pair.prefill.generate(offer)]
     assert outputs[-1].finish_reason == ("stop" if knows == "both" else "length")
@@ -220,7 +219,7 @@ async def test_while_requests_are_put_back_for_others(pair: Pair, oracle: Oracle
         streams, prefills = [], []
         for seed in range(8):
             offer, pull = small.request(seed)
-            pull.sampling = make_request("", seed, max_tokens=50).sampling
+            pull.spec = make_request("", seed, max_tokens=50).spec
             streams.append(decode.generate(pull))
             prefills.append(asyncio.create_task(small.run_prefill(offer)))
         await until(lambda: decode.stats.num_preemptions > 0, "a preemption")

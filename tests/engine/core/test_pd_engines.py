@@ -85,7 +85,7 @@ async def test_prompt_logprobs_are_the_same_on_either_side(pair: Pair, oracle: O
         assert tokens == oracle.tokens(27)
         assert all(output.prompt_logprobs is None for output in others)
         found = [token for part in first.prompt_logprobs or () for token in part.unpack()]
-        assert len(found) == len(pull.prompt_token_ids) - 1
+        assert len(found) == len(pull.spec.prompt_token_ids) - 1
         return found
 
     for remote, local in zip(await one(is_remote=True), await one(is_remote=False), strict=True):

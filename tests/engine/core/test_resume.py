@@ -10,6 +10,7 @@ import pytest
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.messages import EngineCoreOutput, EngineCoreRequest
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from tests.engine.core.tiny_engine import tiny_config
 
@@ -30,9 +31,7 @@ def run(core: EngineCore, sampling: SamplingParams, resumed: list[int]) -> list[
     core.handle(
         EngineCoreRequest(
             request_id="r",
-            prompt_token_ids=[*PROMPT, *resumed],
-            num_resumed_tokens=len(resumed),
-            sampling=sampling,
+            spec=RequestSpec(PROMPT, sampling).resumed_after(resumed),
             eos_token_ids=(0,),
         )
     )

@@ -16,6 +16,7 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.messages import EngineCoreRequest
 from engine.outputs import SchedulerStats
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from tests.engine.tiny_model import tiny_model
 
@@ -52,7 +53,9 @@ def make_request(request_id: str, seed: int, **sampling: Any) -> GenerationReque
         "seed": seed,
         "ignore_eos": True,
     }
-    return GenerationRequest(request_id, prompt, SamplingParams(**{**settings, **sampling}))
+    return GenerationRequest(
+        request_id, RequestSpec(prompt, SamplingParams(**{**settings, **sampling}))
+    )
 
 
 class Oracle:
@@ -68,13 +71,7 @@ class Oracle:
         """Of `make_request(..., seed)`."""
         if seed not in self._known:
             request = make_request(f"oracle-{seed}", seed)
-            self._core.handle(
-                EngineCoreRequest(
-                    request_id=request.request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    sampling=request.sampling,
-                )
-            )
+            self._core.handle(EngineCoreRequest(request_id=request.request_id, spec=request.spec))
             found: list[int] = []
             self._core.step()
             while not self._core.is_idle:

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SchedulerConfig
-from engine.frontend.input_processor import InputProcessor, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.frontend.input_processor import InputProcessor, choose_seed
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
 
@@ -22,31 +24,30 @@ PROMPT = [3, 4, 5]
 def refusal(prompt: list[int] = PROMPT, max_tokens: int | None = 4, **sampling: Any) -> str | None:
     """The named parameter; the message must say something."""
     with pytest.raises(InvalidRequest) as caught:
-        PROCESSOR.process("r", prompt, SamplingParams(**sampling), max_tokens=max_tokens)
+        spec = RequestSpec(prompt, SamplingParams(**sampling))
+        PROCESSOR.complete(spec, max_tokens=max_tokens)
     assert len(str(caught.value)) > 10
     return caught.value.param
 
 
 def test_a_good_request_is_completed() -> None:
-    request = PROCESSOR.process("r", PROMPT, SamplingParams(), max_tokens=None, priority=3)
-    assert request.sampling.max_tokens == MAX_LEN - len(PROMPT)
+    request = PROCESSOR.process("r", RequestSpec(PROMPT, priority=3), max_tokens=None)
+    assert request.spec.sampling.max_tokens == MAX_LEN - len(PROMPT)
     assert request.eos_token_ids == (0,)
-    assert (request.priority, request.prompt_token_ids) == (3, PROMPT)
+    assert (request.spec.priority, request.spec.prompt_token_ids) == (3, PROMPT)
 
 
 def test_seeds_are_kept_or_drawn() -> None:
-    def seed_of(seed: int | None) -> int:
-        request = PROCESSOR.process("r", PROMPT, SamplingParams(), max_tokens=1, seed=seed)
-        return request.sampling.seed
-
-    assert seed_of(5) == 5
-    assert seed_of(-1) == (1 << 64) - 1
-    assert seed_of(None) != seed_of(None)
+    assert choose_seed(5) == 5
+    assert choose_seed(5, 2) == 7
+    assert choose_seed(-1) == (1 << 64) - 1
+    assert choose_seed((1 << 64) - 1, 1) == 0
+    assert choose_seed(None) != choose_seed(None)
 
 
 def test_the_context_message_says_both_numbers() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        PROCESSOR.process("r", PROMPT, SamplingParams(), max_tokens=MAX_LEN)
+        PROCESSOR.complete(RequestSpec(PROMPT), max_tokens=MAX_LEN)
     message = str(caught.value)
     assert all(str(n) in message for n in (MAX_LEN, len(PROMPT), MAX_LEN + len(PROMPT)))
     assert caught.value.code == "context_length_exceeded"
@@ -102,9 +103,20 @@ def test_wrong_sampling_names_its_field(sampling: dict[str, Any]) -> None:
 def test_without_chunked_prefill_long_prompts_are_refused() -> None:
     scheduler = SchedulerConfig(max_num_batched_tokens=8, enable_chunked_prefill=False)
     processor = InputProcessor(replace(tiny_config(), scheduler=scheduler))
-    processor.process("r", [1] * 8, SamplingParams(), max_tokens=1)
+    processor.complete(RequestSpec([1] * 8), max_tokens=1)
     with pytest.raises(InvalidRequest, match="8"):
-        processor.process("r", [1] * 9, SamplingParams(), max_tokens=1)
+        processor.complete(RequestSpec([1] * 9), max_tokens=1)
+
+
+@pytest.mark.parametrize("resumed", [[VOCAB], [-1], [1, 2, 3, 4], []])
+def test_output_of_another_request_is_not_continued(resumed: list[int]) -> None:
+    spec = RequestSpec(PROMPT).resumed_after(resumed)
+    if not resumed:
+        assert PROCESSOR.complete(spec, max_tokens=4).prompt_token_ids == PROMPT
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        PROCESSOR.complete(spec, max_tokens=4)
+    assert caught.value.param == "resume"
 
 
 @given(
@@ -119,9 +131,9 @@ def test_anything_is_refused_or_in_range(
 ) -> None:
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, stop=tuple(stop))
     try:
-        request = PROCESSOR.process("r", PROMPT, params, max_tokens=max_tokens)
+        sampling = PROCESSOR.complete(RequestSpec(PROMPT, params), max_tokens=max_tokens).sampling
     except InvalidRequest:
         return
-    assert 0 <= request.sampling.temperature <= 100
-    assert 0 < request.sampling.top_p <= 1
-    assert 1 <= request.sampling.max_tokens <= MAX_LEN - len(PROMPT)
+    assert 0 <= sampling.temperature <= 100
+    assert 0 < sampling.top_p <= 1
+    assert 1 <= sampling.max_tokens <= MAX_LEN - len(PROMPT)

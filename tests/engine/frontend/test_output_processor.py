@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from tests.engine.frontend.small_tokenizers import byte_level
 
@@ -21,7 +22,7 @@ EOS = 1
 
 def processor(**sampling: Any) -> OutputProcessor:
     params = SamplingParams(**{"max_tokens": 100, **sampling})
-    request = GenerationRequest("r", [5, 6], params, eos_token_ids=(EOS,))
+    request = GenerationRequest("r", RequestSpec([5, 6], params), eos_token_ids=(EOS,))
     return OutputProcessor(request, byte_level())
 
 
@@ -129,7 +130,7 @@ def test_token_one_may_be_the_last(
 
 
 def test_without_a_tokenizer_there_are_tokens_and_no_text() -> None:
-    request = GenerationRequest("r", [1], SamplingParams(stop=("a",)))
+    request = GenerationRequest("r", RequestSpec([1], SamplingParams(stop=("a",))))
     output = OutputProcessor(request, None).process([7, 8], finish_reason="length")
     assert (output.token_ids, output.text, output.finish_reason) == ([7, 8], "", "length")
 

@@ -104,7 +104,7 @@ async def test_request_reaches_the_core_before_anybody_iterates(
     stream = _generate(llm, PULL)
     (message,) = core.take()
     assert isinstance(message, EngineCoreRequest)
-    assert message.prompt_token_ids == make_request("r", 2).prompt_token_ids
+    assert message.spec == make_request("r", 2).spec
     assert message.kv_transfer_params == PULL
     stream.close()
     assert core.take() == [AbortRequests(["r"])]

@@ -15,7 +15,7 @@ from engine.kv_cache.block_hash import extend_block_hashes, pack_tokens, root_ha
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreRequest
 from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.request_spec import RequestSpec
 
 BLOCK_SIZE = 4
 
@@ -24,9 +24,7 @@ def make_request(tokens: list[int], request_id: str = "a", salt: str = "") -> Re
     return Request(
         EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=tokens,
-            sampling=SamplingParams(),
-            cache_salt=salt,
+            spec=RequestSpec(tokens, cache_salt=salt),
         )
     )
 
@@ -41,7 +39,7 @@ def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
 
 
 def test_hashes_are_a_chain_over_whole_blocks() -> None:
-    first = hashlib.sha256(root_hash("") + struct.pack("<4i", 1, 2, 3, 4)).digest()
+    first = hashlib.sha256(root_hash(RequestSpec()) + struct.pack("<4i", 1, 2, 3, 4)).digest()
     second = hashlib.sha256(first + struct.pack("<4i", 5, 6, 7, 8)).digest()
     assert hashes_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == [first, second]
 

@@ -26,6 +26,7 @@ from engine.config import (
 from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
 from engine.request import Request
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
@@ -77,9 +78,7 @@ class EngineRank:
                 ignore_eos=True,
                 prompt_logprobs=prompt_logprobs,
             )
-            message = EngineCoreRequest(
-                request_id=request_id, prompt_token_ids=prompt, sampling=sampling
-            )
+            message = EngineCoreRequest(request_id=request_id, spec=RequestSpec(prompt, sampling))
             self._scheduler.add_request(Request(message))
         found = {request_id: Found() for request_id in asked}
         while self._scheduler.has_unfinished_requests():

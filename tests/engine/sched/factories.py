@@ -7,6 +7,7 @@ from typing import Any
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.messages import EngineCoreRequest
 from engine.request import Request
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import KVPeer, KVTransferParams
@@ -60,12 +61,11 @@ def make_request(
     return Request(
         EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(**params),
+            spec=RequestSpec(
+                prompt, SamplingParams(**params), priority=priority, cache_salt=cache_salt
+            ),
             eos_token_ids=(EOS,),
             arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=cache_salt,
             kv_transfer_params=kv,
         )
     )

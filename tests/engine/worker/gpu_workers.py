@@ -25,6 +25,7 @@ from engine.distributed import TensorParallelGroup
 from engine.messages import EngineCoreRequest
 from engine.models.registry import create_model
 from engine.request import Request
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
@@ -161,8 +162,10 @@ def mixed_requests(make_prompt) -> list[EngineCoreRequest]:
     return [
         EngineCoreRequest(
             request_id=str(i),
-            prompt_token_ids=make_prompt(3 + 7 * i % 50, i),
-            sampling=msgspec.structs.replace(KINDS[i % 4], max_tokens=10 + 3 * i % 30),
+            spec=RequestSpec(
+                make_prompt(3 + 7 * i % 50, i),
+                msgspec.structs.replace(KINDS[i % 4], max_tokens=10 + 3 * i % 30),
+            ),
         )
         for i in range(14)
     ]

@@ -16,6 +16,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.messages import EngineCoreOutputs, EngineCoreRequest
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
@@ -91,8 +92,7 @@ def workload(seed: int) -> list[EngineCoreRequest]:
         requests.append(
             EngineCoreRequest(
                 request_id=f"request-{i}",
-                prompt_token_ids=shared + prompt if rng.random() < 0.5 else prompt,
-                sampling=sampling,
+                spec=RequestSpec(shared + prompt if rng.random() < 0.5 else prompt, sampling),
                 eos_token_ids=(EOS,),
                 arrival_time=float(i),
             )
@@ -158,7 +158,7 @@ def test_tokens_are_those_of_requests_alone(
 def _check_empty(engine: OneEngine) -> None:
     """Workers hear of an end with the next step, so one more request clears all but itself."""
     last = SamplingParams(temperature=0.0, max_tokens=2)
-    engine.add(EngineCoreRequest(request_id="last", prompt_token_ids=[1], sampling=last))
+    engine.add(EngineCoreRequest(request_id="last", spec=RequestSpec([1], last)))
     engine.finish()
     assert engine.scheduler.check_empty() == []
     assert engine.scheduler.schedule() is None

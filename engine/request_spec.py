@@ -1,0 +1,160 @@
+"""One envelope for all that a request asks for.
+
+    1. the HTTP edge of a decode node makes a `RequestSpec`, which `InputProcessor` completes
+    2. `EngineCoreRequest` carries it whole to the engine core
+    3. `encode_spec` puts it into the `Prefill` call; `decode_spec` reads it on the prefill node,
+       whose own `InputProcessor` checks it again, because a peer's word is not believed
+
+Nothing between the edge and the place of use names a field of it. What belongs to one node and not
+to the request stays outside: ids, arrival times, traces, where the KV comes from.
+
+Bytes of the `Prefill` call: one byte of version, then a MessagePack map from field numbers to what
+differs from the defaults, the same for `sampling` inside it, and without two fields:
+
+- the prompt travels beside it as packed varints, which are smaller;
+- stop strings stay on the decode node, which matches text alone.
+
+The version grows when the meaning of something known changes. A new field needs no new version: a
+node that does not know it refuses the requests that use it, by the field's number, and serves all
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest, check
+from engine.sampling_params import SamplingParams
+
+SPEC_VERSION = 1
+MAX_SPEC_BYTES = 1 << 20
+"""Without the prompt. The limits of all fields together allow less than half of it."""
+MAX_SALT_LENGTH = 4096
+
+
+class UnknownSpecVersion(InvalidRequest):
+    """The peer runs another release, which means something else by the same names."""
+
+
+class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A request as every node that works on it sees it.
+
+    Attributes:
+        prompt_token_ids: The prompt, and behind it output that the client has already.
+        sampling: How tokens are chosen.
+        num_resumed_tokens: So many tokens at the end of the prompt are output that another node
+            has given to the client. They count as output for penalties, `min_tokens`, `max_tokens`
+            and bad words.
+        priority: Smaller runs first, where the scheduler looks at it. 32 bits.
+        cache_salt: Separates the prefix caches of tenants.
+        prefix_hash: The name that routers give to the prompt's beginning; 0 for none. Nodes repeat
+            it in their reports, and the engine does not use it.
+    """
+
+    prompt_token_ids: list[int] = msgspec.field(default_factory=list, name="1")
+    sampling: SamplingParams = msgspec.field(default=SamplingParams(), name="2")
+    num_resumed_tokens: int = msgspec.field(default=0, name="3")
+    priority: int = msgspec.field(default=0, name="4")
+    cache_salt: str = msgspec.field(default="", name="5")
+    prefix_hash: int = msgspec.field(default=0, name="6")
+
+    @property
+    def num_own_prompt_tokens(self) -> int:
+        """The prompt's length without resumed output."""
+        return len(self.prompt_token_ids) - self.num_resumed_tokens
+
+    @property
+    def own_prompt_token_ids(self) -> list[int]:
+        """The prompt without resumed output."""
+        return self.prompt_token_ids[: self.num_own_prompt_tokens]
+
+    @property
+    def resumed_token_ids(self) -> list[int]:
+        """The output that the client has already."""
+        return self.prompt_token_ids[self.num_own_prompt_tokens :]
+
+    @property
+    def needs_one_token(self) -> bool:
+        """Whether the next token is the last."""
+        return self.sampling.max_tokens == self.num_resumed_tokens + 1
+
+    def with_sampling(self, **changes: object) -> RequestSpec:
+        """Returns a copy with some sampling parameters replaced."""
+        sampling = msgspec.structs.replace(self.sampling, **changes)
+        return msgspec.structs.replace(self, sampling=sampling)
+
+    def resumed_after(self, token_ids: Sequence[int]) -> RequestSpec:
+        """Returns a copy that goes on after the output `token_ids`."""
+        return msgspec.structs.replace(
+            self,
+            prompt_token_ids=[*self.own_prompt_token_ids, *token_ids],
+            num_resumed_tokens=len(token_ids),
+        )
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for what has nothing to do with the model."""
+        count = len(self.prompt_token_ids)
+        check(count > 0, "prompt", "is empty; send at least one token")
+        check(0 <= self.num_resumed_tokens < count, "resume", "leaves nothing of the prompt")
+        check(-(1 << 31) <= self.priority < 1 << 31, "priority", "must have 32 bits")
+        check(0 <= self.prefix_hash < 1 << 64, "prefix_hash", "must have 64 bits")
+        check(
+            len(self.cache_salt) <= MAX_SALT_LENGTH,
+            "cache_salt",
+            f"must have at most {MAX_SALT_LENGTH} characters, with the tenant's",
+        )
+
+
+_SAMPLING = 2
+"""Number of the field `sampling`."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(dict[int, Any]).decode
+
+
+def encode_spec(spec: RequestSpec) -> bytes:
+    """Returns the bytes for a `Prefill` call, without the prompt and the stop strings."""
+    sampling = spec.sampling
+    if sampling.stop:
+        sampling = msgspec.structs.replace(sampling, stop=())
+    spec = msgspec.structs.replace(spec, prompt_token_ids=[], sampling=sampling)
+    fields = _numbered(msgspec.to_builtins(spec))
+    if _SAMPLING in fields:
+        fields[_SAMPLING] = _numbered(fields[_SAMPLING])
+    return bytes((SPEC_VERSION,)) + _encode(fields)
+
+
+def decode_spec(data: bytes, prompt_token_ids: list[int]) -> RequestSpec:
+    """Reads what `encode_spec` wrote. Types are right afterwards, values are unchecked.
+
+    Raises `UnknownSpecVersion`, and `InvalidRequest` for everything else.
+    """
+    if len(data) > MAX_SPEC_BYTES:
+        raise InvalidRequest(
+            f"the request spec has {len(data)} bytes, more than {MAX_SPEC_BYTES}", "spec"
+        )
+    version = data[0] if data else 0
+    if version != SPEC_VERSION:
+        raise UnknownSpecVersion(
+            f"request spec version {version} is not known here, only version {SPEC_VERSION}; "
+            f"run the same release on prefill and decode nodes",
+            "spec",
+        )
+    try:
+        fields = _decode(memoryview(data)[1:])
+        if isinstance(sampling := fields.get(_SAMPLING), dict):
+            fields[_SAMPLING] = _named(sampling)
+        spec = msgspec.convert(_named(fields), RequestSpec)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the request spec cannot be read: {error}"[:300], "spec") from None
+    return msgspec.structs.replace(spec, prompt_token_ids=prompt_token_ids)
+
+
+def _numbered(fields: dict[str, Any]) -> dict[int, Any]:
+    return {int(name): value for name, value in fields.items()}
+
+
+def _named(fields: dict[int, Any]) -> dict[str, Any]:
+    return {str(number): value for number, value in fields.items()}
