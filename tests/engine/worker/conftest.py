@@ -189,10 +189,10 @@ def generated_and_scored(
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2, max_tokens=64)
     driver.add("writer", 3, prompt, sampling)
     driver.step({"writer": len(prompt)})
-    generated = [driver.last.logprobs[3]]
+    generated = [driver.last.logprobs_by_row()[3][0]]
     for _ in range(num_output - 1):
         driver.step()
-        generated.append(driver.last.logprobs[3])
+        generated.append(driver.last.logprobs_by_row()[3][0])
     text = driver.tokens["writer"][: sum(chunks)]
     driver.add("beside", 0, prompt[:9])
     scoring = SamplingParams(temperature=0.0, prompt_logprobs=2, max_tokens=64)

@@ -120,10 +120,10 @@ def test_deterministic_mode(
         prompt, logged = make_prompt(37, 3), SamplingParams(temperature=0.7, seed=1, logprobs=5)
         driver.add("alone", 0, prompt, logged)
         driver.step({"alone": 37})
-        expected = [driver.last.logprobs[0]]
+        expected = [driver.last.logprobs_by_row()[0][0]]
         for _ in range(8):
             driver.step()
-            expected.append(driver.last.logprobs[0])
+            expected.append(driver.last.logprobs_by_row()[0][0])
         driver.remove("alone")
         for row, length in enumerate((40, 3, 20), 1):
             driver.add(str(row), row, make_prompt(length, row), KINDS[row])
@@ -131,10 +131,10 @@ def test_deterministic_mode(
         driver.step({"1": 40, "together": 5})
         driver.step({"2": 3, "together": 31})
         driver.step({"3": 20, "together": 1})
-        found = [driver.last.logprobs[5]]
+        found = [driver.last.logprobs_by_row()[5][0]]
         for _ in range(8):
             driver.step()
-            found.append(driver.last.logprobs[5])
+            found.append(driver.last.logprobs_by_row()[5][0])
         assert found == expected
 
 

@@ -206,8 +206,8 @@ def test_logprobs_come_by_row(driver, make_prompt) -> None:
     driver.add("quiet", 5, make_prompt(4, 1))
     driver.add("asks", 3, make_prompt(6, 2), sampling)
     sampled = driver.step({"quiet": 4, "asks": 6})
-    assert list(driver.last.logprobs) == [3]
-    found = driver.last.logprobs[3]
+    assert list(driver.last.logprobs_by_row()) == [3]
+    found = driver.last.logprobs_by_row()[3][0]
     assert found.token_ids[:2] == [sampled["asks"]] * 2
     assert found.rank == 1
     assert found.logprobs[0] == found.logprobs[1] > found.logprobs[2]
