@@ -1,25 +1,13 @@
-"""One request's prompt, computed on another node: attempts, the join, and what follows failures.
+"""One request's prompt, computed on another node: attempts, and what follows failures.
 
-Each attempt has two sources of news, the `Prefill` call and the KV transfer, in any order:
+Each attempt has two sources of news, the `Prefill` call and the KV transfer, in any order;
+`decode_node/prefill_join.py` draws what they lead to.
 
-                      first token                 KV complete
-        PREFILLING ─────────────────▶ HAS_TOKEN ───────────────▶ JOINED
-            │                             ▲                        ▲
-            └── KV complete ──▶ HAS_KV ───┼────── first token ─────┘
-                                          │
-    the call fails     PREFILLING, HAS_KV: the attempt has failed
-                       HAS_TOKEN: the KV may be here, or on its way, so wait a little longer
-    the KV fails       the attempt has failed
-    too slow           the attempt has failed
-
-A first token that ends the answer ends all of it, whatever the KV does. If it is known before that
-it will (one token is asked for), no KV is asked for, and the engine is left out of it.
+If it is known before that the first token ends the answer (one token is asked for), no KV is asked
+for, and the engine is left out of it.
 
 After a failure: the next prefill node, with a higher attempt number; when there is none, the
-prompt is computed here. In HAS_KV the engine needs no other node: it has only the prompt's last
-token to compute again, and samples token one itself. The first token reaches the client once,
-whichever attempt brought it: every attempt would sample the same one, and the engine ignores all
-but the first.
+prompt is computed here. The first token reaches the client once, whichever attempt brought it.
 
 The task that runs this is cancelled when the request ends for any reason; that cancels the
 call, and the prefill node lets go of everything.
@@ -36,6 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decode_node.prefill_client import AVOIDED, FirstToken, KVTaken, PrefillError, PrefillEvent
+from decode_node.prefill_join import JoinInput, JoinState, following
 from decode_node.timeline import RequestRecord
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
@@ -85,12 +74,23 @@ class RemotePrefillLimits:
     kv_s: float = 30.0
     lost_call_s: float = 6.0
 
+    def of(self, state: JoinState) -> float:
+        """Returns the seconds that an attempt may take from entering `state` to leaving it."""
+        match state:
+            case JoinState.HAS_TOKEN:
+                return self.kv_s
+            case JoinState.LOST_CALL:
+                return self.lost_call_s
+            case _:
+                return self.first_token_s
 
-_News = PrefillEvent | KVTransferResult | PrefillError | EngineDeadError
+
+News = PrefillEvent | KVTransferResult | PrefillError | EngineDeadError
 
 
 class RemotePrefill:
-    """`choose` a node before the engine gets the request; then `run` until all is joined."""
+    """`choose` a node before the engine gets the request; then `run` until all is joined. `state`
+    changes in `take` alone."""
 
     def __init__(
         self,
@@ -111,14 +111,11 @@ class RemotePrefill:
         self._record = record
         self._address = ""
         self._attempt = -1
-        self._has_token = False
-        """Of any attempt."""
-        self._has_kv = False
-        self._goes_on = True
-        """The first token, once it is here, was not the last."""
+        self._of_prompt: list[PromptLogprobs] = []
+        self.state = JoinState.CHOOSING
 
     async def choose(self) -> KVTransferParams | None:
-        """Greets nodes in order until one answers and fits. None: there is none (left)."""
+        """Asks nodes in order until one answers and fits. Returns None when there is none left."""
         while self._addresses and self._attempt + 1 < self._limits.max_attempts:
             address = self._addresses.popleft()
             try:
@@ -131,6 +128,7 @@ class RemotePrefill:
             self._record.attempts += 1
             self._record.prefill_node = address
             self._record.path = "remote"
+            self.take(JoinInput.CALLED)
             return KVTransferParams(
                 do_remote_prefill=True,
                 transfer_id=self._transfer_id,
@@ -143,24 +141,24 @@ class RemotePrefill:
         return None
 
     async def run(self, params: KVTransferParams) -> None:
-        """Until the engine has KV and first token, or has to compute the prompt itself."""
+        """Returns when the engine has KV and first token, or has to compute the prompt itself."""
         request_id = self._request.request_id
         while True:
             try:
                 await self._run_attempt(params)
-                return
             except EngineDeadError:
                 return
             except PrefillError as error:
                 self._note(self._address, error)
-                if self._has_kv:
-                    self._engine.prefill_locally(request_id)
-                    return
                 if error.code == "failed_precondition":
                     self._addresses.appendleft(self._address)
             except Exception:
                 logger.exception("request %s: remote prefill broke off", request_id)
                 self._addresses.clear()
+            if self.state is JoinState.KV_ONLY:
+                self._engine.prefill_locally(request_id)
+            if self.state.is_over:
+                return
             retry = await self.choose()
             if retry is None:
                 self._engine.prefill_locally(request_id)
@@ -170,63 +168,75 @@ class RemotePrefill:
 
     async def _run_attempt(self, params: KVTransferParams) -> None:
         """Raises `PrefillError` when this attempt will bring nothing more."""
-        news: asyncio.Queue[_News] = asyncio.Queue()
+        news: asyncio.Queue[News] = asyncio.Queue()
         call = asyncio.create_task(self._listen_to_call(params, news))
         tasks = [call]
         if not params.first_token_only:
             tasks.append(asyncio.create_task(self._listen_to_kv(params.attempt, news)))
         try:
-            await self._join(news)
-            if self._goes_on:
+            await self._follow(news)
+            if self.state is JoinState.JOINED:
                 await asyncio.wait([call], timeout=self._limits.kv_s)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _join(self, news: asyncio.Queue[_News]) -> None:
-        """See the drawing above."""
-        has_token = False
-        of_prompt: list[PromptLogprobs] = []
-        phase = "a first token"
+    async def _follow(self, news: asyncio.Queue[News]) -> None:
+        """Takes the attempt's news as long as any may come."""
+        self._of_prompt = []
+        state = self.state
         try:
-            async with asyncio.timeout(self._limits.first_token_s) as deadline:
-                while self._goes_on and not (self._has_kv and self._has_token):
-                    match await news.get():
-                        case PromptLogprobs() as part:
-                            of_prompt.append(part)
-                        case FirstToken() as token:
-                            has_token, phase = True, "KV after the first token"
-                            self._on_first_token(token, of_prompt)
-                            deadline.reschedule(_in(self._limits.kv_s))
-                        case KVTransferResult(ok=True, stats=stats):
-                            self._has_kv = True
-                            self._record.kv = stats
-                        case KVTransferResult(reason=reason):
-                            raise PrefillError("kv_transfer", reason)
-                        case PrefillError() as error if has_token:
-                            phase = f"KV, and the call has failed ({error})"
-                            deadline.reschedule(_in(self._limits.lost_call_s))
-                        case PrefillError() | EngineDeadError() as error:
-                            raise error
-                        case KVTaken():
-                            pass
+            async with asyncio.timeout(self._limits.of(state)) as deadline:
+                while self.state.is_waiting:
+                    self.take_news(await news.get())
+                    if self.state is not state and self.state is not JoinState.HAS_KV:
+                        deadline.reschedule(_in(self._limits.of(self.state)))
+                    state = self.state
         except TimeoutError:
-            raise PrefillError("timeout", f"{self._address}: no {phase} in time") from None
+            self.take(JoinInput.TOO_SLOW)
+            raise PrefillError("timeout", f"{self._address}: no {state.lacks} in time") from None
 
-    def _on_first_token(self, token: FirstToken, of_prompt: list[PromptLogprobs]) -> None:
-        if self._has_token:
-            return
-        self._has_token = True
+    def take_news(self, news: News) -> None:
+        """Raises `PrefillError` when the attempt has failed with it, EngineDeadError."""
+        match news:
+            case PromptLogprobs():
+                self._of_prompt.append(news)
+            case FirstToken() if self.state.knows_token:
+                self.take(JoinInput.TOKEN)
+            case FirstToken():
+                goes_on = self._supply(news)
+                self.take(JoinInput.TOKEN if goes_on else JoinInput.LAST_TOKEN)
+            case KVTransferResult(ok=True):
+                self._record.kv = news.stats
+                self.take(JoinInput.KV)
+            case KVTransferResult():
+                self.take(JoinInput.KV_FAILED)
+                raise PrefillError("kv_transfer", news.reason)
+            case PrefillError():
+                self.take(JoinInput.CALL_FAILED)
+                if not self.state.is_waiting:
+                    raise news
+            case EngineDeadError():
+                raise news
+            case KVTaken():
+                return
+
+    def take(self, came: JoinInput) -> None:
+        """The only place where `state` changes. Raises ValueError for what cannot come."""
+        self.state = following(self.state, came)
+
+    def _supply(self, token: FirstToken) -> bool:
+        """Returns whether the answer goes on behind the first token."""
         record = self._record
         record.num_cached_tokens = token.num_cached_tokens
         record.remote_queue_s = token.queue_s
         record.remote_prefill_s = token.prefill_s
-        self._goes_on = self._engine.supply_first_token(
-            self._request.request_id, token.token_id, token.logprobs, of_prompt
+        return self._engine.supply_first_token(
+            self._request.request_id, token.token_id, token.logprobs, self._of_prompt
         )
 
-    async def _listen_to_call(self, params: KVTransferParams, news: asyncio.Queue[_News]) -> None:
+    async def _listen_to_call(self, params: KVTransferParams, news: asyncio.Queue[News]) -> None:
         has_token = False
         try:
             events = self._nodes.prefill(self._address, self._request, params)
@@ -243,7 +253,7 @@ class RemotePrefill:
             logger.exception("request %s: reading events", self._request.request_id)
             news.put_nowait(PrefillError("internal", repr(error)))
 
-    async def _listen_to_kv(self, attempt: int, news: asyncio.Queue[_News]) -> None:
+    async def _listen_to_kv(self, attempt: int, news: asyncio.Queue[News]) -> None:
         """At most one result of each older attempt can still come, and means nothing now."""
         request_id = self._request.request_id
         try:

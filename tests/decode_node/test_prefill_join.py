@@ -1,0 +1,98 @@
+"""Token and KV of another node's prefill, stepped by hand: each order, each loss."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+
+from decode_node.prefill_client import FirstToken, KVTaken, PrefillError
+from decode_node.prefill_join import JoinInput, JoinState, following
+from decode_node.remote_prefill import RemotePrefill, RemotePrefillLimits
+from decode_node.timeline import RequestRecord
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.request_stream import RequestStream
+from engine.messages import KVTransferResult
+from engine.sampling_params import SamplingParams
+from tests.decode_node.decode_fakes import FakeEngine, FakePrefillNodes
+
+TOKEN = FirstToken(7, None, 3, 0.01, 0.02)
+LOST = PrefillError("unreachable", "the test said so")
+
+INPUTS = {
+    "call": JoinInput.CALLED,
+    "token": JoinInput.TOKEN,
+    "last": JoinInput.LAST_TOKEN,
+    "kv": JoinInput.KV,
+    "lost": JoinInput.CALL_FAILED,
+    "no-kv": JoinInput.KV_FAILED,
+    "slow": JoinInput.TOO_SLOW,
+}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "end"),
+    [
+        ("call token kv", JoinState.JOINED),
+        ("call kv token", JoinState.JOINED),
+        ("call last", JoinState.ANSWERED),
+        ("call kv last", JoinState.ANSWERED),
+        ("call token lost kv", JoinState.JOINED),
+        ("call token token kv", JoinState.JOINED),
+        ("call lost", JoinState.CHOOSING),
+        ("call slow call kv token", JoinState.JOINED),
+        ("call kv lost", JoinState.KV_ONLY),
+        ("call kv slow", JoinState.KV_ONLY),
+        ("call token lost slow", JoinState.CHOOSING_AGAIN),
+        ("call token no-kv call lost", JoinState.CHOOSING_AGAIN),
+        ("call token no-kv call kv", JoinState.JOINED),
+        ("call token no-kv call token lost kv", JoinState.JOINED),
+    ],
+)
+def test_ways_to_go(inputs: str, end: JoinState) -> None:
+    came = (INPUTS[name] for name in inputs.split())
+    assert reduce(following, came, JoinState.CHOOSING) is end
+
+
+@pytest.mark.parametrize("inputs", ["token", "call call", "call kv kv", "call token kv slow"])
+def test_what_cannot_come(inputs: str) -> None:
+    *before, last = (INPUTS[name] for name in inputs.split())
+    state = reduce(following, before, JoinState.CHOOSING)
+    with pytest.raises(ValueError, match=f"{last.name} cannot come in {state.name}"):
+        following(state, last)
+
+
+async def chosen(engine: FakeEngine) -> tuple[RemotePrefill, RequestStream]:
+    """One that has called its first node, and its request's outputs; dropping them aborts it."""
+    request = GenerationRequest("r", [5, 6, 7], SamplingParams(max_tokens=4), eos_token_ids=(0,))
+    nodes, limits = FakePrefillNodes(), RemotePrefillLimits(max_attempts=2)
+    record = RequestRecord(num_prompt_tokens=3)
+    remote = RemotePrefill(engine, nodes, request, ["a:1", "b:1"], "0" * 32, limits, record)
+    request.kv_transfer_params = await remote.choose()
+    return remote, engine.generate(request)
+
+
+async def test_the_engine_hears_of_the_first_token_once() -> None:
+    engine = FakeEngine()
+    remote, _outputs = await chosen(engine)
+    remote.take_news(TOKEN)
+    with pytest.raises(PrefillError, match="gone"):
+        remote.take_news(KVTransferResult("r", 0, False, reason="gone"))
+    assert remote.state is JoinState.CHOOSING_AGAIN
+    assert await remote.choose() is not None
+    remote.take_news(TOKEN)
+    remote.take_news(KVTaken())
+    assert remote.state is JoinState.HAS_TOKEN
+    remote.take_news(KVTransferResult("r", 1, True))
+    assert remote.state is JoinState.JOINED
+    assert engine.only.calls == [("first_token", 7)]
+
+
+async def test_a_lost_call_fails_the_attempt_only_before_the_token() -> None:
+    (before, _), (after, _outputs) = await chosen(FakeEngine()), await chosen(FakeEngine())
+    with pytest.raises(PrefillError, match="said so"):
+        before.take_news(LOST)
+    assert before.state is JoinState.CHOOSING
+    after.take_news(TOKEN)
+    after.take_news(LOST)
+    assert after.state is JoinState.LOST_CALL
