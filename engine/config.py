@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout, attention_group
@@ -24,25 +24,15 @@ ExecutorBackend = Literal["mp", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's frequency-dependent scaling of rotary frequencies (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family.
+    """A decoder-only transformer, as far as the engine around it must know it.
 
     Attributes:
         path: Folder of the checkpoint.
         served_model_name: The name clients use.
-        architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`.
-        attention_bias: q, k, v projections have a bias (Qwen2).
-        qk_norm: RMSNorm over each head of q and k before RoPE (Qwen3).
+        architecture: A name of `engine.models.registry.MODELS`.
+        spec: What only the architecture itself reads, as `engine.models.registry.spec_of` gives
+            it.
         max_model_len: Prompt plus output tokens at most.
         eos_token_ids: From generation_config.json, else config.json.
         model_hash: Equal exactly for nodes that compute the same KV.
@@ -52,23 +42,16 @@ class ModelConfig:
     served_model_name: str
     architecture: str
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    tie_word_embeddings: bool
-    attention_bias: bool
-    qk_norm: bool
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     dtype: Dtype
     load_format: LoadFormat
     model_hash: str
+    spec: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def take_turns(model: VariantModel, found: list[Candidate], rounds: int) -> None
             if candidate.failed:
                 continue
             try:
-                with applied(candidate.variant, model.model):
+                with applied(candidate.variant, model.model, model.gemms):
                     ms, logits = turn_ms(model, candidate.step)
             except Exception as error:
                 candidate.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"

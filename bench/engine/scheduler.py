@@ -30,6 +30,7 @@ from bench.record import RESULTS, write_result
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.kv_cache.block_hash import extend_block_hashes, hash_block_tokens, pack_tokens
 from engine.messages import EngineCoreRequest
+from engine.models.specs.llama import LlamaSpec
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
 from engine.request_spec import RequestSpec
@@ -68,28 +69,29 @@ class StepCost:
 
 
 def make_config(batch: int, block_size: int) -> EngineConfig:
+    spec = LlamaSpec(
+        hidden_size=4096,
+        intermediate_size=14_336,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+    )
     model = ModelConfig(
         path="",
         served_model_name="none",
         architecture="LlamaForCausalLM",
         vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
         num_layers=32,
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        qk_norm=False,
         max_model_len=_MAX_MODEL_LEN,
         eos_token_ids=(128_001, 128_009),
         dtype="bfloat16",
         load_format="dummy",
         model_hash="none",
+        spec=msgspec.to_builtins(spec),
     )
     return EngineConfig(
         engine_id="bench",

@@ -114,7 +114,7 @@ class Trial:
         row: dict[str, object] = {"case": self._case, "variant": variant.name}
         self.rows.append(row)
         try:
-            with applied(variant, self._model.model):
+            with applied(variant, self._model.model, self._model.gemms):
                 ms, found, same = self._timer(self._model, step)
                 kernels = 0.0
                 if self._metadata is not None:
@@ -190,7 +190,7 @@ def compile_part(arguments: argparse.Namespace) -> None:
         if batch:
             step = model.decode_step(model.decode_metadata(batch, 1088))
         try:
-            with torch.inference_mode(), applied(variant, model.model):
+            with torch.inference_mode(), applied(variant, model.model, model.gemms):
                 step()
         except Exception as error:
             print(variant.name, type(error).__name__, str(error)[:100], flush=True)

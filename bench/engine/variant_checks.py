@@ -21,18 +21,18 @@ def largest_error(model: VariantModel, metadata: AttentionMetadata) -> float:
 
 
 def attention_error(model: VariantModel, metadata: AttentionMetadata) -> float:
-    attention = model.layer.self_attn.attention
+    spec = model.layer.self_attn.attention.spec
     cache = model.kv_caches[0]
-    shape = (len(metadata.seq_lens), attention.num_heads, attention.head_dim)
+    shape = (len(metadata.seq_lens), spec.num_heads, spec.head_dim)
     q = torch.randn(shape, device=model.device).to(cache.dtype)
-    found = ops.paged_attention(q, cache, metadata, attention.spec.scale)
+    found = ops.paged_attention(q, cache, metadata, spec.scale)
     worst = 0.0
     for r in range(0, len(q), max(1, len(q) // _CHECKED_REQUESTS)):
         length = int(metadata.seq_lens[r])
         blocks = metadata.block_tables[r, : -(-length // cache.shape[3])].long()
         kv = cache[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].double()
-        grouped = q[r].double().view(kv.shape[1], -1, attention.head_dim)
-        weights = (grouped @ kv[0].mT * attention.spec.scale).softmax(-1)
+        grouped = q[r].double().view(kv.shape[1], -1, spec.head_dim)
+        weights = (grouped @ kv[0].mT * spec.scale).softmax(-1)
         worst = max(worst, _error(found[r].flatten(), (weights @ kv[1]).flatten()))
     return worst
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
-from engine.models.llama import LlamaForCausalLM, LlamaMLP
-from tandem_kernels import decode_attention, device, narrow_linear, ops, prefill_attention
+from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from engine.layers.mlp import GatedMLP
+from engine.layers.residual import ResidualStream
+from engine.models.llama import LlamaForCausalLM
+from tandem_kernels import decode_attention, device, narrow_linear, prefill_attention
 from tandem_kernels.decode_attention import DecodeTuning
 from tandem_kernels.narrow_linear import NarrowTuning
 from tandem_kernels.prefill_attention import PrefillTuning
@@ -104,12 +106,8 @@ def long_prompt_variants() -> list[Variant]:
 
 
 @contextmanager
-def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
-    """The model computes this way until the end of the block."""
-    layers = [module for module in model.modules() if hasattr(module, "narrow_rows")]
-    before = [layer.narrow_rows for layer in layers]
-    row_layers = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    residual_rows = row_layers[0].residual_rows
+def applied(variant: Variant, model: LlamaForCausalLM, present: GemmPolicy) -> Iterator[None]:
+    """The model, which computes as `present` says, computes this way until the end of the block."""
     own = narrow_linear.narrow_tuning
     tunings = {
         (narrow_linear, "narrow_tuning"): lambda gated: (
@@ -120,62 +118,50 @@ def applied(variant: Variant, model: LlamaForCausalLM) -> Iterator[None]:
     }
     chosen = (variant.plain or variant.gated, variant.decode, variant.prefill)
     device.chain_launches(variant.chained)
-    _set_deterministic(model, variant.deterministic)
-    if variant.library or variant.deterministic:
-        for layer in layers:
-            layer.narrow_rows = 0  # type: ignore[assignment]
-    if variant.deterministic or variant.residual_rows is not None:
-        _set_residual_rows(row_layers, variant.residual_rows or _NEVER)
+    _use(model, _policy(variant, present))
     try:
         with ExitStack() as patches:
             for (module, name), tuning in zip(tunings, chosen, strict=True):
                 if tuning is not None:
                     patches.enter_context(patch.object(module, name, tunings[module, name]))
-            for layer in _gated_layers(model, variant):
-                rows = variant.gated_rows or _NEVER
-                patches.enter_context(patch.object(layer, "gated_rows", rows))
             if variant.blas is not None:
                 torch.backends.cuda.preferred_blas_library(variant.blas)
             if variant.long_chains:
                 patches.enter_context(patch.object(device, "MAX_ROWS", _ANY_ROWS))
             if variant.mlp_rows is not None:
                 by_parts = _mlp_by_parts(variant.mlp_rows)
-                patches.enter_context(patch.object(LlamaMLP, "forward", by_parts))
+                patches.enter_context(patch.object(GatedMLP, "forward", by_parts))
             yield
     finally:
         device.chain_launches(True)
         if variant.blas is not None:
             torch.backends.cuda.preferred_blas_library("default")
-        _set_deterministic(model, False)
-        _set_residual_rows(row_layers, residual_rows)
-        for layer, rows in zip(layers, before, strict=True):
-            layer.narrow_rows = rows
+        _use(model, present)
 
 
-def _set_deterministic(model: LlamaForCausalLM, enabled: bool) -> None:
+def _policy(variant: Variant, present: GemmPolicy) -> GemmPolicy:
+    if variant.deterministic:
+        return GemmPolicy(deterministic=True)
+    policy = replace(present, small_m_rows=0, fused_gate_up_rows=0) if variant.library else present
+    if variant.gated_rows is not None:
+        policy = replace(policy, fused_gate_up_rows=variant.gated_rows)
+    if variant.residual_rows is not None:
+        policy = replace(policy, residual_rows=variant.residual_rows)
+    return policy
+
+
+def _use(model: LlamaForCausalLM, policy: GemmPolicy) -> None:
     for layer in model.modules():
-        if hasattr(layer, "product"):
-            layer.product = ops.invariant_linear if enabled else F.linear
-    model.lm_head.deterministic = enabled
+        if isinstance(layer, MergedColumnParallelLinear | RowParallelLinear):
+            layer.method = layer.choose_method(policy)
+    model.lm_head.deterministic = policy.deterministic
 
 
-def _gated_layers(model: LlamaForCausalLM, variant: Variant) -> list[GateUpParallelLinear]:
-    """Those that compute as `variant.gated_rows` says."""
-    if variant.gated_rows is None and not (variant.library or variant.deterministic):
-        return []
-    return [module for module in model.modules() if isinstance(module, GateUpParallelLinear)]
+def _mlp_by_parts(rows: int) -> Callable[[GatedMLP, Tensor, ResidualStream], None]:
+    """What lies between its GEMMs stays in the cache when there is little of it."""
 
-
-def _set_residual_rows(layers: list[RowParallelLinear], rows: int) -> None:
-    for layer in layers:
-        layer.residual_rows = rows
-
-
-def _mlp_by_parts(rows: int) -> Callable[[LlamaMLP, Tensor, Tensor], None]:
-    """What lies between its products stays in the cache when there is little of it."""
-
-    def forward(self: LlamaMLP, x: Tensor, residual: Tensor) -> None:
-        for part, to in zip(x.split(rows), residual.split(rows), strict=True):
-            self.down_proj.add(self.gate_up_proj(part), to)
+    def forward(self: GatedMLP, x: Tensor, stream: ResidualStream) -> None:
+        for part, to in zip(x.split(rows), stream.sum.split(rows), strict=True):
+            self.down_proj.add_to(ResidualStream(to), self.gate_up_proj(part))
 
     return forward

@@ -11,26 +11,27 @@ import torch
 from torch import Tensor
 
 from bench.engine.offline import shape_config
-from engine.distributed import TensorParallelGroup
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.flash_attention import FlashPrefill
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.selection import choose_attention
 from engine.layers.attention.uncached_prefill import UncachedPrefillBackend, split_metadata
+from engine.layers.gemm_policy import GemmPolicy
 from engine.models.base import ForwardInputs
-from engine.models.llama import LlamaDecoderLayer
+from engine.models.factory import create_model
+from engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from engine.models.loader import load_weights
-from engine.models.registry import create_model
+from engine.parallel import ParallelPlace
 from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 _SHARE_OF_MEMORY = 0.75
 _MAX_MODEL_LEN = 16_384
 _SHORTEST_APART = 512
+_TINY_SPEC = {"hidden_size": 256, "intermediate_size": 512}
 _TINY = {
-    "num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4,
-    "num_kv_heads": 2, "head_dim": 64, "vocab_size": 512,
+    "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "vocab_size": 512,
 }  # fmt: skip
 
 
@@ -42,12 +43,16 @@ class VariantModel:
     ) -> None:
         self.device = torch.device("cpu" if tiny else "cuda")
         config = shape_config(shape, device=self.device.type, max_model_len=_MAX_MODEL_LEN)
-        model = replace(config.model, **(_TINY if tiny else {}))
+        model = config.model
+        if tiny:
+            model = replace(model, **_TINY, spec={**model.spec, **_TINY_SPEC})
         if num_layers:
             model = replace(model, num_layers=num_layers)
         self.config = config = replace(config, model=model)
         self._block_size = config.cache.block_size
-        self.model = create_model(config, TensorParallelGroup(0, 1), self.device)
+        self.gemms = GemmPolicy.choose(config.device, self.device, 1)
+        place = ParallelPlace(range(model.num_layers))
+        self.model = cast(LlamaForCausalLM, create_model(config, place, self.device))
         load_weights(self.model, config, lambda fraction: None)
         self.longest_context, self.longest = (40, 512) if tiny else (8192, 8192)
         block_bytes = config.kv_layout.block_bytes

@@ -29,10 +29,10 @@ class VocabParallelEmbedding(nn.Module):
         self, vocab_size: int, hidden_size: int, shard: Shard, weight: nn.Parameter | None = None
     ) -> None:
         super().__init__()
-        self.group = shard.group
+        self.group = shard.tp
         self.shape = (vocab_size, hidden_size)
-        self.deterministic = shard.deterministic
-        unit = _ROWS_MULTIPLE * shard.group.size
+        self.deterministic = shard.gemms.deterministic
+        unit = _ROWS_MULTIPLE * shard.tp.size
         self.start, self.num_rows = shard.part(-(-vocab_size // unit) * unit)
         self.num_filled = max(0, min(self.num_rows, vocab_size - self.start))
         self.weight = shard.parameter(self.num_rows, hidden_size) if weight is None else weight
@@ -62,7 +62,7 @@ class LMHead(VocabParallelEmbedding):
         return logits[:, :vocab_size].flatten().view(len(hidden), vocab_size)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
-        """float32. On a GPU the product's own sums, without a rounding to half precision."""
+        """float32. On a GPU the GEMM's own sums, without a rounding to half precision."""
         if self.deterministic:
             return ops.invariant_linear(hidden, self.weight, None, torch.float32)
         if hidden.is_cuda and hidden.dtype != torch.float32:

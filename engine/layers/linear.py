@@ -4,107 +4,83 @@
     RowParallel      each rank has some of the inputs; input split, output summed over ranks
 
 so a column layer followed by a row layer needs one all-reduce. `MergedColumnParallelLinear` and
-`QKVParallelLinear` are several column layers of the same input, computed as one product.
-
-Column layers may compute few rows by kernels of our own (`Shard.narrow_rows`), and gate·up many
-rows together with the activation (`Shard.gated_rows`). With many rows, and one rank, a row layer
-can add to the residual stream in the product itself (`Shard.residual_rows`): the norm that follows
-reads and writes half as much. In deterministic mode all products are those of
-`ops.invariant_linear`.
+`QKVParallelLinear` are several column layers of the same input, computed as one GEMM. How a layer
+computes, and which tensors it holds, is its method's matter (`engine.layers.methods`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine.layers.methods.base import LinearLayer, LinearPart
+from engine.layers.methods.choice import column_method, gate_up_method, row_method
+from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from kv_transfer.layout import HeadRange
-from tandem_kernels import gated_shapes, narrow_shapes, ops
-
-Product = Callable[..., Tensor]
-"""x [T, in], weight [out, in], bias [out] -> [T, out]."""
-
-
-def product(shard: Shard) -> Product:
-    return ops.invariant_linear if shard.deterministic else F.linear
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnPart:
-    """Rows [start, start + count) of a checkpoint tensor that has `total` rows."""
+    """Outputs [start, start + count) of a projection that has `total`."""
 
     start: int
     count: int
     total: int
 
 
-class MergedColumnParallelLinear(nn.Module):
-    """[T, in] -> [T, sum of the parts' counts]: one product for several checkpoint tensors.
+class MergedColumnParallelLinear(LinearLayer):
+    """[T, in] -> [T, sum of the parts' counts]: one GEMM for several projections.
 
     Args:
         parts: In the order of the outputs.
         bias: All parts have one.
     """
 
-    bias: nn.Parameter | None
+    choose_method = staticmethod(column_method)
 
     def __init__(
         self, input_size: int, parts: tuple[ColumnPart, ...], shard: Shard, *, bias: bool = False
     ) -> None:
         super().__init__()
         self.parts = parts
-        self.sizes = [part.count for part in parts]
-        self.weight = shard.parameter(sum(self.sizes), input_size)
-        self.bias = shard.parameter(sum(self.sizes)) if bias else None
-        self.narrow_rows = shard.narrow_rows
-        self.product = product(shard)
+        self.input_size = input_size
+        self.method = self.choose_method(shard.gemms)
+        self.method.create(self, sum(part.count for part in parts), input_size, bias, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= self.narrow_rows and narrow_shapes.takes(x, self.weight):
-            return ops.narrow_linear(x, self.weight, self.bias)
-        return self.product(x, self.weight, self.bias)
+        return self.method.apply(self, x)
 
     def checkpoint_weights(self, *prefixes: str) -> Iterator[CheckpointWeight]:
-        """`prefixes`: the checkpoint's name of each part, like "model.layers.0.mlp.up_proj"."""
-        for parameter, suffix in ((self.weight, ".weight"), (self.bias, ".bias")):
-            if parameter is None:
-                continue
-            for prefix, part, rows in zip(
-                prefixes, self.parts, torch.split(parameter, self.sizes), strict=True
-            ):
-                shape = (part.total, *parameter.shape[1:])
-                yield CheckpointWeight(prefix + suffix, rows, shape, 0, part.start)
-
-
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """[T, in] -> [T, out / ranks]."""
-
-    def __init__(
-        self, input_size: int, output_size: int, shard: Shard, *, bias: bool = False
-    ) -> None:
-        part = ColumnPart(*shard.part(output_size), output_size)
-        super().__init__(input_size, (part,), shard, bias=bias)
+        """`prefixes`: the checkpoint's name of each part, like "model.layers.0.mlp.up_proj". One
+        name: its tensor holds all parts behind each other."""
+        is_fused = len(prefixes) == 1
+        fused_size = sum(part.total for part in self.parts)
+        names = prefixes * len(self.parts) if is_fused else prefixes
+        row = before = 0
+        for prefix, part in zip(names, self.parts, strict=True):
+            shape = (fused_size if is_fused else part.total, self.input_size)
+            start = part.start + (before if is_fused else 0)
+            rows = slice(row, row + part.count)
+            yield from self.method.checkpoint_weights(
+                self, LinearPart(prefix, shape, 0, start, rows)
+            )
+            row, before = row + part.count, before + part.total
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """[T, hidden] -> [T, I / ranks]: silu(gate) * up."""
 
+    choose_method = staticmethod(gate_up_method)
+
     def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard)
-        self.gated_rows = shard.gated_rows
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= self.narrow_rows and narrow_shapes.takes(x, self.weight):
-            return ops.gate_up_silu(x, self.weight)
-        if 0 < self.gated_rows <= len(x) and gated_shapes.takes(x, self.weight):
-            return ops.gated_linear(x, self.weight)
-        return ops.silu_and_mul(self.product(x, self.weight))
+        return self.method.gate_up(self, x)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -133,38 +109,28 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         super().__init__(hidden_size, (q, kv, kv), shard, bias=bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(LinearLayer):
     """[T, in / ranks] -> [T, out], the sum over ranks."""
+
+    choose_method = staticmethod(row_method)
 
     def __init__(self, input_size: int, output_size: int, shard: Shard) -> None:
         super().__init__()
-        self.group = shard.group
+        self.group = shard.tp
         self.start, count = shard.part(input_size)
         self.shape = (output_size, input_size)
-        self.weight = shard.parameter(output_size, count)
-        self.deterministic = shard.deterministic
-        self.residual_rows = shard.residual_rows
-        self.product = product(shard)
+        self.method = self.choose_method(shard.gemms)
+        self.method.create(self, output_size, count, False, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        local = self.product(x, self.weight)
-        return self._sum_in_order(local) if self.deterministic else self.group.all_reduce(local)
+        return self.method.reduce(self.method.apply(self, x), self.group)
 
-    def adds_to(self, residual: Tensor) -> bool:
-        """Whether `add` is the better way."""
-        return 0 < self.residual_rows <= len(residual)
-
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """[T, in] into `residual` [T, out]. For one rank only."""
-        residual.addmm_(x, self.weight.t())
-
-    def _sum_in_order(self, local: Tensor) -> Tensor:
-        """Over ranks. Libraries change their way, and with it the order, with the size."""
-        gathered = self.group.all_gather(local)
-        first, *others = torch.split(gathered, self.shape[0], dim=-1)
-        for part in others:
-            first = first + part
-        return first.contiguous()
+    def add_to(self, stream: ResidualStream, x: Tensor) -> None:
+        """Adds the output for [T, in / ranks] to the stream, in the GEMM where that is faster."""
+        if not self.method.add_to(self, x, stream.sum):
+            stream.add(self(x))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        yield CheckpointWeight(prefix + ".weight", self.weight, self.shape, 1, self.start)
+        yield from self.method.checkpoint_weights(
+            self, LinearPart(prefix, self.shape, 1, self.start)
+        )

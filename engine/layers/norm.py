@@ -21,11 +21,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum). The inputs' memory may be reused. `x` None: what would be
-        added is in `residual` already."""
-        if x is None:
-            return self(residual), residual
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum). The inputs' memory may be reused."""
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -11,18 +11,21 @@ import math
 import torch
 from torch import Tensor
 
-from engine.config import RopeScaling
+from engine.rope import AnyRopeScaling, LongRope, RopeScaling
 
 
 def cos_sin_cache(
-    head_dim: int, num_positions: int, theta: float, scaling: RopeScaling | None
+    head_dim: int, num_positions: int, theta: float, scaling: AnyRopeScaling | None
 ) -> Tensor:
     """[num_positions, head_dim] float32: cosines in the first half, sines in the second."""
-    frequencies = inverse_frequencies(head_dim, theta)
-    if scaling is not None:
+    frequencies, length = inverse_frequencies(head_dim, theta), 1.0
+    if isinstance(scaling, RopeScaling):
         frequencies = llama3_scaled(frequencies, scaling)
+    if isinstance(scaling, LongRope):
+        frequencies = frequencies / torch.tensor(scaling.factors, dtype=torch.float32)
+        length = scaling.attention_factor
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * length
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:

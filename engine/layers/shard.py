@@ -1,4 +1,4 @@
-"""What one rank holds of a model, and which part of the checkpoint it is filled from.
+"""One rank's share of a model, and which part of the checkpoint it is filled from.
 
 Layers allocate their parameters through a `Shard` and name their sources as `CheckpointWeight`s.
 A model's list of sources is complete: what it does not name must not be in the checkpoint, and
@@ -7,12 +7,14 @@ what it names must be. The loader only carries it out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from engine.distributed import TensorParallelGroup
+from engine.layers.gemm_policy import GemmPolicy
+from engine.parallel import ParallelPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +36,29 @@ class CheckpointWeight:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share, and where it lives.
+    """Describes one rank's share, and where it lives, to the layers that allocate it."""
 
-    Attributes:
-        deterministic: A row of a product does not depend on the others.
-        narrow_rows: Column layers compute at most so many rows by kernels of our own.
-        gated_rows: From so many rows on, gate·up and its activation are one product of our own; 0:
-            never.
-        residual_rows: From so many rows on, row layers add to the residual stream themselves; 0:
-            never.
-    """
-
-    group: TensorParallelGroup
+    place: ParallelPlace
     dtype: torch.dtype
     device: torch.device
-    deterministic: bool = False
-    narrow_rows: int = 0
-    gated_rows: int = 0
-    residual_rows: int = 0
+    gemms: GemmPolicy = field(default_factory=GemmPolicy)
+
+    @property
+    def tp(self) -> TensorParallelGroup:
+        return self.place.tp
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """Uninitialised; the loader fills it."""
+        """Returns an uninitialised parameter; the loader fills it."""
         empty = torch.empty(*shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(empty, requires_grad=False)
 
     def part(self, total: int) -> tuple[int, int]:
-        """(start, count) of this rank's equal part.
+        """Returns (start, count) of this rank's equal part.
 
         Raises:
             ValueError: `total` has no equal parts.
         """
-        if total % self.group.size:
-            raise ValueError(f"{total} cannot be shared by {self.group.size} ranks")
-        count = total // self.group.size
-        return self.group.rank * count, count
+        if total % self.tp.size:
+            raise ValueError(f"{total} cannot be shared by {self.tp.size} ranks")
+        count = total // self.tp.size
+        return self.tp.rank * count, count

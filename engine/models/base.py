@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend
+from engine.layers.shard import CheckpointWeight
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 
@@ -32,3 +34,27 @@ class ForwardInputs:
     metadata: AttentionMetadata
     backend: AttentionBackend
     on_layer: Callable[[int], None]
+
+
+class CausalLM(nn.Module):
+    """One rank's share of a model, as runner and loader use it.
+
+    Built with `(config, spec, shard)`: of the engine, of the architecture, of this rank.
+    """
+
+    @abstractmethod
+    def forward(self, step: ForwardInputs) -> Tensor:
+        """[T] token ids -> hidden states [T, H], after the last norm."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[S, H] -> float32 [S, vocabulary], the same on every rank."""
+
+    @abstractmethod
+    def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
+        """Yields every tensor that the checkpoint must have, and where it goes."""
+
+    @property
+    def unused_weights(self) -> frozenset[str]:
+        """Names of tensors that a checkpoint may have and this model does not read."""
+        return frozenset()

@@ -7,11 +7,12 @@ folder is named in the first second.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import xxhash
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -19,6 +20,8 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Repo
 from engine.config import Dtype, LoadFormat, ModelConfig
 from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
 from engine.models.errors import CheckpointError
+from engine.models.registry import MODELS, find_architecture, spec_of
+from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.weight_files import WeightFiles
 
 __all__ = ["CheckpointError", "check_tensor_parallel", "load_model_config", "resolve_model"]
@@ -31,23 +34,6 @@ _DTYPES: dict[str, Dtype] = {
     "bfloat16": "bfloat16",
 }
 _STORED_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What an architecture fixes that its config.json does not say."""
-
-    attention_bias: bool
-    qk_norm: bool
-    head_dim: int | None
-    """Where config.json has none; None: hidden_size / heads."""
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(attention_bias=False, qk_norm=False, head_dim=None),
-    "Qwen2ForCausalLM": _Family(attention_bias=True, qk_norm=False, head_dim=None),
-    "Qwen3ForCausalLM": _Family(attention_bias=False, qk_norm=True, head_dim=128),
-}
 
 
 def resolve_model(
@@ -106,7 +92,7 @@ def _download(name: str, folder: Path, load_format: LoadFormat) -> Path:
 
 
 def load_model_config(
-    path: Path | str,
+    folder: Path | str,
     *,
     dtype: Dtype | Literal["auto"] = "auto",
     served_model_name: str | None = None,
@@ -123,37 +109,31 @@ def load_model_config(
     Raises:
         CheckpointError: The folder is incomplete, or asks for something tandem does not have.
     """
-    folder = Path(path)
-    file = read_json(folder / "config.json", ConfigFile)
-    architecture = _architecture(folder, file)
-    family = _FAMILIES[architecture]
-    _check_supported(folder, file)
+    folder = Path(folder)
+    path = folder / "config.json"
+    file = read_json(path, ConfigFile)
+    architecture = find_architecture(path, file.architectures or [])
+    length = _max_model_len(folder, file, max_model_len)
+    kind = MODELS[architecture].spec
+    spec = _read_spec(path, file, kind, length)
     weights = WeightFiles(folder) if load_format == "safetensors" else None
-    head_dim = file.head_dim or family.head_dim or file.hidden_size // file.num_attention_heads
     config = ModelConfig(
         path=str(folder),
         served_model_name=served_model_name or _name_of(folder.resolve()),
         architecture=architecture,
         vocab_size=file.vocab_size,
-        hidden_size=file.hidden_size,
-        intermediate_size=file.intermediate_size,
         num_layers=file.num_hidden_layers,
         num_heads=file.num_attention_heads,
-        num_kv_heads=file.num_key_value_heads or file.num_attention_heads,
-        head_dim=head_dim,
-        rms_norm_eps=file.rms_norm_eps,
-        rope_theta=file.base_frequency(),
-        rope_scaling=file.scaling(),
-        tie_word_embeddings=file.tie_word_embeddings,
-        attention_bias=family.attention_bias,
-        qk_norm=family.qk_norm,
-        max_model_len=_max_model_len(folder, file, max_model_len),
+        num_kv_heads=file.num_kv_heads,
+        head_dim=kind.head_dim_of(file),
+        max_model_len=length,
         eos_token_ids=_eos_token_ids(folder, file),
         dtype=_stored_dtype(folder, file, weights) if dtype == "auto" else dtype,
         load_format=load_format,
         model_hash="",
+        spec=msgspec.to_builtins(spec),
     )
-    return replace(config, model_hash=_model_hash(config, weights))
+    return replace(config, model_hash=_model_hash(spec.hash_facts(config), weights))
 
 
 def _name_of(folder: Path) -> str:
@@ -166,77 +146,18 @@ def _name_of(folder: Path) -> str:
 
 def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     """Raises `CheckpointError` when `size` ranks cannot share the model evenly."""
-    for count, name in (
-        (model.num_heads, "attention heads"),
-        (model.intermediate_size, "feed-forward units"),
-    ):
-        if count % size:
-            raise CheckpointError(
-                model.path,
-                f"has {count} {name}, which {size} tensor-parallel ranks cannot share evenly",
-                "choose a tensor_parallel_size that divides them",
-            )
-    if model.num_kv_heads % size and size % model.num_kv_heads:
-        raise CheckpointError(
-            model.path,
-            f"has {model.num_kv_heads} key/value heads, which {size} tensor-parallel ranks can "
-            "neither share nor repeat evenly",
-            "choose a tensor_parallel_size that divides them or is a multiple of them",
-        )
+    spec_of(model).check_parallel(model, size)
 
 
-def _architecture(folder: Path, file: ConfigFile) -> str:
-    known = ", ".join(_FAMILIES)
-    for name in file.architectures or []:
-        if name in _FAMILIES:
-            return name
-    named = ", ".join(file.architectures or []) or "none"
-    raise CheckpointError(
-        folder / "config.json",
-        f"names architecture {named}, which tandem does not have",
-        f"use a checkpoint of {known}",
-    )
-
-
-def _check_supported(folder: Path, file: ConfigFile) -> None:
-    """Refuses what would otherwise be computed wrongly in silence."""
-    for fault in _faults(file):
-        raise CheckpointError(
-            folder / "config.json",
-            f"asks for {fault}, which tandem does not have",
-            "use a plain checkpoint of this family, in fp32, fp16 or bf16",
-        )
-
-
-def _faults(file: ConfigFile) -> Iterator[str]:
-    kv_heads = file.num_key_value_heads or file.num_attention_heads
-    sizes = (
-        file.vocab_size,
-        file.hidden_size,
-        file.intermediate_size,
-        file.num_hidden_layers,
-        file.num_attention_heads,
-        file.max_position_embeddings,
-        kv_heads,
-    )
-    if min(sizes) < 1:
-        yield "a size below 1"
-    if file.num_attention_heads % kv_heads:
-        yield f"{file.num_attention_heads} heads over {kv_heads} key/value heads"
-    if file.quantization_config is not None:
-        yield "quantised weights"
-    if file.hidden_act != "silu":
-        yield f"hidden_act {file.hidden_act!r}"
-    if file.attention_bias or file.mlp_bias:
-        yield "biases beyond those of its family (attention_bias or mlp_bias)"
-    if file.use_sliding_window or set(file.layer_types or ()) - {"full_attention"}:
-        yield "attention over a sliding window"
-    if (file.partial_rotary_factor or file.rope.partial_rotary_factor) != 1.0:
-        yield "rotary embedding of a part of each head"
+def _read_spec(path: Path, file: ConfigFile, kind: type[ModelSpec], length: int) -> ModelSpec:
     try:
-        file.scaling()
-    except ValueError as error:
-        yield str(error)
+        return kind.from_config(file, length)
+    except UnsupportedField as refusal:
+        raise CheckpointError(
+            path,
+            f"asks for {refusal.what} ({refusal.field}), which tandem does not have",
+            refusal.cure,
+        ) from refusal
 
 
 def _max_model_len(folder: Path, file: ConfigFile, wanted: int | None) -> int:
@@ -277,21 +198,8 @@ def _stored_dtype(folder: Path, file: ConfigFile, weights: WeightFiles | None) -
     )
 
 
-def _model_hash(config: ModelConfig, weights: WeightFiles | None) -> str:
+def _model_hash(facts: tuple[object, ...], weights: WeightFiles | None) -> str:
     """Of everything that the KV depends on, but the dtype, which peers compare by name."""
-    facts = (
-        config.architecture,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.vocab_size,
-        config.rms_norm_eps,
-        config.rope_theta,
-        config.rope_scaling,
-    )
     digest = xxhash.xxh3_128(repr(facts).encode())
     digest.update(b"dummy" if weights is None else weights.fingerprint())
     return digest.hexdigest()

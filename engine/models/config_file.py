@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.config import RopeScaling
 from engine.models.errors import CheckpointError
 
 _DEFAULT_ROPE_THETA = 10_000.0
@@ -26,6 +25,9 @@ class RopeFields(msgspec.Struct):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
     partial_rotary_factor: float = 1.0
 
     @property
@@ -34,7 +36,8 @@ class RopeFields(msgspec.Struct):
 
 
 class ConfigFile(msgspec.Struct):
-    """What `config.json` says, with the defaults that transformers gives absent keys."""
+    """What `config.json` says, with the defaults that transformers gives absent keys where these
+    are the same for all architectures."""
 
     vocab_size: int
     hidden_size: int
@@ -54,6 +57,8 @@ class ConfigFile(msgspec.Struct):
     mlp_bias: bool = False
     hidden_act: str = "silu"
     partial_rotary_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     quantization_config: dict[str, object] | None = None
@@ -62,36 +67,15 @@ class ConfigFile(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
     @property
+    def num_kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
     def rope(self) -> RopeFields:
         return self.rope_parameters or self.rope_scaling or RopeFields()
 
     def base_frequency(self) -> float:
         return self.rope.rope_theta or self.rope_theta or _DEFAULT_ROPE_THETA
-
-    def scaling(self) -> RopeScaling | None:
-        """Llama 3's scaling, or None for plain rotary embedding.
-
-        Raises:
-            ValueError: The kind is another one, or a number of it is missing.
-        """
-        rope = self.rope
-        if rope.kind == "default":
-            return None
-        if rope.kind != "llama3":
-            raise ValueError(f"rope_type {rope.kind!r}")
-        if (
-            rope.factor is None
-            or rope.low_freq_factor is None
-            or rope.high_freq_factor is None
-            or rope.original_max_position_embeddings is None
-        ):
-            raise ValueError("rope_type 'llama3' without all of its four numbers")
-        return RopeScaling(
-            factor=rope.factor,
-            low_freq_factor=rope.low_freq_factor,
-            high_freq_factor=rope.high_freq_factor,
-            original_max_position_embeddings=rope.original_max_position_embeddings,
-        )
 
 
 class GenerationConfigFile(msgspec.Struct):

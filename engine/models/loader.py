@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.layers.shard import CheckpointWeight
+from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
-from engine.models.llama import LlamaForCausalLM
 from engine.models.weight_files import StoredTensor, WeightFiles
 
 _FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
@@ -28,9 +28,7 @@ _DUMMY_STD = 0.02
 _WRONG_CONFIG = "config.json and the weights do not belong together: download the checkpoint again"
 
 
-def load_weights(
-    model: LlamaForCausalLM, config: EngineConfig, report: Callable[[float], None]
-) -> None:
+def load_weights(model: CausalLM, config: EngineConfig, report: Callable[[float], None]) -> None:
     """Fills every parameter of `model`, cast to its dtype.
 
     Args:
@@ -44,18 +42,18 @@ def load_weights(
         if config.model.load_format == "dummy":
             _fill_dummy(wanted, report)
         else:
-            tied = config.model.tie_word_embeddings
-            _load(WeightFiles(Path(config.model.path)), wanted, tied, report)
+            files = WeightFiles(Path(config.model.path))
+            _load(files, wanted, model.unused_weights, report)
     report(1.0)
 
 
 def _load(
     files: WeightFiles,
     wanted: list[CheckpointWeight],
-    tied: bool,
+    unused: frozenset[str],
     report: Callable[[float], None],
 ) -> None:
-    _check_names(files, {weight.name for weight in wanted}, tied)
+    _check_names(files, {weight.name for weight in wanted}, unused)
     by_file: dict[Path, list[CheckpointWeight]] = {}
     for weight in wanted:
         stored = files.tensors[weight.name]
@@ -69,14 +67,13 @@ def _load(
             report(loaded / total)
 
 
-def _check_names(files: WeightFiles, wanted: set[str], tied: bool) -> None:
+def _check_names(files: WeightFiles, wanted: set[str], unused: frozenset[str]) -> None:
     missing = sorted(wanted - files.tensors.keys())
     if missing:
         raise CheckpointError(files.folder, f"lacks {_some(missing)}", _WRONG_CONFIG)
-    ignored = {"lm_head.weight"} if tied else set()
     extra = sorted(
         name
-        for name in files.tensors.keys() - wanted - ignored
+        for name in files.tensors.keys() - wanted - unused
         if not name.endswith(_COMPUTED_SUFFIX)
     )
     if extra:

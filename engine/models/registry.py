@@ -1,61 +1,56 @@
-"""From an architecture's name to the model."""
+"""From an architecture's name to its spec and its model: the only list. Torch-free: a model's
+module is imported when a worker builds it."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.distributed import TensorParallelGroup
-from engine.layers.shard import Shard
-from engine.models.checkpoint import check_tensor_parallel
+import msgspec
+
+from engine.config import ModelConfig
 from engine.models.errors import CheckpointError
-from engine.models.llama import LlamaForCausalLM
-from tandem_kernels.device import has_warpgroup_products, overlaps_launches
+from engine.models.specs.base import ModelSpec
+from engine.models.specs.llama import LlamaSpec
+from engine.models.specs.mistral import MistralSpec
+from engine.models.specs.phi3 import Phi3Spec
+from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec
 
-_NARROW_ROWS = 16
-"""With more rows, or on older devices, the library is the faster one."""
-_GATED_ROWS = 1024
-"""With fewer, too few tiles for all SMs."""
-_RESIDUAL_ROWS = 1024
-"""With fewer, small kernels take little of a step."""
 
-MODELS: dict[str, type[LlamaForCausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "Qwen2ForCausalLM": LlamaForCausalLM,
-    "Qwen3ForCausalLM": LlamaForCausalLM,
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One architecture.
+
+    Attributes:
+        model: "module:class" of its `engine.models.base.CausalLM`.
+    """
+
+    spec: type[ModelSpec]
+    model: str
+
+
+_LLAMA = "engine.models.llama:LlamaForCausalLM"
+MODELS: dict[str, Entry] = {
+    "LlamaForCausalLM": Entry(LlamaSpec, _LLAMA),
+    "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
+    "Phi3ForCausalLM": Entry(Phi3Spec, _LLAMA),
+    "Qwen2ForCausalLM": Entry(Qwen2Spec, _LLAMA),
+    "Qwen3ForCausalLM": Entry(Qwen3Spec, _LLAMA),
 }
 
 
-def create_model(
-    config: EngineConfig, tp: TensorParallelGroup, device: torch.device | str
-) -> LlamaForCausalLM:
-    """One rank's share, allocated on `device`, not yet loaded.
+def find_architecture(path: Path, names: list[str]) -> str:
+    """Returns the first of `names` that is here. Raises `CheckpointError` about `path`."""
+    for name in names:
+        if name in MODELS:
+            return name
+    raise CheckpointError(
+        path,
+        f"names architecture {', '.join(names) or 'none'}, which tandem does not have",
+        f"use a checkpoint of {', '.join(MODELS)}",
+    )
 
-    Raises:
-        CheckpointError: Unknown architecture, or one that this many ranks cannot share.
-    """
-    model = config.model
-    if model.architecture not in MODELS:
-        raise CheckpointError(
-            model.path,
-            f"has architecture {model.architecture}, which tandem does not have",
-            f"use one of {', '.join(MODELS)}",
-        )
-    check_tensor_parallel(model, tp.size)
-    device = torch.device(device)
-    deterministic, allows = config.device.deterministic, config.device.allows
-    narrow = allows("narrow-products") and overlaps_launches(device) and not deterministic
-    gates = allows("gated-products") and has_warpgroup_products(device) and not deterministic
-    adds = (
-        allows("residual-products") and device.type == "cuda" and tp.size == 1 and not deterministic
-    )
-    shard = Shard(
-        tp,
-        getattr(torch, model.dtype),
-        device,
-        deterministic,
-        _NARROW_ROWS if narrow else 0,
-        _GATED_ROWS if gates else 0,
-        _RESIDUAL_ROWS if adds else 0,
-    )
-    return MODELS[model.architecture](config, shard).eval()
+
+def spec_of(model: ModelConfig) -> ModelSpec:
+    """Returns what only the architecture reads of `model`, as an instance of its spec."""
+    return msgspec.convert(model.spec, MODELS[model.architecture].spec)

@@ -30,8 +30,7 @@ from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order
 from engine.batch.states import RequestState, RowError
 from engine.config import EngineConfig
 from engine.layers.attention.selection import choose_attention
-from engine.models.base import ForwardInputs
-from engine.models.llama import LlamaForCausalLM
+from engine.models.base import CausalLM, ForwardInputs
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sampling_params import MAX_LOGPROBS
@@ -61,7 +60,7 @@ class ModelRunner:
     def __init__(
         self,
         config: EngineConfig,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         connector: KVConnector,
         device: torch.device,
     ) -> None:

@@ -26,9 +26,10 @@ import torch
 from engine.config import EngineConfig
 from engine.distributed import TensorParallelGroup
 from engine.errors import CannotStartError
+from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.models.registry import create_model
 from engine.outputs import ModelRunnerOutput
+from engine.parallel import ParallelPlace
 from engine.sched.output import SchedulerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.kv_cache import (
@@ -77,7 +78,7 @@ class Worker:
 
     runner: ModelRunner
     _device: torch.device
-    _tp: TensorParallelGroup
+    _place: ParallelPlace
 
     def __init__(
         self,
@@ -112,20 +113,21 @@ class Worker:
         torch.set_num_threads(self.config.device.num_threads)
         self._device = _rank_device(self.config, self.rank, self._gpu)
         chain_launches(self.config.device.allows("chained-launches"))
-        self._tp = TensorParallelGroup(
+        tp = TensorParallelGroup(
             self.rank,
             self.config.parallel.tensor_parallel_size,
             self._device,
             self._rendezvous,
             address=self._address,
         )
-        self._closers.callback(self._tp.close)
+        self._closers.callback(tp.close)
+        self._place = ParallelPlace(range(self.config.model.num_layers), tp)
 
     def load_model(self, report: Callable[[float], None]) -> None:
         """`report` hears fractions in 0..1. Raises `CheckpointError`, `DeviceMemoryError`."""
         config = self.config
         with naming_out_of_memory("loading the model", cure_of_loading(config), self._device):
-            model = create_model(config, self._tp, self._device)
+            model = create_model(config, self._place, self._device)
             load_weights(model, config, report)
             self.runner = ModelRunner(config, model, self._connector, self._device)
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from engine.config import ModelConfig
+from engine.models.specs.llama import LlamaSpec
+from engine.parallel import ParallelPlace
 
 _TINY: dict[str, Any] = {
     "path": "",
     "served_model_name": "tiny",
     "architecture": "LlamaForCausalLM",
     "vocab_size": 211,
-    "hidden_size": 48,
-    "intermediate_size": 96,
     "num_layers": 2,
     "num_heads": 6,
     "num_kv_heads": 2,
     "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "qk_norm": False,
     "max_model_len": 96,
     "eos_token_ids": (0,),
     "dtype": "float32",
@@ -31,5 +27,23 @@ _TINY: dict[str, Any] = {
 }
 
 
+_TINY_SPEC: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+
+
 def tiny_model(**changes: Any) -> ModelConfig:
-    return ModelConfig(**{**_TINY, **changes})
+    """`changes`: fields of `ModelConfig` or of `LlamaSpec`."""
+    of_spec = {name: changes.pop(name, value) for name, value in _TINY_SPEC.items()}
+    spec = msgspec.to_builtins(LlamaSpec(**of_spec))
+    return ModelConfig(**{**_TINY, "spec": spec, **changes})
+
+
+def place_alone(model: ModelConfig) -> ParallelPlace:
+    """A rank without others."""
+    return ParallelPlace(range(model.num_layers))

@@ -8,9 +8,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.layers.attention.paged import PagedBackend
-from engine.layers.linear import RowParallelLinear
-from engine.models.base import ForwardInputs
-from engine.models.llama import LlamaForCausalLM
+from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from engine.models.base import CausalLM, ForwardInputs
 from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -34,7 +34,7 @@ class PagedModel:
     read from a wrong place shows."""
 
     def __init__(
-        self, config: EngineConfig, model: LlamaForCausalLM, device: torch.device | str = "cpu"
+        self, config: EngineConfig, model: CausalLM, device: torch.device | str = "cpu"
     ) -> None:
         self._model = model
         self._device = device
@@ -46,8 +46,11 @@ class PagedModel:
             layer.fill_(float("nan"))
         self.layers_seen: list[int] = []
 
-    def row_layers(self) -> list[RowParallelLinear]:
-        return [layer for layer in self._model.modules() if isinstance(layer, RowParallelLinear)]
+    def use_gemms(self, policy: GemmPolicy) -> None:
+        """From now on, whatever the policy that the model was made with."""
+        for layer in self._model.modules():
+            if isinstance(layer, MergedColumnParallelLinear | RowParallelLinear):
+                layer.method = layer.choose_method(policy)
 
     def prefill(self, prompts: list[list[int]], chunk: int) -> list[torch.Tensor]:
         """Logits [len(prompt), vocabulary] of each; at most `chunk` tokens of each a step."""

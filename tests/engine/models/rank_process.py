@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from engine.config import CacheConfig, Dtype, EngineConfig, ParallelConfig
 from engine.distributed import TensorParallelGroup
 from engine.models.checkpoint import load_model_config
+from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.models.registry import create_model
+from engine.parallel import ParallelPlace
 from tests.engine.models.paged_model import BLOCK_SIZE, PagedModel
 from tests.engine.models.parity_cases import prompts
 
@@ -34,7 +35,8 @@ def make_paged_model(
         cache=CacheConfig(block_size=BLOCK_SIZE),
         parallel=ParallelConfig(tensor_parallel_size=group.size),
     )
-    model = create_model(config, group, device)
+    place = ParallelPlace(range(config.model.num_layers), group)
+    model = create_model(config, place, device)
     load_weights(model, config, lambda fraction: None)
     return PagedModel(config, model, device)
 

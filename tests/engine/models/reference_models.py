@@ -12,6 +12,10 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -39,6 +43,16 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_PAIR_FACTORS = [1.0, 1.1, 1.3, 1.7, 2.2, 2.8, 3.5, 4.3]
+"""One for each pair of a head. transformers takes the short ones up to the original context and
+the long ones beyond it; here both are alike, so that prompts of all lengths can be compared."""
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": _PAIR_FACTORS,
+    "long_factor": _PAIR_FACTORS,
+}
+_PHI3 = {"pad_token_id": 0, "eos_token_id": 0}
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,18 @@ FAMILIES = {
         LlamaForCausalLM, LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}, older_config=True
     ),
     "llama_one_kv_head": Family(LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
+    "mistral": Family(MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "phi3": Family(Phi3ForCausalLM, Phi3Config, {**_PHI3, "sliding_window": MAX_LEN}),
+    "phi3_longrope_tied": Family(
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            **_PHI3,
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2": Family(Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": {"rope_theta": 1e6}}),
     "qwen3_tied": Family(
         Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "tie_word_embeddings": True}

@@ -13,9 +13,11 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.config import EngineConfig, ModelConfig, RopeScaling
-from engine.distributed import TensorParallelGroup
+from engine.config import EngineConfig, ModelConfig
+from engine.layers.rotary import cos_sin_cache
 from engine.models import checkpoint
 from engine.models.checkpoint import (
     CheckpointError,
@@ -23,8 +25,12 @@ from engine.models.checkpoint import (
     load_model_config,
     resolve_model,
 )
+from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.models.registry import create_model
+from engine.models.registry import spec_of
+from engine.models.specs.dense import DenseSpec
+from engine.rope import LongRope, RopeScaling
+from tests.engine.tiny_model import place_alone
 
 SHARDED = "llama3_rope_tied_sharded"
 
@@ -52,7 +58,7 @@ def load(folder: Path) -> list[float]:
     """Config, model and weights; returns what was reported."""
     config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
     reported: list[float] = []
-    load_weights(create_model(config, TensorParallelGroup(0, 1), "cpu"), config, reported.append)
+    load_weights(create_model(config, place_alone(config.model), "cpu"), config, reported.append)
     return reported
 
 
@@ -67,8 +73,8 @@ def check_error(error: CheckpointError, path: Path, *words: str) -> None:
 
 
 def test_both_spellings_of_rope_settings_mean_the_same(checkpoints: Path) -> None:
-    newer = load_model_config(checkpoints / SHARDED)
-    older = load_model_config(checkpoints / "llama3_rope_older_config")
+    newer = spec(checkpoints / SHARDED)
+    older = spec(checkpoints / "llama3_rope_older_config")
     assert newer.rope_theta == older.rope_theta == 500.0
     assert newer.rope_scaling == older.rope_scaling
     assert newer.rope_scaling == RopeScaling(
@@ -77,14 +83,21 @@ def test_both_spellings_of_rope_settings_mean_the_same(checkpoints: Path) -> Non
         high_freq_factor=4.0,
         original_max_position_embeddings=64,
     )
-    assert load_model_config(checkpoints / "llama").rope_scaling is None
+    assert spec(checkpoints / "llama").rope_scaling is None
+
+
+def spec(folder: Path, **settings: Any) -> DenseSpec:
+    found = spec_of(load_model_config(folder, **settings))
+    assert isinstance(found, DenseSpec)
+    return found
 
 
 def test_families(checkpoints: Path) -> None:
-    qwen2 = load_model_config(checkpoints / "qwen2")
-    assert (qwen2.attention_bias, qwen2.qk_norm, qwen2.rope_theta) == (True, False, 1e6)
-    qwen3 = load_model_config(checkpoints / "qwen3_tied")
-    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 24)
+    qwen2 = spec(checkpoints / "qwen2")
+    assert (qwen2.attention_bias, qwen2.head_norm, qwen2.rope_theta) == (True, False, 1e6)
+    qwen3 = spec(checkpoints / "qwen3_tied")
+    assert (qwen3.attention_bias, qwen3.head_norm) == (False, True)
+    assert load_model_config(checkpoints / "qwen3_tied").head_dim == 24
     assert qwen3.tie_word_embeddings
     llama = load_model_config(checkpoints / "llama", served_model_name="tiny", max_model_len=50)
     assert (llama.head_dim, llama.served_model_name, llama.max_model_len) == (16, "tiny", 50)
@@ -136,7 +149,7 @@ def test_dummy_needs_no_weights_and_is_the_same_for_every_sharding(
     assert resolve_model(str(folder), load_format="dummy") == folder
     model = load_model_config(folder, load_format="dummy")
     config = EngineConfig(engine_id="dummy", epoch=1, model=model)
-    first, second = (create_model(config, TensorParallelGroup(0, 1), "cpu") for _ in range(2))
+    first, second = (create_model(config, place_alone(config.model), "cpu") for _ in range(2))
     for created in (first, second):
         load_weights(created, config, lambda fraction: None)
     for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
@@ -247,6 +260,7 @@ def test_bad_json(copy: Callable[[str], Path]) -> None:
         ({"layer_types": ["sliding_attention"] * 3}, ("sliding window",)),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ("'yarn'",)),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ("four numbers",)),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "part of each head")),
         ({"dtype": "float64"}, ("'float64'", "bfloat16")),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -259,6 +273,98 @@ def test_config_that_is_refused(
     with pytest.raises(CheckpointError) as caught:
         load_model_config(folder)
     check_error(caught.value, folder / "config.json", *words)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mistral", {"sliding_window": 64}, ("window of 64 tokens", "sliding_window")),
+        ("mistral", {"rope_parameters": {"rope_type": "longrope"}}, ("'longrope'",)),
+        ("phi3", {"sliding_window": 191}, ("window of 191 tokens", "max_model_len of at most 191")),
+        ("phi3", {"partial_rotary_factor": 0.75}, ("partial_rotary_factor",)),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "su", "long_factor": [1.0], "short_factor": [1.0]}},
+            ("8 numbers in short_factor", "rope_parameters"),
+        ),
+    ],
+)
+def test_what_an_architecture_refuses(
+    family: str, changes: dict[str, Any], words: tuple[str, ...], copy: Callable[[str], Path]
+) -> None:
+    folder = copy(family)
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(folder)
+    check_error(caught.value, folder / "config.json", *words)
+
+
+def test_a_window_that_no_sequence_outgrows_is_none(copy: Callable[[str], Path]) -> None:
+    """It counts the token that looks back. transformers gives Mistral one by default."""
+    folder = copy("mistral")
+    plain = load_model_config(folder, max_model_len=64)
+    edit_config(folder, sliding_window=64)
+    assert load_model_config(folder, max_model_len=64) == plain
+    with pytest.raises(CheckpointError):
+        load_model_config(folder, max_model_len=65)
+    edit_config(folder, sliding_window="absent", max_position_embeddings=5000)
+    with pytest.raises(CheckpointError, match="window of 4096 tokens"):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize(("max_model_len", "name"), [(64, "short_factor"), (65, "long_factor")])
+def test_longrope_is_chosen_by_the_longest_sequence(
+    max_model_len: int, name: str, copy: Callable[[str], Path]
+) -> None:
+    folder = copy("phi3_longrope_tied")
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    factors = {"short_factor": [1.0 + i for i in range(8)], "long_factor": [9.0] * 8}
+    edit_config(folder, rope_parameters={**rope, **factors})
+    scaling = spec(folder, max_model_len=max_model_len).rope_scaling
+    assert isinstance(scaling, LongRope) and scaling.factors == tuple(factors[name])
+    theirs = AutoConfig.from_pretrained(folder)
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](
+        theirs, torch.device("cpu"), seq_len=max_model_len
+    )
+    assert scaling.attention_factor == attention_factor != 1.0
+    table = cos_sin_cache(16, 3, 10_000.0, scaling)
+    expected = torch.cat((frequencies.cos(), frequencies.sin())) * attention_factor
+    torch.testing.assert_close(table[1], expected)
+    hashes = {load_model_config(folder, max_model_len=n).model_hash for n in (64, 65, 66)}
+    assert len(hashes) == 2, "nodes that rotate alike have the same hash"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_scaled", "expected"),
+    [
+        ("LlamaForCausalLM", False, "58210e4a9e030fa534a085f0561f0869"),
+        ("LlamaForCausalLM", True, "d5224a24e06709f213e1927cd053c6ec"),
+        ("Qwen2ForCausalLM", False, "1d3820d29566699645bb23a4c44d5d67"),
+        ("Qwen3ForCausalLM", False, "32b66049c6bd4fb9836f016db23f7053"),
+    ],
+)
+def test_model_hash_stays_from_release_to_release(
+    architecture: str, is_scaled: bool, expected: str, tmp_path: Path
+) -> None:
+    """Nodes of two releases serve together while one replaces the other."""
+    llama3 = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = {
+        "architectures": [architecture],
+        "vocab_size": 1000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_theta": 500_000.0,
+        **({"rope_scaling": llama3} if is_scaled else {}),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model_config(tmp_path, load_format="dummy").model_hash == expected
 
 
 @pytest.mark.parametrize("max_model_len", [0, 193])
@@ -314,7 +420,7 @@ def test_weights_cut_off_after_the_config_was_read(copy: Callable[[str], Path]) 
     config = EngineConfig(engine_id="late", epoch=1, model=load_model_config(folder))
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    model = create_model(config, TensorParallelGroup(0, 1), "cpu")
+    model = create_model(config, place_alone(config.model), "cpu")
     with pytest.raises(CheckpointError) as caught:
         load_weights(model, config, lambda fraction: None)
     check_error(caught.value, path, "cut off")

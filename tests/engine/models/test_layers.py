@@ -7,12 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import RopeScaling
 from engine.distributed import TensorParallelGroup
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
-from engine.layers.linear import ColumnParallelLinear, QKVParallelLinear
+from engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import cos_sin_cache, inverse_frequencies, llama3_scaled
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.parallel import ParallelPlace
+from engine.rope import RopeScaling
 from kv_transfer.layout import heads_of_rank
 
 
@@ -25,7 +26,7 @@ class FakeGroup(TensorParallelGroup):
 
 
 def shard(rank: int = 0, size: int = 1) -> Shard:
-    return Shard(FakeGroup(rank, size), torch.float32, torch.device("cpu"))
+    return Shard(ParallelPlace(range(1), FakeGroup(rank, size)), torch.float32, torch.device("cpu"))
 
 
 def rows_of(weight: CheckpointWeight) -> range:
@@ -84,7 +85,7 @@ def test_each_query_head_finds_its_kv_head_on_its_rank(size: int) -> None:
 
 def test_a_layer_that_cannot_be_shared() -> None:
     with pytest.raises(ValueError, match="10 cannot be shared by 4 ranks"):
-        ColumnParallelLinear(4, 10, shard(1, 4))
+        RowParallelLinear(10, 4, shard(1, 4))
 
 
 def test_rotary_table_turns_pairs() -> None:

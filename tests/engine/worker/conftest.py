@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from engine.distributed import TensorParallelGroup
+from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.models.registry import create_model
 from engine.outputs import ModelRunnerOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
@@ -27,7 +26,7 @@ from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
 from kv_transfer.no_connector import NoConnectorWorker
-from tests.engine.tiny_model import tiny_model
+from tests.engine.tiny_model import place_alone, tiny_model
 from tests.engine.worker.gpu_workers import write_small_weights
 
 BLOCK_SIZE = 8
@@ -172,7 +171,7 @@ class StepDriver:
 
 def write_weights(folder: Path) -> None:
     """Random, and large enough that greedy tokens vary from position to position."""
-    model = create_model(tiny_config(folder), TensorParallelGroup(0, 1), torch.device("cpu"))
+    model = create_model(tiny_config(folder), place_alone(TINY), torch.device("cpu"))
     generator = torch.Generator().manual_seed(20)
     tensors = {}
     for weight in model.checkpoint_weights():
@@ -261,7 +260,7 @@ def make_runner(checkpoint: Path) -> Iterator[Callable[..., ModelRunner]]:
         def make(connector: KVConnector | None = None, **device: Any) -> ModelRunner:
             config, cpu = tiny_config(checkpoint), torch.device("cpu")
             config = replace(config, device=replace(config.device, **device))
-            model = create_model(config, TensorParallelGroup(0, 1), cpu)
+            model = create_model(config, place_alone(config.model), cpu)
             load_weights(model, config, lambda fraction: None)
             runner = ModelRunner(config, model, connector or KVConnector(NoConnectorWorker(0)), cpu)
             kv_cache = closers.enter_context(closing(KVCache(config.kv_layout, NUM_BLOCKS, cpu)))

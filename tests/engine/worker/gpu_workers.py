@@ -21,9 +21,8 @@ from engine.config import (
     FastPath,
     SchedulerConfig,
 )
-from engine.distributed import TensorParallelGroup
 from engine.messages import EngineCoreRequest
-from engine.models.registry import create_model
+from engine.models.factory import create_model
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
@@ -32,7 +31,7 @@ from engine.sched.scheduler import Scheduler
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from kv_transfer.no_connector import NoConnectorScheduler
-from tests.engine.tiny_model import tiny_model
+from tests.engine.tiny_model import place_alone, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(seed=5, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -66,9 +65,8 @@ MODEL = tiny_model(
 
 
 def write_small_weights(folder: Path) -> None:
-    model = create_model(
-        small_config(folder, "cpu"), TensorParallelGroup(0, 1), torch.device("cpu")
-    )
+    config = small_config(folder, "cpu")
+    model = create_model(config, place_alone(config.model), torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     tensors = {}
     for weight in model.checkpoint_weights():

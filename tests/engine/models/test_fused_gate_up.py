@@ -1,4 +1,4 @@
-"""Gate and up projection of many rows: when they are one product with the activation."""
+"""Gate and up projection of many rows: when they are one GEMM with the activation."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from engine.distributed import TensorParallelGroup
+from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import GateUpParallelLinear
 from engine.layers.shard import Shard
+from engine.parallel import ParallelPlace
 from tandem_kernels import gated_shapes, ops
 
 MANY = 40
 
 
-@pytest.fixture
-def layer() -> GateUpParallelLinear:
-    group, device = TensorParallelGroup(0, 1), torch.device("cpu")
-    layer = GateUpParallelLinear(256, 128, Shard(group, torch.bfloat16, device, gated_rows=MANY))
+def layer(fused_gate_up_rows: int) -> GateUpParallelLinear:
+    policy = GemmPolicy(fused_gate_up_rows=fused_gate_up_rows)
+    shard = Shard(ParallelPlace(range(1)), torch.bfloat16, torch.device("cpu"), policy)
+    made = GateUpParallelLinear(256, 128, shard)
     torch.manual_seed(5)
-    layer.weight.normal_(std=0.1)
-    return layer
+    made.weight.normal_(std=0.1)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("rows", "gated_rows", "together"),
+    ("rows", "fused_from", "together"),
     [(MANY, MANY, True), (MANY + 1, MANY, True), (MANY - 1, MANY, False), (MANY, 0, False)],
 )
 def test_from_so_many_rows_on(
-    layer: GateUpParallelLinear,
-    monkeypatch: pytest.MonkeyPatch,
-    rows: int,
-    gated_rows: int,
-    together: bool,
+    monkeypatch: pytest.MonkeyPatch, rows: int, fused_from: int, together: bool
 ) -> None:
     own = Mock(side_effect=ops.gated_linear)
     monkeypatch.setattr(ops, "gated_linear", own)
-    layer.gated_rows = gated_rows
+    made = layer(fused_from)
     x = torch.randn(rows, 256).bfloat16()
-    assert torch.equal(layer(x), ops.silu_and_mul(x @ layer.weight.t()))
+    assert torch.equal(made(x), ops.silu_and_mul(x @ made.weight.t()))
     assert own.called == together
 
 

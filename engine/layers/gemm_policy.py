@@ -1,0 +1,50 @@
+"""The thresholds between ways to compute a GEMM, chosen once for a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import DeviceConfig
+from tandem_kernels.device import has_warpgroup_products, overlaps_launches
+
+_SMALL_M_ROWS = 16
+"""With more rows, or on older devices, the library is the faster one."""
+_FUSED_GATE_UP_ROWS = 1024
+"""With fewer, too few tiles for all SMs."""
+_RESIDUAL_ROWS = 1024
+"""With fewer, small kernels take little of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPolicy:
+    """Thresholds are in rows, which are the tokens of a step.
+
+    Attributes:
+        deterministic: A row of a GEMM does not depend on the others. Rules out all else.
+        small_m_rows: Column layers compute at most so many rows by kernels of our own.
+        fused_gate_up_rows: From so many rows on, gate·up and its activation are one GEMM of our
+            own; 0: never.
+        residual_rows: From so many rows on, row layers add to the residual stream in the GEMM; 0:
+            never.
+    """
+
+    deterministic: bool = False
+    small_m_rows: int = 0
+    fused_gate_up_rows: int = 0
+    residual_rows: int = 0
+
+    @classmethod
+    def choose(cls, config: DeviceConfig, device: torch.device, tp_size: int) -> GemmPolicy:
+        """Returns the fastest policy of `device` that `config` allows."""
+        if config.deterministic:
+            return cls(deterministic=True)
+        small_m = config.allows("narrow-products") and overlaps_launches(device)
+        gate_up = config.allows("gated-products") and has_warpgroup_products(device)
+        residual = config.allows("residual-products") and device.type == "cuda" and tp_size == 1
+        return cls(
+            small_m_rows=_SMALL_M_ROWS if small_m else 0,
+            fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
+            residual_rows=_RESIDUAL_ROWS if residual else 0,
+        )

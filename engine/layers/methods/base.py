@@ -1,0 +1,127 @@
+"""The interface of linear methods: which tensors a linear layer holds, and how it computes.
+
+    1. `create`                once: the layer gets its parameters, not yet loaded
+    2. `checkpoint_weights`    names the checkpoint's tensors that fill them
+    3. `apply`, `gate_up`, `add_to`    each step
+
+A method keeps nothing of a layer, so one may take another's place that holds the same tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from engine.distributed import TensorParallelGroup
+from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """A part of a layer's outputs or inputs, and where the checkpoint has it.
+
+    Attributes:
+        prefix: The checkpoint's name without a suffix, like "model.layers.0.mlp.up_proj".
+        shape: Outputs and inputs of the checkpoint's tensor.
+        dim: 0: the layer has some of the outputs; 1: some of the inputs.
+        start: First index of them in the checkpoint's tensor.
+        rows: Outputs of the layer that this part fills.
+    """
+
+    prefix: str
+    shape: tuple[int, int]
+    dim: int
+    start: int
+    rows: slice = field(default_factory=lambda: slice(None))
+
+
+class LinearLayer(nn.Module):
+    """What methods find on a layer: `weight` [out, in] and `bias` [out]."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+class LinearMethod(ABC):
+    """Computes linear layers in one way."""
+
+    @abstractmethod
+    def create(
+        self, layer: LinearLayer, num_outputs: int, num_inputs: int, bias: bool, shard: Shard
+    ) -> None:
+        """Gives the layer its parameters, uninitialised."""
+
+    @abstractmethod
+    def checkpoint_weights(
+        self, layer: LinearLayer, part: LinearPart
+    ) -> Iterator[CheckpointWeight]:
+        """Yields all tensors of the checkpoint that one part of the layer is filled from."""
+
+    @abstractmethod
+    def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+
+    def gate_up(self, layer: LinearLayer, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out / 2]: `silu(gate) * up`, where gate is the first half."""
+        return ops.silu_and_mul(self.apply(layer, x))
+
+    def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
+        """Adds to `residual` [T, out] in place, if that is the faster way; returns whether."""
+        return False
+
+    def reduce(self, local: Tensor, group: TensorParallelGroup) -> Tensor:
+        """Returns the sum of [T, out] over ranks. `local` may be overwritten."""
+        return group.all_reduce(local)
+
+
+class Unquantised(LinearMethod):
+    """Holds the checkpoint's own numbers."""
+
+    def create(
+        self, layer: LinearLayer, num_outputs: int, num_inputs: int, bias: bool, shard: Shard
+    ) -> None:
+        layer.weight = shard.parameter(num_outputs, num_inputs)
+        layer.bias = shard.parameter(num_outputs) if bias else None
+
+    def checkpoint_weights(
+        self, layer: LinearLayer, part: LinearPart
+    ) -> Iterator[CheckpointWeight]:
+        weight = layer.weight[part.rows]
+        yield CheckpointWeight(part.prefix + ".weight", weight, part.shape, part.dim, part.start)
+        if layer.bias is not None:
+            bias = layer.bias[part.rows]
+            yield CheckpointWeight(part.prefix + ".bias", bias, part.shape[:1], 0, part.start)
+
+
+class Wrapped(LinearMethod):
+    """Does what another method does, but for some numbers of rows."""
+
+    def __init__(self, inner: LinearMethod, rows: int) -> None:
+        self.inner = inner
+        self.rows = rows
+
+    def create(
+        self, layer: LinearLayer, num_outputs: int, num_inputs: int, bias: bool, shard: Shard
+    ) -> None:
+        self.inner.create(layer, num_outputs, num_inputs, bias, shard)
+
+    def checkpoint_weights(
+        self, layer: LinearLayer, part: LinearPart
+    ) -> Iterator[CheckpointWeight]:
+        return self.inner.checkpoint_weights(layer, part)
+
+    def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
+        return self.inner.apply(layer, x)
+
+    def gate_up(self, layer: LinearLayer, x: Tensor) -> Tensor:
+        return self.inner.gate_up(layer, x)
+
+    def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
+        return self.inner.add_to(layer, x, residual)
+
+    def reduce(self, local: Tensor, group: TensorParallelGroup) -> Tensor:
+        return self.inner.reduce(local, group)

@@ -1,0 +1,30 @@
+"""The gated feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
+from engine.layers.residual import ResidualStream
+from engine.layers.shard import CheckpointWeight, Shard
+
+
+class GatedMLP(nn.Module):
+    """Adds `down(silu(gate(x)) * up(x))` to the residual stream."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
+        super().__init__()
+        self.gate_up_proj = GateUpParallelLinear(hidden_size, intermediate_size, shard)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard)
+
+    def forward(self, x: Tensor, stream: ResidualStream) -> None:
+        """`x`: [T, H], normed."""
+        self.down_proj.add_to(stream, self.gate_up_proj(x))
+
+    def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
+        """`is_fused`: the checkpoint has gate and up as one tensor."""
+        names = ("gate_up_proj",) if is_fused else ("gate_proj", "up_proj")
+        yield from self.gate_up_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
+        yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")

@@ -1,0 +1,58 @@
+"""The torch-free side of an architecture: what its config.json means, and what it refuses."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Self
+
+import msgspec
+
+from engine.config import ModelConfig
+from engine.models.config_file import ConfigFile
+
+PLAIN_CHECKPOINT = "use a plain checkpoint of this family, in fp32, fp16 or bf16"
+
+
+class UnsupportedField(ValueError):
+    """config.json asks for something that would be computed wrongly in silence.
+
+    Attributes:
+        field: Of config.json.
+        what: What it asks for, named for a reader.
+        cure: What to do.
+    """
+
+    def __init__(self, field: str, what: str, cure: str = PLAIN_CHECKPOINT) -> None:
+        super().__init__(f"{field}: {what}")
+        self.field = field
+        self.what = what
+        self.cure = cure
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What only the architecture itself reads of a checkpoint's config.json."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
+        """Reads config.json.
+
+        Args:
+            max_model_len: Tokens of a sequence at most, as the engine will serve them.
+
+        Raises:
+            UnsupportedField: A field asks for what tandem does not have.
+        """
+
+    @classmethod
+    @abstractmethod
+    def head_dim_of(cls, file: ConfigFile) -> int:
+        """Returns the size of a head."""
+
+    @abstractmethod
+    def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
+        """Raises `CheckpointError` when `tp_size` ranks cannot share the model evenly."""
+
+    @abstractmethod
+    def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:
+        """Returns everything but the weights that the KV depends on, in a fixed order."""

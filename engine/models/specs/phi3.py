@@ -1,0 +1,33 @@
+"""Phi-3 and Phi-4, dense."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from engine.models.config_file import ConfigFile
+from engine.models.specs.dense import DenseSpec, check_full_window
+from engine.models.specs.rope import read_llama3_or_plain, read_longrope
+from engine.rope import AnyRopeScaling
+
+_LONGROPE_NAMES = ("longrope", "su")
+"""The second is that of early releases."""
+
+
+class Phi3Spec(DenseSpec, frozen=True, kw_only=True):
+    """Fused tensors in the checkpoint, and LongRoPE, where no sequence outgrows the window."""
+
+    fused_projections: ClassVar[bool] = True
+
+    @classmethod
+    def read_rope(cls, file: ConfigFile, max_model_len: int) -> AnyRopeScaling | None:
+        if file.rope.kind in _LONGROPE_NAMES:
+            return read_longrope(file, cls.head_dim_of(file), max_model_len)
+        return read_llama3_or_plain(file)
+
+    @classmethod
+    def check_window(cls, file: ConfigFile, max_model_len: int) -> None:
+        super().check_window(file, max_model_len)
+        if file.sliding_window is not msgspec.UNSET:
+            check_full_window(file.sliding_window, max_model_len)

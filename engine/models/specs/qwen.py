@@ -1,0 +1,20 @@
+"""Qwen 2, 2.5 and 3, dense."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from engine.models.specs.dense import DenseSpec
+
+
+class Qwen2Spec(DenseSpec, frozen=True, kw_only=True):
+    """Queries, keys and values have a bias."""
+
+    attention_bias: ClassVar[bool] = True
+
+
+class Qwen3Spec(DenseSpec, frozen=True, kw_only=True):
+    """Each head of queries and keys is normalised."""
+
+    head_norm: ClassVar[bool] = True
+    default_head_dim: ClassVar[int | None] = 128

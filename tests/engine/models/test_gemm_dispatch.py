@@ -1,0 +1,153 @@
+"""Which operation computes each part of a model, by rows, dtype, shape and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.config import DeviceConfig, EngineConfig
+from engine.layers.attention.paged import PagedBackend
+from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.shard import Shard
+from engine.models.base import CausalLM, ForwardInputs
+from engine.models.llama import LlamaForCausalLM
+from engine.models.registry import spec_of
+from engine.parallel import ParallelPlace
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tests.engine.tiny_model import tiny_model
+
+CPU = torch.device("cpu")
+LAYERS = 2
+OWN = GemmPolicy(small_m_rows=16, fused_gate_up_rows=40, residual_rows=48)
+EXACT = GemmPolicy(deterministic=True)
+_RECORDED = (
+    "rms_norm", "fused_add_rms_norm", "narrow_linear", "invariant_linear", "gate_up_silu",
+    "gated_linear", "silu_and_mul", "rope_and_cache",
+)  # fmt: skip
+
+
+def steps_of(qkv: str, gate_up: str, row: str, head: str) -> list[str]:
+    """What a model does: each part is one operation, or several behind each other."""
+    norm = "rms_norm" if row == "addmm_" else "fused_add_rms_norm"
+    attention = [qkv, "rope_and_cache", row, norm]
+    return ["rms_norm", *[*attention, *gate_up.split(), row, norm] * LAYERS, head]
+
+
+LIBRARY = steps_of("linear", "linear silu_and_mul", "linear", "linear")
+FEW = steps_of("narrow_linear", "gate_up_silu", "linear", "linear")
+FUSED = steps_of("linear", "gated_linear", "linear", "linear")
+MANY = steps_of("linear", "gated_linear", "addmm_", "linear")
+MANY_APART = steps_of("linear", "linear silu_and_mul", "addmm_", "linear")
+INVARIANT = steps_of(
+    "invariant_linear", "invariant_linear silu_and_mul", "invariant_linear", "invariant_linear"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "size", "expected"),
+    [
+        (GemmPolicy(), "bfloat16", 256, {1: LIBRARY, 16: LIBRARY, 48: LIBRARY}),
+        (
+            OWN,
+            "bfloat16",
+            256,
+            {1: FEW, 16: FEW, 17: LIBRARY, 39: LIBRARY, 40: FUSED, 47: FUSED, 48: MANY},
+        ),
+        (OWN, "float32", 256, {1: LIBRARY, 16: LIBRARY, 40: LIBRARY, 48: MANY_APART}),
+        (OWN, "bfloat16", 128, {1: LIBRARY, 16: LIBRARY, 40: LIBRARY, 48: MANY_APART}),
+        (EXACT, "bfloat16", 256, {1: INVARIANT, 16: INVARIANT, 40: INVARIANT, 48: INVARIANT}),
+    ],
+)
+def test_each_shape_has_its_operation(
+    policy: GemmPolicy, dtype: str, size: int, expected: dict[int, list[str]]
+) -> None:
+    """The kernels take sizes that are multiples of 256, in half precision."""
+    model = _model(policy, dtype, size)
+    assert {rows: _operations(model, dtype, size, rows) for rows in expected} == expected
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_the_policy_follows_device_and_settings(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = torch.device("cuda")
+
+    def choose(tp_size: int = 1, **settings: Any) -> GemmPolicy:
+        return GemmPolicy.choose(DeviceConfig(device="cuda", **settings), gpu, tp_size)
+
+    small_m = 16 if capability >= (9, 0) else 0
+    gate_up = 1024 if capability[0] == 9 else 0
+    assert choose() == GemmPolicy(False, small_m, gate_up, 1024)
+    assert choose(tp_size=2) == GemmPolicy(False, small_m, gate_up, 0)
+    assert choose(deterministic=True) == GemmPolicy(deterministic=True)
+    for path, field in (
+        ("narrow-products", "small_m_rows"),
+        ("gated-products", "fused_gate_up_rows"),
+        ("residual-products", "residual_rows"),
+    ):
+        assert getattr(choose(disabled_fast_paths=(path,)), field) == 0
+    assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()
+
+
+def _model(policy: GemmPolicy, dtype: str, size: int) -> CausalLM:
+    model = tiny_model(
+        num_layers=LAYERS, hidden_size=size, intermediate_size=size, num_heads=4, num_kv_heads=2,
+        head_dim=size // 4, dtype=dtype, vocab_size=64,
+    )  # fmt: skip
+    config = EngineConfig(engine_id="dispatch", epoch=1, model=model)
+    shard = Shard(ParallelPlace(range(LAYERS)), getattr(torch, dtype), CPU, policy)
+    made = LlamaForCausalLM(config, spec_of(model), shard).eval()
+    for parameter in made.parameters():
+        parameter.normal_(std=0.05)
+    return made
+
+
+@torch.inference_mode()
+def _operations(model: CausalLM, dtype: str, size: int, rows: int) -> list[str]:
+    """What one prompt of `rows` tokens runs through, but for attention."""
+    cache = torch.zeros(LAYERS, 4, 2, 2, 16, size // 4, dtype=getattr(torch, dtype))
+    lengths = torch.tensor([0, rows]).int(), torch.tensor([rows]).int()
+    metadata = AttentionMetadata(torch.arange(4).int().view(1, 4), *lengths, 0, rows, rows)
+    at = torch.arange(rows)
+    step = ForwardInputs(
+        at.int(), at, at, list(cache.unbind()), metadata, PagedBackend(), lambda layer: None
+    )
+    with _recorded() as seen:
+        model.compute_logits(model(step))
+    return seen
+
+
+@contextmanager
+def _recorded() -> Iterator[list[str]]:
+    """Names of outermost calls: what an operation does inside is its own matter."""
+    seen: list[str] = []
+    depth = 0
+
+    def recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if depth == 0:
+                seen.append(name)
+            depth += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return run
+
+    with ExitStack() as patches:
+        for name in _RECORDED:
+            patches.enter_context(patch.object(ops, name, recording(name, getattr(ops, name))))
+        patches.enter_context(patch.object(F, "linear", recording("linear", F.linear)))
+        own = recording("addmm_", torch.Tensor.addmm_)
+        patches.enter_context(patch.object(torch.Tensor, "addmm_", own))
+        yield seen
