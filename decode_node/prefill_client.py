@@ -15,23 +15,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 import grpc
 
+from decode_node.prefill_events import (
+    WRONG_ANSWER,
+    PrefillError,
+    PrefillEvent,
+    PrefillEvents,
+)
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.wire import (
-    logprobs_from_message,
-    prompt_logprobs_from_message,
-)
-from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.request_spec import encode_spec
-from kv_transfer.errors import HandshakeMismatch
+from kv_transfer.errors import HandshakeMismatch, PeerLost
 from kv_transfer.metadata import KVPeer, KVTransferParams
-from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
+from kv_transfer.wire.handshake import check_endpoints, peer_from_proto, peer_to_proto
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
 
 _CHANNEL_OPTIONS = (
@@ -49,34 +49,14 @@ _CHANNEL_OPTIONS = (
 AVOIDED = "avoided"
 _AVOID_S = 1.0
 """A node that could not be greeted is not asked again for so long."""
-_GREET_AGAIN = {"failed_precondition", "unavailable", "unreachable", "engine_dead", "timeout"}
-
-
-class PrefillError(Exception):
-    """A prefill node did not do its part. `code` is short, for metrics and logs."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """`queue_s`, `prefill_s`: measured on the prefill node."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
-    num_cached_tokens: int
-    queue_s: float
-    prefill_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class KVTaken:
-    """The prefill node holds nothing more of this request."""
-
-
-PrefillEvent = PromptLogprobs | FirstToken | KVTaken
+_GREET_AGAIN = {
+    "failed_precondition",
+    "unavailable",
+    "unreachable",
+    "engine_dead",
+    "timeout",
+    WRONG_ANSWER,
+}
 
 
 class _Node:
@@ -100,11 +80,14 @@ class _Node:
 
 
 class PrefillClient:
-    """`us` is what prefill nodes learn of this node, `credentials` what it shows them. `close` at
-    the end."""
+    """`us` is what prefill nodes learn of this node, `credentials` what it shows them. What they
+    say is believed only where it fits `us` and a vocabulary of `vocab_size`. `close` at the end."""
 
-    def __init__(self, us: KVPeer, greet_timeout_s: float, credentials: Credentials) -> None:
+    def __init__(
+        self, us: KVPeer, vocab_size: int, greet_timeout_s: float, credentials: Credentials
+    ) -> None:
         self._us = us
+        self._vocab_size = vocab_size
         self._credentials = credentials
         self._greet_timeout_s = greet_timeout_s
         self._nodes: dict[str, _Node] = {}
@@ -128,9 +111,10 @@ class PrefillClient:
         trace = request.trace.child_headers() if request.trace is not None else {}
         metadata = (*trace.items(), *self._credentials.metadata())
         call = node.stub().Prefill(_message(request, params), metadata=metadata)
+        events = PrefillEvents(request.spec, self._vocab_size)
         try:
             async for message in call:
-                event = _event(message)
+                event = events.read(message)
                 if event is not None:
                     yield event
         except grpc.aio.AioRpcError as error:
@@ -161,12 +145,16 @@ class PrefillClient:
             )
             peer = peer_from_proto(reply.prefill)
             self._us.layout.check_compatible(peer.layout)
+            check_endpoints(peer)
         except grpc.aio.AioRpcError as error:
             node.avoid_until = time.monotonic() + _AVOID_S
             raise PrefillError(_name(error), f"{address}: {error.details()}") from None
         except HandshakeMismatch as error:
             node.avoid_until = time.monotonic() + _AVOID_S
             raise PrefillError("handshake_mismatch", f"{address}: {error}") from None
+        except PeerLost as error:
+            node.avoid_until = time.monotonic() + _AVOID_S
+            raise PrefillError(WRONG_ANSWER, f"{address}: {error}") from None
         if reply.load.draining:
             node.avoid_until = time.monotonic() + _AVOID_S
             raise PrefillError("draining", f"{address} is stopping")
@@ -185,23 +173,6 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         num_tokens_held=params.num_tokens_held,
         first_token_only=params.first_token_only,
     )
-
-
-def _event(message: prefill_pb2.PrefillEvent) -> PrefillEvent | None:
-    match message.WhichOneof("event"):
-        case "first_token":
-            token = message.first_token
-            logprobs = logprobs_from_message(token.logprobs) if token.HasField("logprobs") else None
-            return FirstToken(
-                token.token_id, logprobs, token.num_cached_tokens, token.queue_s, token.prefill_s
-            )
-        case "prompt_logprobs":
-            return prompt_logprobs_from_message(message.prompt_logprobs)
-        case "done":
-            return KVTaken()
-        case "failed":
-            raise PrefillError(message.failed.code, message.failed.message)
-    return None
 
 
 def _name(error: grpc.aio.AioRpcError) -> str:

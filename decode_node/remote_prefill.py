@@ -23,7 +23,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode_node.prefill_client import AVOIDED, FirstToken, KVTaken, PrefillError, PrefillEvent
+from decode_node.prefill_client import AVOIDED
+from decode_node.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvent
 from decode_node.prefill_join import JoinInput, JoinState, following
 from decode_node.timeline import RequestRecord
 from engine.errors import EngineDeadError

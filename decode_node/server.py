@@ -194,7 +194,7 @@ def create_prefill_client(
 ) -> PrefillClient:
     us = engine.ready.peer
     assert us is not None, "a decode node's engine takes KV"
-    return PrefillClient(us, settings.greet_timeout_s, credentials)
+    return PrefillClient(us, engine.config.model.vocab_size, settings.greet_timeout_s, credentials)
 
 
 def create_proxy(

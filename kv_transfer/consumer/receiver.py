@@ -42,6 +42,7 @@ from kv_transfer.metadata import (
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
 from kv_transfer.wire.channels import slot_of
 from kv_transfer.wire.chunk_grid import num_streams_for, streams_of
+from kv_transfer.wire.handshake import check_endpoints
 
 _IDLE_S = 600.0
 """Connections that were not used for so long are closed; longer than a transfer can take."""
@@ -266,6 +267,7 @@ class KVReceiver:
         except ValueError as error:
             raise KVTransferError(str(error)) from error
         self._me.layout.check_compatible(meta.peer.layout)
+        check_endpoints(meta.peer)
         transfer.streams = self._plan(transfer)
         transfer.is_planned = True
         await self._greet(meta.peer, {stream.address for stream in transfer.streams})

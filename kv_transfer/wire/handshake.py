@@ -19,12 +19,18 @@ from pathlib import Path
 
 import msgspec
 
+from edge.address import split_address
 from kv_transfer.base import CudaCacheHandle, KVCacheHandle
 from kv_transfer.errors import PeerLost
 from kv_transfer.layout import KVGroup, KVLayout, Plane
 from kv_transfer.memory.block_holds import HoldsFile
 from kv_transfer.metadata import KVPeer
 from tandem_pb import kv_transfer_pb2 as pb
+
+_MAX_PROCESSES = 64
+"""Of one rank."""
+_MAX_ADDRESS = 300
+_MAX_NAME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,23 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
             for group in message.groups
         ),
     )
+
+
+def check_endpoints(peer: KVPeer) -> None:
+    """What a puller needs of a holder's introduction. Raises `PeerLost` if it is not all there."""
+    if len(peer.endpoints) != peer.layout.tp_size:
+        raise PeerLost(
+            f"engine {peer.engine_id[:_MAX_NAME]} has {peer.layout.tp_size} ranks and names "
+            f"transfer processes of {len(peer.endpoints)}"
+        )
+    for addresses in peer.endpoints:
+        if not 0 < len(addresses) <= _MAX_PROCESSES:
+            raise PeerLost(f"{len(addresses)} transfer processes of one rank cannot be")
+        for address in addresses:
+            try:
+                split_address(address[:_MAX_ADDRESS])
+            except ValueError as error:
+                raise PeerLost(f"a transfer process at {error}") from None
 
 
 def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem_pb import prefill_pb2, prefill_pb2_grpc
 from tests.decode_node.http_node import chunks_of, sse_events
 from tests.decode_node.node_processes import TIMEOUT_S, NodeProcess, node_process
 
@@ -81,6 +82,7 @@ async def test_prefill_and_decode_together_then_alone(demo_checkpoint: Path) -> 
             url = decode.ready["url"]
             async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
                 await compare_remote_with_local(client)
+                await hear_lies(client)
                 await drain_prefill(prefill, client)
                 await drain_decode(decode, client)
         port = prefill.ready["metrics_port"]
@@ -95,6 +97,38 @@ async def compare_remote_with_local(client: httpx.AsyncClient) -> None:
     assert {timeline["path"] for _, timeline in local} == {"local"}
     assert {timeline["path"] for _, timeline in remote} == {"remote"}
     assert all(timeline["kv_bytes"] > 0 for _, timeline in remote)
+    await until_idle(client)
+
+
+class Liar(prefill_pb2_grpc.PrefillServicer):
+    """Fits every decode node, and gives it this first token."""
+
+    def __init__(self, token_id: int, num_ranks: int) -> None:
+        self._token_id = token_id
+        self._num_ranks = num_ranks
+
+    async def Hello(self, request: prefill_pb2.HelloRequest, context: Any) -> Any:
+        del request.decode.ranks[:]
+        for _ in range(self._num_ranks):
+            request.decode.ranks.add(addresses=["127.0.0.1:1"])
+        return prefill_pb2.HelloReply(prefill=request.decode)
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> Any:
+        yield prefill_pb2.PrefillEvent(first_token=prefill_pb2.FirstToken(token_id=self._token_id))
+
+
+async def hear_lies(client: httpx.AsyncClient) -> None:
+    """They cost a prompt on the decode node, and nothing else."""
+    expected, _ = await tokens(client, 1, **HERE)
+    for token_id, num_ranks in ((2**32 - 1, 1), (100_000, 1), (5, 0), (5, 9)):
+        server = grpc.aio.server()
+        liar = Liar(token_id, num_ranks)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(liar, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        found, timeline = await tokens(client, 1, **{"x-prefiller-host-port": f"127.0.0.1:{port}"})
+        assert (found, timeline["path"]) == (expected, "local")
+        await server.stop(0)
     await until_idle(client)
 
 

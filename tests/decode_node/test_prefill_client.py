@@ -12,12 +12,14 @@ import grpc
 import msgspec
 import pytest
 
-from decode_node.prefill_client import FirstToken, KVTaken, PrefillClient, PrefillError
+from decode_node.prefill_client import PrefillClient
+from decode_node.prefill_events import FirstToken, KVTaken, PrefillError
 from edge.security.credentials import Credentials
 from edge.tracing.context import TraceContext
 from engine.frontend.input_processor import GenerationRequest
 from engine.request_spec import RequestSpec, decode_spec
 from engine.sampling_params import SamplingParams
+from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import node_pb2, prefill_pb2, prefill_pb2_grpc
@@ -25,7 +27,8 @@ from tests.decode_node.decode_fakes import kv_peer, until
 from tests.engine.core.tiny_engine import tiny_config
 
 US = kv_peer(tiny_config())
-THEM = kv_peer(tiny_config())
+THEM = msgspec.structs.replace(kv_peer(tiny_config()), endpoints=(("10.0.0.1:9",),))
+VOCAB_SIZE = tiny_config().model.vocab_size
 REQUEST = GenerationRequest(
     "r",
     RequestSpec([1, 2, 3], SamplingParams(seed=7, logprobs=2), priority=2, cache_salt="s"),
@@ -65,7 +68,7 @@ class Servicer(prefill_pb2_grpc.PrefillServicer):
 
 async def _complete(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
     yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.Accepted())
-    logprobs = prefill_pb2.TokenLogprobs(token_ids=[9, 4], logprobs=[-0.5, -1.0], rank=1)
+    logprobs = prefill_pb2.TokenLogprobs(token_ids=[9, 9, 4], logprobs=[-0.5, -0.5, -1.0], rank=1)
     token = prefill_pb2.FirstToken(
         token_id=9, logprobs=logprobs, num_cached_tokens=2, queue_s=0.1, prefill_s=0.2
     )
@@ -88,7 +91,7 @@ async def prefill_node() -> AsyncIterator[tuple[Servicer, str, grpc.aio.Server]]
 
 @asynccontextmanager
 async def prefill_client(greet_timeout_s: float = 30.0) -> AsyncIterator[PrefillClient]:
-    client = PrefillClient(US, greet_timeout_s, Credentials())
+    client = PrefillClient(US, VOCAB_SIZE, greet_timeout_s, Credentials())
     try:
         yield client
     finally:
@@ -110,7 +113,7 @@ async def test_a_prompt_goes_out_and_its_token_comes_back() -> None:
         first, taken = await events(client, address)
         assert isinstance(first, FirstToken) and isinstance(taken, KVTaken)
         assert (first.token_id, first.num_cached_tokens) == (9, 2)
-        assert first.logprobs is not None and first.logprobs.token_ids == [9, 4]
+        assert first.logprobs is not None and first.logprobs.token_ids == [9, 9, 4]
         (sent,) = servicer.requests
         assert (sent.transfer_id, sent.attempt) == ("ab" * 16, 1)
         assert sent.expected_epoch == THEM.epoch
@@ -158,12 +161,23 @@ async def test_other_failures_keep_the_greeting() -> None:
         assert len(servicer.greetings) == 1
 
 
+def with_group(**fields: object) -> KVLayout:
+    """Their layout, with other fields in its only group."""
+    (group,) = THEM.layout.groups
+    changed = msgspec.structs.replace(group, **fields)
+    return msgspec.structs.replace(THEM.layout, groups=(changed,))
+
+
 @pytest.mark.parametrize(
-    ("field", "value"), [("model_hash", "other"), ("dtype", "bfloat16"), ("num_layers", 7)]
+    ("field", "layout"),
+    [
+        ("model_hash", msgspec.structs.replace(THEM.layout, model_hash="other")),
+        ("dtype", with_group(dtype="bfloat16")),
+        ("layers", with_group(layers=(0,))),
+    ],
 )
-async def test_nodes_that_do_not_fit_are_refused_by_field(field: str, value: object) -> None:
+async def test_nodes_that_do_not_fit_are_refused_by_field(field: str, layout: KVLayout) -> None:
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        layout = msgspec.structs.replace(THEM.layout, **{field: value})
         servicer.peer = msgspec.structs.replace(THEM, layout=layout)
         with pytest.raises(PrefillError, match=field) as caught:
             await client.greet(address)
@@ -172,9 +186,37 @@ async def test_nodes_that_do_not_fit_are_refused_by_field(field: str, value: obj
 
 async def test_block_and_tensor_parallel_sizes_may_differ() -> None:
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        layout = msgspec.structs.replace(THEM.layout, block_size=64, tp_size=2)
-        servicer.peer = msgspec.structs.replace(THEM, layout=layout)
+        layout = msgspec.structs.replace(with_group(block_size=64), tp_size=2)
+        servicer.peer = msgspec.structs.replace(THEM, layout=layout, endpoints=(("h:1",),) * 2)
         assert (await client.greet(address)).layout == layout
+
+
+@pytest.mark.parametrize(
+    "endpoints",
+    [(), ((),), (("10.0.0.1:9",), ("10.0.0.2:9",)), (("nowhere",),), (("h:70000",),),
+     (("a:1",) * 65,), (("h" * 5000 + ":1",),)],
+    ids=["no ranks", "no process", "more ranks", "no port", "high port", "many", "long"],
+)  # fmt: skip
+async def test_endpoints_that_cannot_be_are_refused(endpoints: tuple[tuple[str, ...], ...]) -> None:
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        servicer.peer = msgspec.structs.replace(THEM, endpoints=endpoints)
+        with pytest.raises(PrefillError) as caught:
+            await client.greet(address)
+        assert caught.value.code == "wrong_answer"
+        assert len(str(caught.value)) < 1000
+
+
+async def test_a_token_outside_of_the_vocabulary_goes_no_further() -> None:
+    async def lie(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        token = prefill_pb2.FirstToken(token_id=2**32 - 1)
+        yield prefill_pb2.PrefillEvent(first_token=token)
+
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await client.greet(address)
+        servicer.handler = lie
+        with pytest.raises(PrefillError, match="4294967295") as caught:
+            await events(client, address)
+        assert caught.value.code == "wrong_answer"
 
 
 async def test_a_stopping_node_gets_no_work() -> None:
@@ -252,7 +294,7 @@ async def test_the_trace_and_resumed_output_reach_the_prefill_node() -> None:
     trace = TraceContext("0af7651916cd43dd8448eb211c80319c", "01", "vendor=1")
     request = dataclasses.replace(REQUEST, spec=REQUEST.spec.resumed_after([8]), trace=trace)
     async with prefill_node() as (servicer, address, _):
-        client = PrefillClient(US, 5.0, Credentials())
+        client = PrefillClient(US, VOCAB_SIZE, 5.0, Credentials())
         try:
             await client.greet(address)
             async with aclosing(client.prefill(address, request, params())) as stream:

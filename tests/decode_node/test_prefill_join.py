@@ -6,13 +6,14 @@ from functools import reduce
 
 import pytest
 
-from decode_node.prefill_client import FirstToken, KVTaken, PrefillError
+from decode_node.prefill_events import FirstToken, KVTaken, PrefillError
 from decode_node.prefill_join import JoinInput, JoinState, following
 from decode_node.remote_prefill import RemotePrefill, RemotePrefillLimits
 from decode_node.timeline import RequestRecord
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.request_stream import RequestStream
 from engine.messages import KVTransferResult
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from tests.decode_node.decode_fakes import FakeEngine, FakePrefillNodes
 
@@ -64,7 +65,9 @@ def test_what_cannot_come(inputs: str) -> None:
 
 async def chosen(engine: FakeEngine) -> tuple[RemotePrefill, RequestStream]:
     """One that has called its first node, and its request's outputs; dropping them aborts it."""
-    request = GenerationRequest("r", [5, 6, 7], SamplingParams(max_tokens=4), eos_token_ids=(0,))
+    request = GenerationRequest(
+        "r", RequestSpec([5, 6, 7], SamplingParams(max_tokens=4)), eos_token_ids=(0,)
+    )
     nodes, limits = FakePrefillNodes(), RemotePrefillLimits(max_attempts=2)
     record = RequestRecord(num_prompt_tokens=3)
     remote = RemotePrefill(engine, nodes, request, ["a:1", "b:1"], "0" * 32, limits, record)
