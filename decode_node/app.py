@@ -12,6 +12,7 @@ from decode_node.api import Api, create_router
 from decode_node.callers import CallerCheck
 from decode_node.edge import EdgeMiddleware
 from decode_node.errors import MethodNotAllowed, NotFound
+from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import BadRequest, HttpError
 
 
@@ -21,7 +22,8 @@ def create_app(api: Api, callers: CallerCheck) -> ASGIApp:
     app.include_router(create_router(api))
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    return EdgeMiddleware(app, callers)
+    edge = EdgeMiddleware(app, callers)
+    return ClosingConnections(edge, is_draining=lambda: api.state.draining)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

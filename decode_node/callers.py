@@ -18,6 +18,8 @@ from edge.security.config import Role
 from edge.security.credentials import CallerRefused, Credentials
 
 _ROUTERS = frozenset({Role.ROUTER})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""For probes and scrapers."""
 
 
 class Caller(Enum):
@@ -54,7 +56,7 @@ def _digest(key: str) -> bytes:
 
 
 class CallerCheck:
-    """Judges every request."""
+    """Judges every request by its head, as a `HeadCheck`."""
 
     def __init__(self, keys: ApiKeys, credentials: Credentials) -> None:
         self._keys = keys
@@ -65,8 +67,19 @@ class CallerCheck:
         """Whether somebody may come without a certificate."""
         return len(self._keys) > 0
 
-    def admit(self, names: Collection[str] | None, headers: Mapping[str, str]) -> Caller:
-        """`names`: DNS names of the certificate shown; None: none was. Raises `HttpError`."""
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether anybody has to show a key, a certificate or the token."""
+        return self.has_keys or self._credentials.config.is_secured
+
+    def admit(
+        self, path: str, headers: Mapping[str, str], names: Collection[str] | None = None
+    ) -> Caller | None:
+        """Returns who is calling; None on a path that is open to everybody. `names` are the DNS
+        names of the certificate that was shown, if one was. Raises `HttpError`."""
+        return None if path in _OPEN_PATHS else self._judge(headers, names)
+
+    def _judge(self, headers: Mapping[str, str], names: Collection[str] | None) -> Caller:
         if not self._credentials.config.is_secured:
             self._keys.check(headers.get("authorization", ""))
             return Caller.TRUSTED

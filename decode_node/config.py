@@ -72,6 +72,21 @@ class DecodeNodeSettings(EngineSettings):
     body_timeout_s: float = Field(
         default=30.0, gt=0, description="Time for a client to send its request."
     )
+    header_timeout_s: float = Field(
+        default=10.0, gt=0, description="Time for a client to send the head of a request."
+    )
+    max_header_bytes: int = Field(
+        default=16 << 10,
+        ge=1024,
+        description="Largest request line and headers together; more is answered with 431.",
+    )
+    max_connections_without_key: int = Field(
+        default=256,
+        ge=0,
+        description="Where a key, a certificate or the cluster token is asked for: connections "
+        "that have not shown one yet. For one more the oldest is closed, once it has had two "
+        "seconds. 0: any number.",
+    )
     send_timeout_s: float = Field(
         default=30.0,
         gt=0,

@@ -1,7 +1,8 @@
-"""What every HTTP request passes first: a request id, who asks, a net for what was missed.
+"""Every HTTP request passes here first: a request id, who asks, a net for what was missed.
 
 Every path is for those who may (`decode_node.callers`), but for the few that probes and scrapers
-ask. The path of the ASGI scope decides, never a header.
+ask. The path of the request decides, never a header. The connection has judged before, where it is
+a guarded one (`edge.http.guarded_protocol`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_node.callers import CallerCheck
-from decode_node.certified_protocol import NAMES
 from edge.http import headers as names
 from edge.http.client_connection import ClientDisconnected, request_headers, request_id
 from edge.http.errors import HttpError, send_error
+from edge.http.guarded_protocol import CALLER
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = names.REQUEST_ID.encode()
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 
 class EdgeMiddleware:
@@ -50,8 +50,8 @@ class EdgeMiddleware:
             await send(message)
 
         try:
-            if scope["path"] not in _OPEN_PATHS:
-                state["caller"] = self._callers.admit(state.get(NAMES), headers)
+            if CALLER not in state:
+                state[CALLER] = self._callers.admit(scope["path"], headers)
             await self._app(scope, receive, send_with_id)
         except ClientDisconnected:
             return

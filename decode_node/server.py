@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from decode_node.api import Api, NodeState
 from decode_node.app import create_app
 from decode_node.callers import ApiKeys, CallerCheck
-from decode_node.certified_protocol import CertifiedProtocol
 from decode_node.config import DecodeNodeSettings
 from decode_node.credits import KVCredits
 from decode_node.metrics import DecodeMetrics
@@ -29,6 +28,7 @@ from decode_node.remote_prefill import RemotePrefillLimits
 from decode_node.router_headers import prefill_nodes
 from decode_node.serving import OpenAIServing
 from edge.address import join_address
+from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.security.certificate_metrics import CertificateCollector
 from edge.security.credentials import Credentials
 from edge.security.tls_http import TlsConfig
@@ -90,7 +90,7 @@ class DecodeNode:
             TlsConfig(
                 app,
                 self._tls,
-                http=CertifiedProtocol,
+                http=guarded_protocol(connection_limits(settings), callers),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -250,6 +250,14 @@ def create_node_app(
     )
     api = Api(settings, engine.config.model, serving, metrics, state)
     return create_app(api, callers)
+
+
+def connection_limits(settings: DecodeNodeSettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        header_timeout_s=settings.header_timeout_s,
+        max_header_bytes=settings.max_header_bytes,
+        max_without_key=settings.max_connections_without_key,
+    )
 
 
 def read_api_keys(settings: DecodeNodeSettings) -> ApiKeys:

@@ -35,7 +35,7 @@ from router.admission.gate_metrics import GateCollector
 from router.config import RouterSettings
 from router.edge.admin_api import admin_routes, probe_routes, readiness
 from router.edge.api import PROXIED_PATHS, ProxyEndpoint, model_routes
-from router.edge.api_keys import ApiKeyGate, ApiKeys
+from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
 from router.kubernetes.api_client import EndpointSliceApi, KubernetesAccess
 from router.kubernetes.endpoint_slices import Endpoints
 from router.kubernetes.slice_watch import SliceWatch
@@ -127,7 +127,8 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     if settings.admin_port is None:
         app.include_router(admin_routes(services.metrics, services.view))
         open_paths.add("/metrics")
-    app.add_middleware(ApiKeyGate, keys=services.keys, open_paths=open_paths)
+    check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
+    app.add_middleware(ApiKeyGate, check=check)
     app.add_middleware(ClosingConnections, is_draining=lambda: services.draining)
     return app
 

@@ -247,6 +247,12 @@ class RouterSettings(SecuritySettings):
         description="Connections that one client address may have open. 0: any number, which is "
         "right behind a load balancer.",
     )
+    max_connections_without_key: int = Field(
+        default=256,
+        ge=0,
+        description="Where keys are asked for: connections that have not shown a valid one yet. "
+        "For one more the oldest is closed, once it has had two seconds. 0: any number.",
+    )
     max_open_requests: int = Field(
         default=4096, ge=1, description="Requests in flight; more are answered with 503."
     )

@@ -48,6 +48,7 @@ class AdminServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=guarded_protocol(ConnectionLimits()),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -80,7 +81,7 @@ class RouterServer(uvicorn.Server):
                 app,
                 _https_context(settings),
                 loop="uvloop",
-                http=guarded_protocol(_limits(settings)),
+                http=guarded_protocol(_limits(settings), app.state.key_check),
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -156,6 +157,7 @@ def _limits(settings: RouterSettings) -> ConnectionLimits:
         header_timeout_s=settings.header_timeout_s,
         max_header_bytes=settings.max_header_bytes,
         max_per_address=settings.max_connections_per_address,
+        max_without_key=settings.max_connections_without_key,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -66,8 +66,13 @@ class BodyLimits:
 
 def request_headers(scope: Scope) -> Mapping[str, str]:
     """Returns the headers, names in lower case; of a repeated header the first."""
+    return headers_of(scope["headers"])
+
+
+def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
+    """The same, of headers as they arrive."""
     headers: dict[str, str] = {}
-    for name, value in scope["headers"]:
+    for name, value in raw:
         headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
     return headers
 

@@ -3,72 +3,123 @@
 1. connected     from here on the head of a request has `header_timeout_s` to arrive complete,
                  however its bytes trickle; the same at the first byte of each further request
 2. head complete the clock stops. Repeated `Host`, lengths that contradict each other and heads
-                 beyond `max_header_bytes` are refused before anything is routed by them
+                 beyond `max_header_bytes` are refused before anything is routed by them, and who
+                 has no key before any of the body is read
 3. body          read by whoever serves the request, with a clock of its own
+4. answered      the next request, or the end. An answer that ends before its request has arrived
+                 ends the connection, too: nobody would ever read the rest
 -  refused       the answer is sent, then what still comes is thrown away for a moment: closing at
                  once would reset the connection, and the client would lose the answer. In the midst
                  of another answer it would be taken for a part of that one: then it is only closed
+-  unknown       until a valid key was shown, where keys are asked for. There may be
+                 `max_without_key` of these; for one more the oldest is closed
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Protocol, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from edge.http.client_connection import headers_of, request_id
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
+from edge.security.tls_files import certificate_names
 
-logger = logging.getLogger(__name__)
+CALLER = "caller"
+"""In the state of each request: what `HeadCheck.admit` has returned."""
 
 _LINGER_S = 1.0
+_FIRST_WORDS_S = 2.0
+"""A new connection is not taken for one that shows no key before it has had time to."""
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization")
+
+
+class HeadCheck(Protocol):
+    """Judges who may make a request, by its head alone."""
+
+    @property
+    def asks_for_key(self) -> bool: ...
+
+    def admit(
+        self, path: str, headers: Mapping[str, str], names: Collection[str] | None
+    ) -> object | None:
+        """Returns who is calling; None for a path that is open to everybody. `names` are those of
+        the certificate that was shown, if one was. Raises `HttpError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """`max_per_address` 0: any number of connections from one address."""
+    """`max_per_address` and `max_without_key` 0: any number of connections."""
 
     header_timeout_s: float = 10.0
     max_header_bytes: int = 16 << 10
     max_per_address: int = 0
-    open_by_address: Counter[str] = field(default_factory=Counter)
+    max_without_key: int = 0
+
+
+@dataclass(slots=True)
+class OpenConnections:
+    """All connections of one listener. `unknown` begins with the oldest."""
+
+    by_address: Counter[str] = field(default_factory=Counter)
+    unknown: dict[GuardedProtocol, float] = field(default_factory=dict)
 
 
 class GuardedProtocol(HttpToolsProtocol):
+    """Use `guarded_protocol`, which sets what connections of one listener share."""
+
     limits = ConnectionLimits()
+    check: HeadCheck | None = None
+    open_connections = OpenConnections()
 
     _head_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
     _refusal: HttpError | None = None
-    _is_refused = False
+    _is_ending = False
     _address = ""
+    _names: Collection[str] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._names = certificate_names(transport.get_extra_info("peercert"))
         self._address = self.client[0] if self.client else ""
-        open_by_address = self.limits.open_by_address
-        open_by_address[self._address] += 1
-        if 0 < self.limits.max_per_address < open_by_address[self._address]:
+        by_address = self.open_connections.by_address
+        by_address[self._address] += 1
+        if 0 < self.limits.max_per_address < by_address[self._address]:
             transport.abort()
             return
         self._expect_head()
+        if self.check is not None and self.check.asks_for_key:
+            self.open_connections.unknown[self] = self.loop.time()
+            self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
-        open_by_address = self.limits.open_by_address
-        open_by_address[self._address] -= 1
-        if not open_by_address[self._address]:
-            del open_by_address[self._address]
+        by_address = self.open_connections.by_address
+        by_address[self._address] -= 1
+        if not by_address[self._address]:
+            del by_address[self._address]
+        self.open_connections.unknown.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused or self.transport.is_closing():
+        if self._is_ending or self.transport.is_closing():
             return
-        super().data_received(data)
-        if self._head_timer is not None and not self._is_refused:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or BadHead("this is not a valid HTTP/1.1 request"))
+            return
+        except httptools.HttpParserUpgrade:
+            """Nobody here speaks another protocol: the request is answered as it is."""
+        if self._head_timer is not None and not self._is_ending:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.limits.max_header_bytes:
                 self._refuse(self._too_large())
@@ -80,14 +131,37 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
-        self._refusal = self._judge_head()
+        self._refusal = self._judge_head() or self._judge_caller()
         if self._refusal is not None:
             raise self._refusal
         super().on_headers_complete()
+        self.cycle.transport = cast("asyncio.Transport", _AnswerTransport(self, self.cycle))
 
-    def send_400_response(self, msg: str) -> None:
-        """Whatever the parser does not like, as an error object."""
-        self._refuse(self._refusal or BadHead("This is not a valid HTTP/1.1 request."))
+    def on_response_complete(self) -> None:
+        cycle = self.cycle
+        if cycle.more_body and cycle.response_complete:
+            self.end_gently()
+        super().on_response_complete()
+
+    def end_gently(self) -> None:
+        """Ends the connection when the client has had a moment to read; what it still sends is
+        thrown away."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        self._stop_head_timer()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._head_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _make_room(self) -> None:
+        unknown = self.open_connections.unknown
+        oldest = next(iter(unknown))
+        is_over = 0 < self.limits.max_without_key < len(unknown)
+        if is_over and unknown[oldest] + _FIRST_WORDS_S <= self.loop.time():
+            del unknown[oldest]
+            oldest.transport.abort()
 
     def _judge_head(self) -> HttpError | None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -96,14 +170,28 @@ class GuardedProtocol(HttpToolsProtocol):
         names = [name for name, _ in self.headers]
         repeated = [name.decode() for name in _ONCE if names.count(name) > 1]
         if repeated:
-            return BadHead(f"The header {repeated[0]} is given more than once.")
+            return BadHead(f"the header {repeated[0]} is given more than once")
         if b"transfer-encoding" in names and b"content-length" in names:
-            return BadHead("Content-Length and Transfer-Encoding exclude each other.")
+            return BadHead("Content-Length and Transfer-Encoding exclude each other")
+        return None
+
+    def _judge_caller(self) -> HttpError | None:
+        """Only a path that is written plainly is open to everybody."""
+        if self.check is None:
+            return None
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        try:
+            caller = self.check.admit(path, headers_of(self.headers), self._names)
+        except HttpError as error:
+            return error
+        if caller is not None:
+            self.open_connections.unknown.pop(self, None)
+            self.scope["state"][CALLER] = caller
         return None
 
     def _too_large(self) -> HeadTooLarge:
         return HeadTooLarge(
-            f"Request line and headers are larger than {self.limits.max_header_bytes} bytes."
+            f"request line and headers are larger than {self.limits.max_header_bytes} bytes"
         )
 
     def _expect_head(self) -> None:
@@ -120,29 +208,32 @@ class GuardedProtocol(HttpToolsProtocol):
         """Who has sent nothing at all gets no answer either."""
         self._head_timer = None
         if self._num_head_bytes:
-            self._refuse(RequestTimeout("The request's headers did not arrive in time."))
+            self._refuse(RequestTimeout("the request's headers did not arrive in time"))
         else:
-            self.transport.close()
+            self.transport.abort()
 
     def _refuse(self, error: HttpError) -> None:
-        self._is_refused = True
         self._stop_head_timer()
         if self._cut_open_answer():
+            self._is_ending = True
             self.transport.close()
             return
         body = error.body()
-        head = (
-            f"HTTP/1.1 {int(error.status)} Refused\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": request_id(headers_of(self.headers or ())),
+            "connection": "close",
+            **error.headers(),
+        }
+        head = f"HTTP/1.1 {int(error.status)} {HTTPStatus(error.status).phrase}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
+        self.transport.write(head.encode("latin-1") + body)
+        self.end_gently()
 
     def _cut_open_answer(self) -> bool:
         """Whoever answers a request of this connection hears that its client has gone, and writes
-        no more. Whether the client has got a part of that answer."""
+        no more. Returns whether the client has got a part of that answer."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return False
@@ -151,5 +242,25 @@ class GuardedProtocol(HttpToolsProtocol):
         return cycle.response_started
 
 
-def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
-    return type("GuardedProtocol", (GuardedProtocol,), {"limits": limits})
+class _AnswerTransport:
+    """A connection as one answer sees it: to close it, it need not have read its whole request."""
+
+    def __init__(self, protocol: GuardedProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        if self._cycle.more_body and self._cycle.response_complete:
+            self._protocol.end_gently()
+        else:
+            self._protocol.transport.close()
+
+
+def guarded_protocol(
+    limits: ConnectionLimits, check: HeadCheck | None = None
+) -> type[GuardedProtocol]:
+    """Returns the protocol of one listener."""
+    shared = {"limits": limits, "check": check, "open_connections": OpenConnections()}
+    return type("GuardedProtocol", (GuardedProtocol,), shared)

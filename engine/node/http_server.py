@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from edge.address import join_address
+from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from engine.node.grpc_server import PortInUse
 from engine.node.status import NodeStatus
 
@@ -74,6 +75,7 @@ class ProbeServer:
         self._server = HttpServer(
             uvicorn.Config(
                 app,
+                http=guarded_protocol(ConnectionLimits()),
                 lifespan="off",
                 log_config=None,
                 access_log=False,

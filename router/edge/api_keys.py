@@ -1,5 +1,5 @@
-"""Who is asking. Every path needs a key, if there are any, except those that tell whether the
-router lives.
+"""Says who is asking. Every path needs a key, if there are any, except those that tell whether
+the router lives.
 
 1. read       keys of the settings, and those of the file. A file that cannot be used stops the
               start: no router is open by accident
@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge.http.client_connection import request_headers, request_id
-from edge.http.errors import Unauthorized, send_error
+from edge.http.errors import HttpError, Unauthorized, send_error
+from edge.http.guarded_protocol import CALLER
 from router.edge.key_file import Key, digest_of, read_keys
 from router.errors import ConfigurationError
 from router.request.tenants import ANYONE, Tenant
@@ -43,9 +44,14 @@ class ApiKeys:
     def tenants(self) -> set[Tenant]:
         return {key.tenant for key in (*self._fixed, *self._from_file)}
 
+    @property
+    def asks(self) -> bool:
+        """Whether anybody has to show a key."""
+        return bool(self._fixed) or self._file is not None
+
     def admit(self, authorization: str) -> Tenant | None:
-        """Whose key the header holds; None: nobody's. With no keys at all everybody may pass."""
-        if not self._fixed and self._file is None:
+        """Returns whose key the header holds, or None. With no keys at all everybody may pass."""
+        if not self.asks:
             return ANYONE
         scheme, _, key = authorization.partition(" ")
         given = digest_of(key.strip())
@@ -95,22 +101,43 @@ class ApiKeys:
         return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
-class ApiKeyGate:
-    """ASGI: answers 401 for requests without a key, before anything else looks at them. Leaves
-    the tenant at `scope["state"]["tenant"]`."""
+class ApiKeyCheck:
+    """Judges requests by their heads, as a `HeadCheck`."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
-        self._app = app
+    def __init__(self, keys: ApiKeys, open_paths: Collection[str]) -> None:
         self._keys = keys
         self._open_paths = open_paths
+
+    @property
+    def asks_for_key(self) -> bool:
+        return self._keys.asks
+
+    def admit(
+        self, path: str, headers: Mapping[str, str], names: Collection[str] | None = None
+    ) -> Tenant | None:
+        """Returns whose key was shown; None on a path that needs none. Raises `Unauthorized`."""
+        tenant = self._keys.admit(headers.get("authorization", ""))
+        if tenant is None and path not in self._open_paths:
+            raise Unauthorized("a valid API key is needed: 'Authorization: Bearer KEY'")
+        return tenant
+
+
+class ApiKeyGate:
+    """Answers 401 for requests without a key that reach the application (ASGI). Leaves the tenant
+    at `scope["state"]["tenant"]`. The connection has judged before, where it is a guarded one."""
+
+    def __init__(self, app: ASGIApp, check: ApiKeyCheck) -> None:
+        self._app = app
+        self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = request_headers(scope)
-            tenant = self._keys.admit(headers.get("authorization", ""))
-            if tenant is None and scope["path"] not in self._open_paths:
-                error = Unauthorized("A valid API key is needed: 'Authorization: Bearer KEY'.")
+            state = scope.setdefault("state", {})
+            try:
+                tenant = state.get(CALLER) or self._check.admit(scope["path"], headers)
+            except HttpError as error:
                 await send_error(send, error, request_id(headers))
                 return
-            scope.setdefault("state", {})["tenant"] = tenant or ANYONE
+            state["tenant"] = tenant or ANYONE
         await self._app(scope, receive, send)

@@ -22,7 +22,8 @@ from decode_node.credits import KVCredits
 from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
-from decode_node.server import create_metrics, create_node_app, read_api_keys
+from decode_node.server import connection_limits, create_metrics, create_node_app, read_api_keys
+from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
@@ -56,6 +57,8 @@ class HttpNode:
     state: NodeState
     tokenizer: Tokenizer
     app: ASGIApp
+    callers: CallerCheck
+    settings: DecodeNodeSettings
     client: httpx.AsyncClient
 
     async def metrics(self) -> dict[str, float]:
@@ -101,16 +104,19 @@ async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[Http
     app = create_node_app(node_settings, engine, tokenizer, proxy, metrics, state, callers)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
-        node = HttpNode(engine, nodes, proxy, state, tokenizer, app, client)
+        node = HttpNode(engine, nodes, proxy, state, tokenizer, app, callers, node_settings, client)
         yield node
         await node.check_empty()
 
 
 @asynccontextmanager
-async def live(app: ASGIApp) -> AsyncIterator[str]:
-    """The application behind a real uvicorn on loopback; its URL."""
+async def live(node: HttpNode) -> AsyncIterator[str]:
+    """The node's application behind a real uvicorn on loopback; its URL."""
     listener = listen("127.0.0.1", 0)
-    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+    protocol = guarded_protocol(connection_limits(node.settings), node.callers)
+    config = uvicorn.Config(
+        node.app, http=protocol, lifespan="off", log_config=None, access_log=False
+    )
     server = HttpServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -19,7 +19,7 @@ MESSAGES = [{"role": "user", "content": "the dog"}]
 
 
 async def test_the_official_client_works_unchanged() -> None:
-    async with http_node(api_keys="key") as node, live(node.app) as url:
+    async with http_node(api_keys="key") as node, live(node) as url:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
         assert [model.id async for model in client.models.list()] == [MODEL]
         chat = await client.chat.completions.create(
@@ -55,7 +55,7 @@ async def test_the_official_client_works_unchanged() -> None:
 
 
 async def test_the_official_client_understands_our_errors() -> None:
-    async with http_node(auto=False, api_keys="key") as node, live(node.app) as url:
+    async with http_node(auto=False, api_keys="key") as node, live(node) as url:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
         stranger = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
@@ -79,7 +79,7 @@ async def test_the_official_client_understands_our_errors() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_tokens", [0, 2])
 async def test_a_client_that_hangs_up_frees_everything(stream: bool, num_tokens: int) -> None:
-    async with http_node(auto=False) as node, live(node.app) as url:
+    async with http_node(auto=False) as node, live(node) as url:
         body = {"prompt": [5], "max_tokens": 50, "stream": stream, "n": 2}
         node.nodes.on_call = lambda call: call.first_token()
         headers = {"x-prefiller-host-port": "a:1"}
@@ -103,7 +103,7 @@ async def test_a_client_that_hangs_up_frees_everything(stream: bool, num_tokens:
 
 
 async def test_a_client_that_hangs_up_while_waiting_for_room() -> None:
-    async with http_node(auto=False) as node, live(node.app) as url:
+    async with http_node(auto=False) as node, live(node) as url:
         blocker = node.proxy._credits.claim_now(96 * 8, 1)
         async with httpx.AsyncClient(base_url=url) as client:
             headers = {"x-prefiller-host-port": "a:1"}
@@ -118,7 +118,7 @@ async def test_a_client_that_hangs_up_while_waiting_for_room() -> None:
 
 
 async def test_a_reader_that_never_reads_is_cut_off_alone() -> None:
-    async with http_node(auto=False, send_timeout_s=0.3) as node, live(node.app) as url:
+    async with http_node(auto=False, send_timeout_s=0.3) as node, live(node) as url:
         host, port = url.removeprefix("http://").split(":")
         body = json.dumps(
             {"prompt": [5], "max_tokens": 250, "stream": True, "logprobs": 20, "n": 40}
@@ -145,7 +145,7 @@ async def test_a_reader_that_never_reads_is_cut_off_alone() -> None:
 
 
 async def test_raw_bytes_get_an_http_error() -> None:
-    async with http_node() as node, live(node.app) as url:
+    async with http_node() as node, live(node) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"\x00\xff nonsense\r\n\r\n")
@@ -159,3 +159,22 @@ async def test_a_port_in_use_is_named() -> None:
     with pytest.raises(PortInUse, match=f"{port}.*choose another"):
         listen("127.0.0.1", port)
     listener.close()
+
+
+async def test_a_client_without_a_key_gets_no_further_than_its_head() -> None:
+    async with http_node(api_keys="key") as node, live(node) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 401") and b"connection: close" in answer
+        writer.close()
+
+
+async def test_a_head_that_trickles_is_cut() -> None:
+    async with http_node(header_timeout_s=0.2) as node, live(node) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /hea")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+        writer.close()

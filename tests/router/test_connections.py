@@ -194,3 +194,16 @@ async def test_while_draining_clients_are_asked_to_connect_anew(cluster: Cluster
     async with router.post(BODY) as response:
         assert response.headers["connection"] == "close"
         assert texts(await response.text()) == [expected(BODY)]
+
+
+async def test_a_client_without_a_key_gets_no_further_than_its_head(cluster: Cluster) -> None:
+    node = await cluster.decode()
+    router = await cluster.router(node, api_keys="one")
+    reader, writer = await connect(router)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n")
+    async with asyncio.timeout(TIMEOUT_S):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 401") and b"connection: close" in head
+    assert json.loads(body)["error"]["code"] == "invalid_api_key"
+    assert not node.requests
+    writer.close()

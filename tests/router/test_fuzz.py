@@ -72,7 +72,7 @@ async def test_every_answer_is_a_documented_one(cluster: Cluster, operation: Any
         {"$ref": "#/components/schemas/ErrorBody", "components": DOCUMENT["components"]}
     )
 
-    async with http_node() as node, live(node.app) as url:
+    async with http_node() as node, live(node) as url:
         router = await router_before(cluster, url)
 
         @given(case=operation.as_strategy())
@@ -167,7 +167,7 @@ async def what_is_there(reader: asyncio.StreamReader) -> bytes:
 
 async def test_no_bytes_hurt_the_http_parser_s_path(cluster: Cluster) -> None:
     rng = random.Random(7)
-    async with http_node() as node, live(node.app) as url:
+    async with http_node() as node, live(node) as url:
         router = await router_before(cluster, url)
         seen: Counter[bytes] = Counter()
         for _ in range(6):

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from decode_node.callers import ApiKeys, CallerCheck
-from decode_node.certified_protocol import CertifiedProtocol
 from decode_node.edge import EdgeMiddleware
 from edge.address import join_address
+from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
 from edge.security.tls_http import TlsConfig
@@ -42,8 +42,9 @@ async def decode_api(credentials: Credentials, *keys: str, host: str = "127.0.0.
     tls = credentials.server_context(demands_certificate=not callers.has_keys)
     listener = listen(host, 0)
     app = EdgeMiddleware(_who, callers)
+    protocol = guarded_protocol(ConnectionLimits(), callers)
     server = HttpServer(
-        TlsConfig(app, tls, http=CertifiedProtocol, lifespan="off", log_config=None, ws="none")
+        TlsConfig(app, tls, http=protocol, lifespan="off", log_config=None, ws="none")
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

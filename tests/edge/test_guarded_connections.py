@@ -1,0 +1,201 @@
+"""Connections end when they should: refused, without a key, with a body that never comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from edge.http import guarded_protocol
+from edge.http.client_connection import BodyLimits, read_json_body, request_headers
+from edge.http.closing_connections import ClosingConnections
+from edge.http.errors import HttpError, Unauthorized, send_error
+from edge.http.guarded_protocol import CALLER, ConnectionLimits, GuardedProtocol
+from engine.node.http_server import HttpServer, listen
+
+TIMEOUT_S = 30.0
+KEY = b"authorization: Bearer key\r\n"
+
+
+class OneKey:
+    asks_for_key = True
+
+    def admit(
+        self, path: str, headers: Mapping[str, str], names: Collection[str] | None
+    ) -> str | None:
+        if path == "/health":
+            return None
+        if headers.get("authorization") != "Bearer key":
+            raise Unauthorized("no such key")
+        return "somebody"
+
+
+@dataclass
+class Service:
+    port: int
+    protocol: type[GuardedProtocol]
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+
+    async def connect(self, head: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(head)
+        return reader, writer
+
+    @property
+    def num_open(self) -> int:
+        return sum(self.protocol.open_connections.by_address.values())
+
+    async def until_open(self, count: int) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.num_open != count:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def service(**limits: Any) -> AsyncIterator[Service]:
+    """Reads bodies of POST requests only, for 0.2 s at most."""
+    protocol = guarded_protocol.guarded_protocol(ConnectionLimits(**limits), OneKey())
+    listener = listen("127.0.0.1", 0)
+    running = Service(listener.getsockname()[1], protocol)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        running.asked.append((scope["path"], scope["state"].get(CALLER)))
+        try:
+            if scope["method"] == "POST":
+                headers = request_headers(scope)
+                await read_json_body(headers, receive, BodyLimits(1000, 0.2))
+        except HttpError as error:
+            await send_error(send, error)
+            return
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    config = uvicorn.Config(
+        ClosingConnections(app, is_draining=lambda: False),
+        http=protocol,
+        lifespan="off",
+        log_config=None,
+        ws="none",
+    )
+    server = HttpServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield running
+    finally:
+        server.should_exit = True
+        async with asyncio.timeout(TIMEOUT_S):
+            await serving
+
+
+async def read_end(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(TIMEOUT_S):
+        return await reader.read()
+
+
+async def send_for_ever(writer: asyncio.StreamWriter) -> None:
+    """Until the other side has really gone."""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 500\r\n"
+
+
+async def test_a_wrong_key_is_refused_before_any_body_is_sent_or_read() -> None:
+    async with service() as running:
+        reader, writer = await running.connect(POST + b"authorization: Bearer wrong\r\n\r\n")
+        answer = await read_end(reader)
+        assert answer.startswith(b"HTTP/1.1 401 Unauthorized\r\n")
+        for header in (b"www-authenticate: Bearer", b"connection: close", b"x-request-id: "):
+            assert header in answer
+        assert not running.asked
+        await send_for_ever(writer)
+        await running.until_open(0)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (POST + KEY + b"\r\n{", b"408"),
+        (POST.replace(b"500", b"5000") + KEY + b"\r\n{", b"413"),
+        (POST + KEY + b"content-encoding: gzip\r\n\r\n", b"415"),
+        (b"GET /health HTTP/1.1\r\ncontent-length: 500\r\nhost: a\r\n\r\n", b"200"),
+        (b"GET /x HTTP/1.1\r\ntransfer-encoding: chunked\r\nhost: a\r\n" + KEY + b"\r\n", b"200"),
+    ],
+    ids=["late", "large", "compressed", "not read", "chunked"],
+)
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_an_answer_before_the_whole_request_ends_the_connection(
+    head: bytes, status: bytes, goes_on: bool
+) -> None:
+    async with service() as running:
+        reader, writer = await running.connect(head)
+        answer = await read_end(reader)
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        assert b"connection: close\r\n" in answer
+        if goes_on:
+            await send_for_ever(writer)
+        await running.until_open(0)
+        writer.close()
+
+
+async def test_a_request_that_was_read_whole_keeps_its_connection() -> None:
+    async with service() as running:
+        head = POST.replace(b"500", b"2") + KEY + b"\r\n{}"
+        reader, writer = await running.connect()
+        for _ in range(3):
+            writer.write(head)
+            answer = await reader.readuntil(b"ok")
+            assert b"connection" not in answer
+        assert running.asked == [("/v1/completions", "somebody")] * 3
+        writer.close()
+
+
+async def test_connections_without_a_key_are_few_and_the_oldest_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guarded_protocol, "_FIRST_WORDS_S", 0.0)
+    async with service(max_without_key=3) as running:
+        known, known_writer = await running.connect(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
+        await known.readuntil(b"ok")
+        strangers = [await running.connect(b"GET /he") for _ in range(3)]
+        await running.until_open(4)
+        strangers.append(await running.connect())
+        assert await read_end(strangers[0][0]) == b""
+        await running.until_open(4)
+        for reader, _ in strangers[1:]:
+            assert not reader.at_eof()
+        known_writer.write(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
+        await known.readuntil(b"ok")
+        for _, writer in [(known, known_writer), *strangers]:
+            writer.close()
+
+
+async def test_many_may_come_at_once_before_they_have_shown_their_keys() -> None:
+    async with service(max_without_key=3) as running:
+        clients = [await running.connect() for _ in range(20)]
+        for reader, writer in clients:
+            writer.write(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
+            assert b"200" in await reader.readuntil(b"ok")
+            writer.close()
+
+
+async def test_a_path_that_is_written_otherwise_is_not_open() -> None:
+    async with service() as running:
+        for path in (b"/%68ealth", b"//health", b"http://a/health", b"/x/../health"):
+            reader, writer = await running.connect(b"GET " + path + b" HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert (await read_end(reader)).startswith(b"HTTP/1.1 401")
+            writer.close()
+        assert not running.asked
