@@ -29,6 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from edge.http.client_connection import headers_of, request_id
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
+from edge.http.headers import REQUEST_ID
 from edge.security.tls_files import certificate_names
 
 CALLER = "caller"
@@ -222,7 +223,7 @@ class GuardedProtocol(HttpToolsProtocol):
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
-            "x-request-id": request_id(headers_of(self.headers or ())),
+            REQUEST_ID: request_id(headers_of(self.headers or ())),
             "connection": "close",
             **error.headers(),
         }
