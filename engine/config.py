@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.layout import KVLayout, attention_group
+from kv_transfer.layout import KVGroup, KVLayout, Plane, attention_group, share_page_size
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
@@ -21,6 +21,21 @@ FastPath = Literal[
 ]
 AttentionBackend = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayers:
+    """Layers that cache alike: what the model says of its KV cache, without sizes of blocks.
+
+    Attributes:
+        layers: Their numbers, ascending.
+        planes: What a layer keeps of each token.
+        window: A token sees itself and the `window - 1` before it; None: all before it.
+    """
+
+    layers: tuple[int, ...]
+    planes: tuple[Plane, ...]
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +51,8 @@ class ModelConfig:
         max_model_len: Prompt plus output tokens at most.
         eos_token_ids: From generation_config.json, else config.json.
         model_hash: Equal exactly for nodes that compute the same KV.
+        kv_layers: One entry a group of layers; empty: all layers keep keys and values of
+            `num_kv_heads` heads, and see all tokens.
     """
 
     path: str
@@ -52,6 +69,7 @@ class ModelConfig:
     load_format: LoadFormat
     model_hash: str
     spec: dict[str, Any]
+    kv_layers: tuple[KVLayers, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +183,34 @@ class EngineConfig:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The layout that peers compare."""
-        model = self.model
-        group = attention_group(
-            layers=range(model.num_layers),
-            heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=model.dtype,
-            block_size=self.cache.block_size,
-        )
+        """The layout that peers compare, and that one pool of blocks is divided by."""
+        model, tp_size = self.model, self.parallel.tensor_parallel_size
         return KVLayout(
-            groups=(group,),
-            tp_size=self.parallel.tensor_parallel_size,
+            groups=share_page_size(kv_groups(model, self.cache.block_size), tp_size),
+            tp_size=tp_size,
             model_hash=model.model_hash,
         )
+
+
+def kv_groups(model: ModelConfig, block_size: int) -> list[KVGroup]:
+    """Returns the groups of the model's layers, all with blocks of `block_size` tokens."""
+    if not model.kv_layers:
+        return [
+            attention_group(
+                layers=range(model.num_layers),
+                heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                dtype=model.dtype,
+                block_size=block_size,
+            )
+        ]
+    return [
+        KVGroup(
+            layers=kv.layers,
+            planes=kv.planes,
+            block_size=block_size,
+            dtype=model.dtype,
+            window=kv.window,
+        )
+        for kv in model.kv_layers
+    ]

@@ -88,8 +88,8 @@ class Request:
         """Prompt tokens found in this engine's prefix cache at the first scheduling; None before.
         KV from a peer is not counted."""
         self.num_preemptions = 0
-        self.block_hashes: list[bytes] = []
-        """Of the full blocks of `all_token_ids`, in order."""
+        self.block_hashes: dict[int, list[bytes]] = {}
+        """By block size: of the full blocks of `all_token_ids`, in order."""
         self.status = RequestStatus.WAITING
         self.row = -1
         """Worker row while running or waiting for KV with a row; -1 for none."""

@@ -40,16 +40,20 @@ def hash_block_tokens(parent: BlockHash, packed_tokens: bytes) -> BlockHash:
     return hashlib.sha256(parent + packed_tokens).digest()
 
 
-def extend_block_hashes(request: Request, block_size: int) -> None:
-    """Hashes the full blocks of `request.all_token_ids` that have none yet."""
-    hashes = request.block_hashes
+def extend_block_hashes(request: Request, block_size: int) -> list[BlockHash]:
+    """Hashes the full blocks of `request.all_token_ids` that have none yet; returns all hashes."""
+    hashes = request.block_hashes.get(block_size)
+    if hashes is None:
+        hashes = request.block_hashes[block_size] = []
+    tokens = request.all_token_ids
     start = len(hashes) * block_size
-    stop = request.num_tokens // block_size * block_size
+    stop = len(tokens) // block_size * block_size
     if start >= stop:
-        return
+        return hashes
     parent = hashes[-1] if hashes else root_hash(request.spec)
-    packed = pack_tokens(request.all_token_ids[start:stop])
+    packed = pack_tokens(tokens[start:stop])
     width = 4 * block_size
     for offset in range(0, len(packed), width):
         parent = hash_block_tokens(parent, packed[offset : offset + width])
         hashes.append(parent)
+    return hashes

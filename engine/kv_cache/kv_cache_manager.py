@@ -1,4 +1,4 @@
-"""Which blocks each request has.
+"""Which blocks each request has, in every group of layers.
 
 One request's tokens and blocks:
 
@@ -10,125 +10,201 @@ One request's tokens and blocks:
     |<-------- cached (hash published) ------->|
               full and confirmed only
 
-`allocate_slots` covers tokens that are known or will exist; `cache_blocks` follows behind it with
-what is certain: the KV is written and no token in the block is a guess.
+Every group of layers has such a table of its own, over blocks of one pool: a block belongs to one
+group at a time, and a prefix counts as cached when every group can serve it. What a group does
+with its table is its `GroupManager`'s matter; nothing else in the engine knows of windows.
+
+`allocate_slots` covers tokens that are known or will exist; `confirm` follows behind it with what
+is certain: the KV is written and no token in the block is a guess.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from engine.kv_cache.block import KVCacheBlock
-from engine.kv_cache.block_hash import extend_block_hashes
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.group_manager import (
+    BlockTables,
+    RequestBlocks,
+    create_group_managers,
+    num_blocks_for,
+)
 from engine.request import Request
+from kv_transfer.layout import BlockIds, KVGroup
 
 
 class KVCacheManager:
     """Blocks by request id, over one `BlockPool`."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, groups: Sequence[KVGroup], enable_caching: bool) -> None:
         self.block_pool = BlockPool(num_blocks, enable_caching)
-        self._req_to_blocks: dict[str, list[KVCacheBlock]] = {}
-        self._num_cached_blocks: dict[str, int] = {}
+        self._shapes = groups
+        self._groups = create_group_managers(groups, self.block_pool)
+        self._sizes = [(index, group.block_size) for index, group in enumerate(groups)]
+        self._other_sizes = self._sizes[1:]
+        self._blocks: dict[str, RequestBlocks] = {}
+        self.confirms_blocks = enable_caching or any(group.window is not None for group in groups)
+        """`confirm` has something to do whenever a request has filled a block."""
+        self.least_block_size = min(group.block_size for group in groups)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
 
     @property
     def num_blocks(self) -> int:
         return self.block_pool.num_blocks
 
     @property
-    def enable_caching(self) -> bool:
-        return self.block_pool.enable_caching
-
-    @property
     def num_free_blocks(self) -> int:
         return self.block_pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Over all groups."""
+        return num_blocks_for(self._shapes, num_tokens)
 
-    def get_computed_blocks(
-        self, request: Request, max_tokens: int
-    ) -> tuple[list[KVCacheBlock], int]:
-        """The longest cached prefix, in whole blocks, of at most `max_tokens` tokens.
+    # A request gets blocks --------------------------------------------------------------------
 
-        `max_tokens` is below the number of known tokens, because the next token can only come
-        from computing one. The blocks belong to nobody yet: `allocate_slots` takes them. Nothing
-        for a request that needs log probabilities of its prompt.
+    def get_computed_blocks(self, request: Request, max_tokens: int) -> tuple[BlockTables, int]:
+        """Returns the longest cached prefix of at most `max_tokens` tokens, and its length.
+
+        It ends where every group has full blocks. `max_tokens` is below the number of known
+        tokens, because the next token can only come from computing one. The blocks belong to
+        nobody yet: `allocate_slots` takes them. Nothing for a request that needs log
+        probabilities of its prompt.
         """
+        num_groups = len(self._groups)
         if not self.block_pool.enable_caching or request.needs_prompt_logprobs:
-            return [], 0
-        extend_block_hashes(request, self.block_size)
-        blocks: list[KVCacheBlock] = []
-        for block_hash in request.block_hashes[: max(0, max_tokens) // self.block_size]:
-            block = self.block_pool.get_cached_block(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks, len(blocks) * self.block_size
+            return [[] for _ in range(num_groups)], 0
+        num_tokens = max(0, max_tokens)
+        found: list[list[KVCacheBlock] | None] = [None] * num_groups
+        index = num_agreed = 0
+        while num_agreed < num_groups:
+            group = self._groups[index]
+            table = found[index] = group.find_cached(request, num_tokens, found[index])
+            length = len(table) * group.block_size
+            num_agreed = num_agreed + 1 if length == num_tokens else 1
+            num_tokens = length
+            index = (index + 1) % num_groups
+        return [table for table in found if table is not None], num_tokens
 
-    def can_allocate(
-        self, num_tokens: int, computed_blocks: list[KVCacheBlock], headroom: int = 0
-    ) -> bool:
-        """Whether a new request fits and `headroom` blocks stay free."""
-        num_new = self.num_blocks_for(num_tokens) - len(computed_blocks)
-        # A cached block without a user counts as free, but is about to be used.
-        num_woken = sum(block.ref_cnt == 0 for block in computed_blocks)
-        return num_new + num_woken + headroom <= self.num_free_blocks
+    def without_unseen(self, computed: BlockTables, num_tokens: int) -> BlockTables:
+        """Returns the tables of a request whose first `num_tokens` tokens come from elsewhere:
+        what no later token sees takes no block."""
+        return [
+            group.without_unseen(table, num_tokens)
+            for group, table in zip(self._groups, computed, strict=True)
+        ]
+
+    def can_allocate(self, num_tokens: int, computed: BlockTables, headroom: int = 0) -> bool:
+        """Returns whether a new request fits and `headroom` blocks stay free."""
+        num_wanted = self.num_blocks_for(num_tokens) + headroom
+        for table in computed:
+            # A cached block without a user counts as free, but is about to be used.
+            num_wanted -= sum(block.ref_cnt > 0 for block in table)
+        return num_wanted <= self.num_free_blocks
 
     def allocate_slots(
-        self,
-        request: Request,
-        num_tokens: int,
-        computed_blocks: list[KVCacheBlock] | None = None,
-    ) -> list[KVCacheBlock] | None:
-        """Gives the request blocks for its first `num_tokens` tokens, those it has included.
+        self, request: Request, num_tokens: int, computed: BlockTables | None = None
+    ) -> RequestBlocks | None:
+        """Gives a request that has no blocks those for its first `num_tokens` tokens.
 
         Returns:
-            The blocks that are new (without `computed_blocks`), or None when there are not enough
-            free ones; then nothing changed.
+            Its blocks, or None when there are not enough free ones; then nothing changed.
         """
-        blocks = self._req_to_blocks.get(request.request_id)
-        if blocks is None:
-            computed = computed_blocks or []
-            if not self.can_allocate(num_tokens, computed):
-                return None
-            self.block_pool.touch(computed)
-            blocks = self._req_to_blocks[request.request_id] = list(computed)
-            self._num_cached_blocks[request.request_id] = len(computed)
-        num_new = self.num_blocks_for(num_tokens) - len(blocks)
-        if num_new <= 0:
-            return []
-        if num_new > self.num_free_blocks:
+        tables = computed if computed is not None else [[] for _ in self._groups]
+        if not self.can_allocate(num_tokens, tables):
             return None
-        new_blocks = self.block_pool.get_new_blocks(num_new)
-        blocks += new_blocks
-        return new_blocks
+        # Of all groups, before any block is taken: what is found must not be taken.
+        for group, table in zip(self._groups, tables, strict=True):
+            self.block_pool.touch(group.held(table))
+        blocks = self._blocks[request.request_id] = RequestBlocks(
+            [list(table) for table in tables],
+            [g.num_published(table) for g, table in zip(self._groups, tables, strict=True)],
+        )
+        grown = self.grow(blocks, num_tokens)
+        assert grown is not None
+        return blocks
 
-    def get_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """The request's block table. It grows in place."""
-        return self._req_to_blocks[request_id]
+    def grow(self, blocks: RequestBlocks, num_tokens: int) -> list[tuple[int, list[int]]] | None:
+        """Gives a request the blocks for its first `num_tokens` tokens that it has not yet.
 
-    def get_block_ids(self, request_id: str) -> list[int]:
-        return [block.block_id for block in self._req_to_blocks[request_id]]
+        Returns:
+            (group, ids of new blocks) of each group that needed some, or None when there are not
+            enough free ones; then nothing changed.
+        """
+        tables = blocks.tables
+        if len(tables) > 1:
+            return self._grow_groups(tables, num_tokens)
+        table = tables[0]
+        count = -(-num_tokens // self.least_block_size) - len(table)
+        if count <= 0:
+            return []
+        if count > self.block_pool.free_queue.num_free_blocks:
+            return None
+        new_blocks = self.block_pool.get_new_blocks(count)
+        table += new_blocks
+        return [(0, [block.block_id for block in new_blocks])]
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """The KV of the first `num_computed_tokens` tokens exists, and all of them are confirmed:
-        publishes the full blocks among them."""
-        if not self.block_pool.enable_caching:
-            return
-        start = self._num_cached_blocks[request.request_id]
-        stop = num_computed_tokens // self.block_size
-        if stop <= start:
-            return
-        extend_block_hashes(request, self.block_size)
-        blocks = self._req_to_blocks[request.request_id]
-        self.block_pool.cache_full_blocks(blocks[start:stop], request.block_hashes[start:stop])
-        self._num_cached_blocks[request.request_id] = stop
+    def _grow_groups(
+        self, tables: BlockTables, num_tokens: int
+    ) -> list[tuple[int, list[int]]] | None:
+        missing = [
+            max(0, group.num_blocks_for(num_tokens) - len(table))
+            for group, table in zip(self._shapes, tables, strict=True)
+        ]
+        if sum(missing) > self.num_free_blocks:
+            return None
+        grown: list[tuple[int, list[int]]] = []
+        for index, count in enumerate(missing):
+            if count > 0:
+                new_blocks = self.block_pool.get_new_blocks(count)
+                tables[index] += new_blocks
+                grown.append((index, [block.block_id for block in new_blocks]))
+        return grown
+
+    # What a request has -----------------------------------------------------------------------
+
+    def get_blocks(self, request_id: str) -> RequestBlocks:
+        """The request's own; they grow in place."""
+        return self._blocks[request_id]
+
+    def get_block_ids(self, request_id: str) -> BlockIds:
+        """Of each group, by logical block. Entries before a window name any block."""
+        tables = self._blocks[request_id].tables
+        return tuple([block.block_id for block in table] for table in tables)
+
+    def capacity(self, blocks: RequestBlocks) -> int:
+        """Returns the tokens that the request's blocks hold in every group."""
+        tables = blocks.tables
+        index, block_size = self._sizes[0]
+        least = len(tables[index]) * block_size
+        for index, block_size in self._other_sizes:
+            least = min(least, len(tables[index]) * block_size)
+        return least
+
+    def can_continue(self, num_tokens: int, num_received: int) -> bool:
+        """Returns whether token `num_tokens` can be computed behind KV that a peer has sent for
+        token `num_received`: windows begin earlier for earlier tokens."""
+        return all(group.can_continue(num_tokens, num_received) for group in self._groups)
+
+    def confirm(self, request: Request, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens exists, all of them are confirmed, and every
+        step that has computed them has retired.
+
+        Others may find the full blocks among them, and blocks that no later token sees are free.
+        """
+        blocks = self._blocks[request.request_id]
+        for group in self._groups:
+            group.confirm(request, blocks, num_tokens)
+
+    # It leaves --------------------------------------------------------------------------------
 
     def take_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """The request has no blocks any more; the caller owes them a `free_blocks`."""
-        self._num_cached_blocks.pop(request_id, None)
-        return self._req_to_blocks.pop(request_id, [])
+        blocks = self._blocks.pop(request_id, None)
+        return [] if blocks is None else self._held(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """`blocks` in the order of the tokens; the tail is the first to be taken again."""
@@ -141,6 +217,16 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         return self.block_pool.reset_prefix_cache()
 
-    def request_ids(self) -> list[str]:
+    def request_ids(self) -> Iterable[str]:
         """Requests that have blocks."""
-        return list(self._req_to_blocks)
+        return list(self._blocks)
+
+    def held_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """The request's blocks of all groups, each once."""
+        return self._held(self._blocks[request_id])
+
+    def _held(self, blocks: RequestBlocks) -> list[KVCacheBlock]:
+        held: list[KVCacheBlock] = []
+        for group, table in zip(self._groups, blocks.tables, strict=True):
+            held += group.held(table)
+        return held

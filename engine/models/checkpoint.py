@@ -133,7 +133,11 @@ def load_model_config(
         model_hash="",
         spec=msgspec.to_builtins(spec),
     )
-    return replace(config, model_hash=_model_hash(spec.hash_facts(config), weights))
+    return replace(
+        config,
+        model_hash=_model_hash(spec.hash_facts(config), weights),
+        kv_layers=spec.kv_layers(config),
+    )
 
 
 def _name_of(folder: Path) -> str:

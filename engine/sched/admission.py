@@ -64,7 +64,7 @@ class Admission:
             request = self._pulls.take_ready()
             row = self._enter(request)
             # Certain only now: every rank has its share, and it will be used as it is.
-            self._kv_cache.cache_blocks(request, request.num_computed_tokens)
+            self._kv_cache.confirm(request, request.num_computed_tokens)
             budget -= self._running.add_chunk(row, min(budget, self._limits.max_chunk))
         return budget
 
@@ -117,6 +117,7 @@ class Admission:
         cached, num_cached = self._kv_cache.get_computed_blocks(request, max_hit)
         # The first token's KV is computed here, in the request's first step.
         need = min(request.num_prompt_tokens + 1, self._limits.max_len(request) - 1)
+        cached = self._kv_cache.without_unseen(cached, request.num_prompt_tokens)
         if not self._kv_cache.can_allocate(need, cached, self._headroom()):
             self._note_blocked(request)
             return False

@@ -5,7 +5,7 @@ run out of blocks, or out of length, is known when it joins. The calendar notes 
 each row: a step costs the scheduler as much as rows have something to decide, not as many as run.
 
     reserved_base + q * s   tokens of the row that have KV at most, once step s is done
-    capacity                tokens that its blocks hold
+    capacity                tokens that its blocks hold in every group
     event_step              the first step s with reserved_base + q * s > capacity, or the first
                             behind which the row may have max_len tokens, whichever is earlier
 
@@ -16,14 +16,15 @@ results.
 
 from __future__ import annotations
 
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.row import Row, RowPhase
 
 
 class DecodeCalendar:
     """The decode set as the workers will have it, and the rows to look at before each step."""
 
-    def __init__(self, block_size: int, query_len: int) -> None:
-        self._block_size = block_size
+    def __init__(self, kv_cache: KVCacheManager, query_len: int) -> None:
+        self._kv_cache = kv_cache
         self.query_len = query_len
         """Tokens that a row computes in one step at most: q."""
         self._events: dict[int, list[Row]] = {}
@@ -50,7 +51,7 @@ class DecodeCalendar:
     def plan(self, row: Row, step_id: int) -> None:
         """Notes the next event, after what is decided for `step_id`."""
         last = row.max_len - 1  # the last token's KV is never written
-        capacity = len(row.blocks) * self._block_size
+        capacity = self._kv_cache.capacity(row.blocks)
         if capacity < last:
             event_step = (capacity - row.reserved_base) // self.query_len + 1
         else:

@@ -37,7 +37,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
         prefill_token_ids: Little-endian int32 of all known tokens: the prompt, and output
             that exists already (after a preemption, a resume, or a first token from a peer).
         num_computed_tokens: Leading tokens whose KV is in the blocks.
-        block_ids: The row's block table so far.
+        block_ids: The row's block table so far, in the first KV group. Those of other groups
+            follow in `new_block_ids` of the same step.
         max_len: Tokens at which the row stops writing KV, whatever happens.
         eos_token_ids: Masked before `sampling.min_tokens`, with the request's stop tokens.
     """
@@ -60,7 +61,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     finished_rows: list[int] = []
     new_reqs: list[NewRequestData] = []
     new_block_ids: list[tuple[int, list[int]]] = []
-    """(row, blocks to append)."""
+    """(row * number of KV groups + group, blocks to append)."""
     prefill_chunks: list[tuple[int, int]] = []
     """(row, tokens to compute), rows still inside their prefill."""
     decode_add: list[int] = []

@@ -93,7 +93,7 @@ class Pulls:
         """Begins the transfer: blocks for the whole need are allocated."""
         request = pull.request
         self._move(pull, PullState.RECEIVING)
-        block_ids = (self._kv_cache.get_block_ids(request.request_id),)
+        block_ids = self._kv_cache.get_block_ids(request.request_id)
         pull.num_external_tokens = num_external_tokens
         request.num_computed_tokens = num_computed_tokens + num_external_tokens
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -301,11 +301,17 @@ class Pulls:
             self._fence.release(self._kv_cache.take_blocks(request.request_id))
 
     def _compute_the_rest(self, pull: Pull) -> None:
-        """The request needs only a row: it has blocks and KV, maybe of a part."""
+        """The request needs only a row: it has blocks and KV, maybe of a part. With a window it
+        has what its first token sees, and a prompt token would see more."""
         request = pull.request
+        num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        if not self._kv_cache.can_continue(num_computed, request.num_prompt_tokens):
+            self._fence.release(self._kv_cache.take_blocks(request.request_id))
+            self._requeue_as_local(pull)
+            return
         if pull.state is PullState.PARTIAL:
             self.num_transferred_tokens += pull.num_external_tokens
-        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        request.num_computed_tokens = num_computed
         self._move(pull, PullState.READY)
 
     def _begin_again(self, pull: Pull, params: KVTransferParams) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
+from engine.kv_cache.group_manager import tokens_that_fit
 from engine.request import Request
 
 
@@ -11,7 +12,7 @@ class RequestLimits:
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
         self._max_model_len = config.model.max_model_len
-        self._num_slots = num_blocks * config.cache.block_size
+        self._num_slots = tokens_that_fit(config.kv_layout.groups, num_blocks)
         scheduler = config.scheduler
         budget = scheduler.max_num_batched_tokens
         self._max_whole_prompt = None if scheduler.enable_chunked_prefill else budget

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import IntEnum
 
-from engine.kv_cache.block import KVCacheBlock
+from engine.kv_cache.group_manager import RequestBlocks
 from engine.request import Request
 from engine.sched.request_queue import SortKey
 
@@ -67,7 +67,7 @@ class Row:
         index: int,
         epoch: int,
         request: Request,
-        blocks: list[KVCacheBlock],
+        blocks: RequestBlocks,
         key: SortKey,
         max_len: int,
     ) -> None:
@@ -78,7 +78,7 @@ class Row:
         self.request_id = request.request_id
         self.tokens = request.all_token_ids
         self.blocks = blocks
-        """The request's block table, which grows in place."""
+        """The request's, which grow in place."""
         self.key = key
         self.max_len = max_len
         """Tokens, prompt included, at which the output ends."""
@@ -139,9 +139,7 @@ class RowTable:
     def live(self) -> Iterator[Row]:
         return (row for row in self.rows if row is not None)
 
-    def assign(
-        self, request: Request, blocks: list[KVCacheBlock], key: SortKey, max_len: int
-    ) -> Row:
+    def assign(self, request: Request, blocks: RequestBlocks, key: SortKey, max_len: int) -> Row:
         """Raises `IndexError` when no row is free."""
         index = self._free.pop()
         self._epochs[index] += 1

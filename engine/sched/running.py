@@ -55,8 +55,8 @@ class RunningRows:
         self._pulls = pulls
         self._counters = counters
         self.table = RowTable(num_rows)
-        self.calendar = DecodeCalendar(kv_cache.block_size, decode_query_len)
-        self.builder = StepBuilder()
+        self.calendar = DecodeCalendar(kv_cache, decode_query_len)
+        self.builder = StepBuilder(kv_cache)
         self.step_id = -1
         """The last step that went out."""
         self._joining: list[Row] = []
@@ -75,10 +75,11 @@ class RunningRows:
         blocks = self._kv_cache.get_blocks(request.request_id)
         row = self.table.assign(request, blocks, key, max_len)
         row.is_offer = is_offer
-        if self._kv_cache.enable_caching:
+        if self._kv_cache.confirms_blocks:
             row.check_len = self._next_check(row, row.prefill_len)
         request.status = RequestStatus.RUNNING
         self._prefilling.append(row)
+        block_ids, *of_other_groups = self._kv_cache.get_block_ids(request.request_id)
         self.builder.enter(
             NewRequestData(
                 row=row.index,
@@ -86,12 +87,14 @@ class RunningRows:
                 prompt_len=request.num_prompt_tokens - request.num_resumed_tokens,
                 prefill_token_ids=pack_tokens(row.tokens),
                 num_computed_tokens=request.num_computed_tokens,
-                block_ids=[block.block_id for block in blocks],
+                block_ids=block_ids,
                 max_len=max_len,
                 sampling=request.row_sampling,
                 eos_token_ids=request.eos_token_ids,
             )
         )
+        for group, ids in enumerate(of_other_groups, start=1):
+            self.builder.add_blocks(row.index, group, ids)
         return row
 
     def leave(self, row: Row) -> None:
@@ -159,10 +162,10 @@ class RunningRows:
     def _make_room(self, row: Row, num_tokens: int) -> bool:
         """Blocks for `num_tokens`. False: not now, or the row itself had to go."""
         while True:
-            new_blocks = self._kv_cache.allocate_slots(row.request, num_tokens)
-            if new_blocks is not None:
-                if new_blocks:
-                    self.builder.add_blocks(row.index, [block.block_id for block in new_blocks])
+            grown = self._kv_cache.grow(row.blocks, num_tokens)
+            if grown is not None:
+                for group, block_ids in grown:
+                    self.builder.add_blocks(row.index, group, block_ids)
                 return True
             if self._fence.num_blocks > 0 or not self._yield_blocks(row):
                 return False
@@ -220,17 +223,17 @@ class RunningRows:
     def confirm_chunk(self, row: Row, num_computed_tokens: int) -> None:
         """The chunk's step is done: its KV exists."""
         if not row.is_gone:
-            self._kv_cache.cache_blocks(row.request, num_computed_tokens)
+            self._kv_cache.confirm(row.request, num_computed_tokens)
 
     def publish(self, row: Row) -> None:
         """The confirmed tokens have reached `check_len`. All but the last have KV."""
         num_tokens = len(row.tokens)
-        self._kv_cache.cache_blocks(row.request, num_tokens - 1)
-        if self._kv_cache.enable_caching:
+        self._kv_cache.confirm(row.request, num_tokens - 1)
+        if self._kv_cache.confirms_blocks:
             row.check_len = self._next_check(row, num_tokens - 1)
 
     def _next_check(self, row: Row, num_computed_tokens: int) -> int:
-        block_size = self._kv_cache.block_size
+        block_size = self._kv_cache.least_block_size
         return min(row.max_len, (num_computed_tokens // block_size + 1) * block_size + 1)
 
 

@@ -59,12 +59,13 @@ class Scheduler:
         self, config: EngineConfig, num_blocks: int, connector: KVConnectorScheduler
     ) -> None:
         policy = config.scheduler.policy
-        cache = config.cache
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._limits = RequestLimits(config, num_blocks)
         self._counters = SchedulerCounters()
         self._prefill_rate = PrefillRate()
-        self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
+        self._kv_cache = KVCacheManager(
+            num_blocks, config.kv_layout.groups, config.cache.enable_prefix_caching
+        )
         self._fence = StepFence(self._kv_cache)
         self._waiting = RequestQueue(policy)
         self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, policy)

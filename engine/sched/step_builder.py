@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.in_flight import InFlightStep, PromptChunk
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.sched.row import Row
@@ -20,7 +21,9 @@ from kv_transfer.metadata import KVConnectorMetadata
 class StepBuilder:
     """Everything that is known of one step before it goes out."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._kv_cache = kv_cache
+        self._num_groups = kv_cache.num_groups
         self._begin()
 
     def _begin(self) -> None:
@@ -53,11 +56,14 @@ class StepBuilder:
         if index in self._decode_add:
             self._decode_add.remove(index)
         if self._new_block_ids:
-            self._new_block_ids = [item for item in self._new_block_ids if item[0] != index]
+            first, end = index * self._num_groups, (index + 1) * self._num_groups
+            self._new_block_ids = [
+                item for item in self._new_block_ids if not first <= item[0] < end
+            ]
 
-    def add_blocks(self, index: int, block_ids: list[int]) -> None:
-        """The row has got more blocks."""
-        self._new_block_ids.append((index, block_ids))
+    def add_blocks(self, index: int, group: int, block_ids: list[int]) -> None:
+        """The row has got more blocks in a KV group."""
+        self._new_block_ids.append((index * self._num_groups + group, block_ids))
 
     def add_to_decode(self, index: int) -> None:
         if index in self._decode_remove:
@@ -76,8 +82,8 @@ class StepBuilder:
         self._prefill_chunks.append((row.index, num_tokens))
         self._chunks.append((row, end))
         if row.is_offer:
-            ids = [block.block_id for block in row.blocks]
-            self.offered_chunks.append(PromptChunk(request, first_token, num_tokens, (ids,)))
+            ids = self._kv_cache.get_block_ids(row.request_id)
+            self.offered_chunks.append(PromptChunk(request, first_token, num_tokens, ids))
 
     def build(
         self, step_id: int, kv: KVConnectorMetadata | None

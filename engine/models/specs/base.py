@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import msgspec
 
-from engine.config import ModelConfig
+from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 
 PLAIN_CHECKPOINT = "use a plain checkpoint of this family, in fp32, fp16 or bf16"
@@ -52,6 +52,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @abstractmethod
     def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
         """Raises `CheckpointError` when `tp_size` ranks cannot share the model evenly."""
+
+    def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
+        """Returns the groups of layers that cache alike; none: all layers keep keys and values of
+        the model's KV heads, and see all tokens."""
+        return ()
 
     @abstractmethod
     def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:

@@ -193,7 +193,8 @@ class StepMachine:
         pool = scheduler._kv_cache.block_pool
         users: Counter[int] = Counter()
         for request_id in scheduler._kv_cache.request_ids():
-            users.update(scheduler._kv_cache.get_block_ids(request_id))
+            held = scheduler._kv_cache.held_blocks(request_id)
+            users.update(block.block_id for block in held)
         users.update(block.block_id for block in scheduler._fence.waiting_blocks())
         users.update(block.block_id for block in scheduler._remote.held.blocks())
         free = set(pool.free_queue.block_ids())
@@ -225,13 +226,13 @@ class StepMachine:
         """What the worker has of each row lies between what is confirmed and what is reserved,
         and beyond what is certain once it has run all steps."""
         running = self.scheduler._running
-        calendar, size = running.calendar, self.memory.block_size
+        calendar, kv_cache = running.calendar, self.scheduler._kv_cache
         for row in running.table.live():
             reserved = row.num_reserved
             if row.phase is RowPhase.DECODE:
                 reserved = row.reserved_base + calendar.query_len * running.step_id
                 assert row.event_step > running.step_id
-            assert min(reserved, row.max_len - 1) <= len(row.blocks) * size
+            assert min(reserved, row.max_len - 1) <= kv_cache.capacity(row.blocks)
             has = self.worker.rows.get(row.index)
             if has is None or has.epoch != row.epoch:
                 continue

@@ -1,0 +1,183 @@
+"""What one KV group does with its part of a request's blocks.
+
+A request has one table a group; entry i is the block of the tokens from `i * block_size` on.
+
+    full      [ b0 ][ b1 ][ b2 ][ b3 ]     every token sees all before it: all blocks stay
+    window    [null][null][ b2 ][ b3 ]     blocks that no later token sees are given back
+
+Tables keep their length, so a logical block has the same index for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from engine.kv_cache.block import KVCacheBlock
+from engine.kv_cache.block_hash import extend_block_hashes
+from engine.kv_cache.block_pool import BlockPool
+from engine.request import Request
+from kv_transfer.layout import KVGroup
+
+BlockTables: TypeAlias = list[list[KVCacheBlock]]
+"""One table a group, by logical block."""
+
+NULL_BLOCK = KVCacheBlock(0)
+"""Stands where a table has no block any more. Nobody reads there; its id is that of a block that
+exists, so that the entry is harmless wherever tables are copied as a whole. It is neither free
+nor without a hash, so nobody takes or publishes it."""
+NULL_BLOCK.ref_cnt = 1
+NULL_BLOCK.block_hash = b""
+
+
+def num_blocks_for(groups: Sequence[KVGroup], num_tokens: int) -> int:
+    """Returns the blocks of `num_tokens` tokens, over all groups."""
+    return sum(group.num_blocks_for(num_tokens) for group in groups)
+
+
+def tokens_that_fit(groups: Sequence[KVGroup], num_blocks: int) -> int:
+    """Returns the most tokens whose blocks in all groups are at most `num_blocks`.
+
+    Windows do not count: a request that comes back after a preemption needs the blocks of all its
+    tokens for a moment.
+    """
+    low, high = 0, num_blocks * max(group.block_size for group in groups)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if num_blocks_for(groups, middle) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(slots=True)
+class RequestBlocks:
+    """Blocks of one request; they grow in place.
+
+    Attributes:
+        num_published: By group, leading entries of its table that others can find, or never will.
+    """
+
+    tables: BlockTables
+    num_published: list[int]
+
+
+class GroupManager:
+    """Tables of a group whose tokens see all before them."""
+
+    def __init__(self, index: int, group: KVGroup, pool: BlockPool) -> None:
+        self.index = index
+        self.block_size = group.block_size
+        self._group = group
+        self._pool = pool
+        self._tag = bytes([index]) if index else b""
+        """Behind a block's hash: groups share the chain of hashes, and never a block."""
+
+    def find_cached(
+        self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None
+    ) -> list[KVCacheBlock]:
+        """Returns the table of the longest prefix of at most `num_tokens` tokens that is cached.
+
+        Args:
+            known: The answer for a larger `num_tokens`; None for the first call.
+        """
+        stop = num_tokens // self.block_size
+        if known is not None:
+            return known[:stop]
+        found: list[KVCacheBlock] = []
+        for block_hash in extend_block_hashes(request, self.block_size)[:stop]:
+            block = self._pool.get_cached_block(block_hash + self._tag)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def held(self, table: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Returns the blocks that `table` really has."""
+        return table
+
+    def without_unseen(self, table: list[KVCacheBlock], num_tokens: int) -> list[KVCacheBlock]:
+        """Returns the table of a request whose first `num_tokens` tokens will not be computed
+        here: entries that no later token sees hold no block."""
+        return table
+
+    def can_continue(self, num_tokens: int, num_received: int) -> bool:
+        """Returns whether token `num_tokens` sees nothing but what a peer has sent for token
+        `num_received`."""
+        return True
+
+    def num_published(self, table: list[KVCacheBlock]) -> int:
+        """Returns the leading entries of a request's first table that are never published."""
+        return len(table)
+
+    def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
+        """The first `num_tokens` tokens have certain KV: others may find their full blocks."""
+        start, stop = blocks.num_published[self.index], num_tokens // self.block_size
+        if start >= stop or not self._pool.enable_caching:
+            return
+        blocks.num_published[self.index] = stop
+        hashes = extend_block_hashes(request, self.block_size)[start:stop]
+        if self._tag:
+            hashes = [block_hash + self._tag for block_hash in hashes]
+        self._pool.cache_full_blocks(blocks.tables[self.index][start:stop], hashes)
+
+
+class WindowGroupManager(GroupManager):
+    """Tables of a group whose tokens see themselves and the `window - 1` before them."""
+
+    def find_cached(
+        self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None
+    ) -> list[KVCacheBlock]:
+        """Only the blocks that the next token sees must be there, so the search goes from the end
+        to the beginning, and a gap ends the hits behind it."""
+        hashes = extend_block_hashes(request, self.block_size)
+        stop = min(num_tokens // self.block_size, len(hashes))
+        index, found = stop, list[KVCacheBlock]()
+        while index > 0 and index > self._group.first_block_seen(stop * self.block_size):
+            index -= 1
+            block = self._pool.get_cached_block(hashes[index] + self._tag)
+            if block is None:
+                stop, found = index, []
+            else:
+                found.append(block)
+        return [NULL_BLOCK] * index + found[::-1] if stop else []
+
+    def held(self, table: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        return [block for block in table if block is not NULL_BLOCK]
+
+    def without_unseen(self, table: list[KVCacheBlock], num_tokens: int) -> list[KVCacheBlock]:
+        first = self._group.first_block_seen(num_tokens)
+        return [NULL_BLOCK] * first + table[first:]
+
+    def can_continue(self, num_tokens: int, num_received: int) -> bool:
+        return self._group.first_token_seen(num_tokens) >= self._group.first_token_seen(
+            num_received
+        )
+
+    def num_published(self, table: list[KVCacheBlock]) -> int:
+        """Of the block behind those that a peer leaves out it may leave out a part."""
+        return len(table) + (len(table) > 0 and table[-1] is NULL_BLOCK)
+
+    def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
+        """Beside that, frees the blocks that no token from `num_tokens` on sees. Steps that are
+        out have come further, and see no more than that."""
+        super().confirm(request, blocks, num_tokens)
+        table = blocks.tables[self.index]
+        start = stop = min(self._group.first_block_seen(num_tokens), len(table))
+        while start > 0 and table[start - 1] is not NULL_BLOCK:
+            start -= 1
+        if start < stop:
+            self._pool.free_blocks(reversed(table[start:stop]))
+            table[start:stop] = [NULL_BLOCK] * (stop - start)
+
+
+def create_group_managers(groups: Sequence[KVGroup], pool: BlockPool) -> list[GroupManager]:
+    """Returns one manager for each group, over one pool."""
+    return [
+        GroupManager(index, group, pool)
+        if group.window is None
+        else WindowGroupManager(index, group, pool)
+        for index, group in enumerate(groups)
+    ]
