@@ -1,7 +1,7 @@
 """The decode node's side of the `Prefill` service.
 
-    1. `greet`: who is at this address, does its KV fit ours? Kept until the node restarts or
-       disappoints.
+    1. `greet`: who is at this address, does its KV fit ours, where is it pulled? Kept until the
+       node restarts or disappoints, or its KV does (`forget`).
     2. `prefill`: one prompt. Gives the prompt's log probabilities (if asked for), the first token,
        then that all KV was taken; or raises.
        Leaving the iterator cancels the call, which aborts the request on the prefill node.
@@ -102,6 +102,11 @@ class PrefillClient:
                 if node.peer is None:
                     node.peer = await self._hello(address, node)
         return node.peer
+
+    def forget(self, address: str) -> None:
+        """KV of this node could not be pulled: where it is pulled may have changed."""
+        if address in self._nodes:
+            self._nodes[address].peer = None
 
     async def prefill(
         self, address: str, request: GenerationRequest, params: KVTransferParams

@@ -40,6 +40,7 @@ class PrefillNodes(Protocol):
     """What is needed of `PrefillClient`."""
 
     async def greet(self, address: str) -> KVPeer: ...
+    def forget(self, address: str) -> None: ...
     def prefill(
         self, address: str, request: GenerationRequest, params: KVTransferParams
     ) -> AsyncGenerator[PrefillEvent, None]: ...
@@ -213,6 +214,7 @@ class RemotePrefill:
                 self.take(JoinInput.KV)
             case KVTransferResult():
                 self.take(JoinInput.KV_FAILED)
+                self._nodes.forget(self._address)
                 raise PrefillError("kv_transfer", news.reason)
             case PrefillError():
                 self.take(JoinInput.CALL_FAILED)

@@ -139,4 +139,12 @@ class EngineDead(msgspec.Struct, tag="dead"):
     reason: str
 
 
-FromEngineCore = LoadProgress | EngineReady | EngineCoreOutputs | PrefixCacheReset | EngineDead
+class PeerChanged(msgspec.Struct, tag="peer", kw_only=True):
+    """Where this engine's KV is pulled has changed since `EngineReady`."""
+
+    peer: KVPeer
+
+
+FromEngineCore = (
+    LoadProgress | EngineReady | EngineCoreOutputs | PrefixCacheReset | PeerChanged | EngineDead
+)

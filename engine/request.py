@@ -58,7 +58,6 @@ class Request:
         "arrival_time",
         "block_hashes",
         "eos_token_ids",
-        "epoch",
         "first_scheduled_at",
         "kv_transfer_params",
         "num_cached_tokens",
@@ -93,8 +92,6 @@ class Request:
         self.status = RequestStatus.WAITING
         self.row = -1
         """Worker row while running or waiting for KV with a row; -1 for none."""
-        self.epoch = 0
-        """Epoch of `row` while it is ours."""
         self.first_scheduled_at = 0.0
 
     @property
@@ -110,10 +107,6 @@ class Request:
     def num_output_tokens(self) -> int:
         """Without those that came with the request."""
         return len(self.all_token_ids) - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
     def needs_prompt_logprobs(self) -> bool:

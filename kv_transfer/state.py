@@ -127,7 +127,7 @@ class TransferTable(Generic[T]):
     def is_late(self, transfer_id: str, attempt: int) -> bool:
         """Whether this attempt can never live (again), as far as is known."""
         live = self._live.get(transfer_id)
-        if live is not None:
+        if live is not None and attempt <= live.attempt:
             return attempt < live.attempt
         self._bury_the_forgotten()
         tombstone = self._tombstones.get(transfer_id)
@@ -163,8 +163,9 @@ class TransferTable(Generic[T]):
         attempt: int,
         state: KVTransferState = KVTransferState.ABORTED,
     ) -> None:
-        """This attempt may never open: it ended before it was known here."""
-        if not self.is_late(transfer_id, attempt) and transfer_id not in self._live:
+        """This attempt may never open: it ended before it was known here. An older one that lives
+        goes on."""
+        if self.find(transfer_id, attempt) is None and not self.is_late(transfer_id, attempt):
             self._entomb(transfer_id, attempt, state)
 
     def __len__(self) -> int:
@@ -181,7 +182,9 @@ class TransferTable(Generic[T]):
         live.state = state
 
     def _entomb(self, transfer_id: str, attempt: int, state: KVTransferState) -> None:
-        self._tombstones.pop(transfer_id, None)
+        newer = self._tombstones.pop(transfer_id, None)
+        if newer is not None and newer.attempt > attempt:
+            attempt, state = newer.attempt, newer.state
         self._tombstones[transfer_id] = _Tombstone(attempt, state, self._clock())
 
     def _bury_the_forgotten(self) -> None:

@@ -32,6 +32,7 @@ from engine.messages import (
     EngineReady,
     FromEngineCore,
     LoadProgress,
+    PeerChanged,
     PrefixCacheReset,
     ResetPrefixCache,
     ShutdownEngine,
@@ -42,6 +43,7 @@ from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns
 from host.local_socket import connect_socket
 from host.termination import termination_fd
+from kv_transfer.metadata import KVPeer
 
 _STATS_INTERVAL_S = 0.1
 """While busy. An engine that becomes idle reports at once."""
@@ -67,6 +69,8 @@ class EngineCoreProc:
         self._stats = SchedulerStats()
         self._stats_sent_at = 0.0
         self._connector_checked_at = 0.0
+        self._peer: KVPeer | None = None
+        """As the node server knows it."""
 
     def run(self) -> int:
         """The exit code."""
@@ -116,9 +120,10 @@ class EngineCoreProc:
         return [self._client, *executor, core.connector.fileno(), termination]
 
     def _ready(self, core: EngineCore) -> EngineReady:
+        self._peer = core.connector.peer_info
         return EngineReady(
             num_blocks=core.num_blocks,
-            peer=core.connector.peer_info,
+            peer=self._peer,
             worker_pids=self._executor.worker_pids,
             transfer_pids=core.connector.process_pids,
         )
@@ -139,6 +144,10 @@ class EngineCoreProc:
             return
         self._connector_checked_at = now
         core.connector.check_alive()
+        peer = core.connector.peer_info
+        if peer is not None and peer != self._peer:
+            self._send(PeerChanged(peer=peer))
+        self._peer = peer
 
     def _handle_messages(self, core: EngineCore) -> bool:
         """All that have arrived. Whether to go on."""

@@ -33,6 +33,7 @@ from engine.messages import (
     FromEngineCore,
     KVTransferResult,
     LoadProgress,
+    PeerChanged,
     PrefillLocally,
     PrefixCacheReset,
     ResetPrefixCache,
@@ -95,7 +96,7 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine said when it had started."""
+        """What the engine said when it had started, with the endpoints of now."""
         return self._ready.result()
 
     @property
@@ -262,6 +263,8 @@ class AsyncLLM:
             case EngineReady():
                 if not self._ready.done():
                     self._ready.set_result(message)
+            case PeerChanged():
+                self.ready.peer = message.peer
             case PrefixCacheReset(ok):
                 answer = self._resets.pop(0)
                 if not answer.done():

@@ -46,7 +46,7 @@ class RemoteKV:
     def add_request(self, request: Request) -> None:
         """Before the request is queued."""
         params = request.kv_transfer_params
-        if params is not None and params.do_remote_prefill:
+        if params is not None and params.do_remote_prefill and not params.first_token_only:
             self.pulls.add(request)
         elif is_offer(request):
             self.offers.add(request)

@@ -146,7 +146,7 @@ class RowTable:
         row = Row(index, self._epochs[index], request, blocks, key, max_len)
         self.rows[index] = row
         self.stop_ids |= row.stop_ids
-        request.row, request.epoch = row.index, row.epoch
+        request.row = row.index
         return row
 
     def release(self, row: Row) -> None:

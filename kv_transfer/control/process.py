@@ -61,6 +61,8 @@ _REPORT_DELAY_S = 0.02
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 def keep_freed_memory() -> None:
     """glibc otherwise returns the pages of every freed message and faults them in again, which
@@ -186,12 +188,19 @@ class TransferProcess:
         return StepWatch(marks, num_layers, handle.cuda is not None, sender.progress)
 
     async def _listen(self, sender: KVSender) -> PullServer:
-        """Where settings say, or on the port that we had before a restart: it is all that peers
-        know. Raises OSError if it cannot be had."""
+        """Listens where settings say; after a restart on the port that we had before, which peers
+        know. If somebody else has that one now, any will do: peers whose pulls fail ask again.
+        Raises OSError."""
         transfer, host = self._config.transfer, own_host(self._config, self._gpu)
         service = PullService(transfer, self._me, sender)
         server = new_pull_server(transfer, service, Credentials(transfer.security))
-        port = await server.listen(host, self._config.fixed_port or self._config.port)
+        try:
+            port = await server.listen(host, self._config.fixed_port or self._config.port)
+        except OSError as error:
+            if self._config.fixed_port or not self._config.port:
+                raise
+            logger.warning("port %d is lost, so peers learn another: %s", self._config.port, error)
+            port = await server.listen(host, 0)
         self._address = join_address(host, port)
         return server
 

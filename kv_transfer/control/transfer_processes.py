@@ -7,9 +7,10 @@
     5. `shutdown`
 
 A producer's process comes back on its old port, so peers need not learn a new one; meanwhile the
-port is kept from others. A process that dies young again and again is restarted with a pause that
-doubles each time; in a pause nothing is sent to it. One that gives no sign of life for
-`frozen_after_s` counts as frozen: transfers that it holds would wait for it.
+port is kept from others. If it is lost all the same, the process takes another, and peers learn it
+by the handshake that follows a failed pull. A process that dies young again and again is restarted
+with a pause that doubles each time; in a pause nothing is sent to it. One that gives no sign of
+life for `frozen_after_s` counts as frozen: transfers that it holds would wait for it.
 """
 
 from __future__ import annotations

@@ -57,10 +57,6 @@ class OutMessage:
         """With gRPC's prefix."""
         return _PREFIX.size + self.num_bytes
 
-    @property
-    def is_being_read(self) -> bool:
-        return self._readers > 0
-
     def complete(self) -> None:
         """Before `slices` are read. By any thread."""
         complete = self._complete

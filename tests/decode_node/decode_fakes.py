@@ -274,6 +274,7 @@ class FakePrefillNodes:
     def __init__(self) -> None:
         self.unreachable: set[str] = set()
         self.greeted: list[str] = []
+        self.forgotten: list[str] = []
         self.calls: list[FakeCall] = []
         self.on_call: Callable[[FakeCall], None] = lambda call: None
 
@@ -283,6 +284,9 @@ class FakePrefillNodes:
         if address in self.unreachable:
             raise PrefillError("unreachable", f"{address} does not answer")
         return kv_peer(tiny_config())
+
+    def forget(self, address: str) -> None:
+        self.forgotten.append(address)
 
     async def prefill(
         self, address: str, request: GenerationRequest, params: KVTransferParams

@@ -146,6 +146,16 @@ async def test_after_some_failures_it_is_greeted_again(code: str, as_event: bool
         assert len(servicer.greetings) == 2
 
 
+async def test_after_kv_that_did_not_come_its_endpoints_are_learnt_again() -> None:
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await client.greet(address)
+        client.forget(address)
+        client.forget("nobody:1")
+        moved = msgspec.structs.replace(THEM, endpoints=(("10.0.0.9:7",),))
+        servicer.peer = moved
+        assert (await client.greet(address)).endpoints == (("10.0.0.9:7",),)
+
+
 async def test_other_failures_keep_the_greeting() -> None:
     async def refuse(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         failed = prefill_pb2.Failed(code="resource_exhausted", message="the queue is long")

@@ -333,6 +333,7 @@ async def test_the_kv_fails_after_the_token(bench: Bench) -> None:
     await until(lambda: fake.has_first_token, "token one")
     bench.engine.kv_arrives(fake, ok=False)
     second = await bench.nodes.called(2)
+    assert bench.nodes.forgotten == [call.address], "its endpoints may have changed"
     await until(lambda: not call.is_open, "the first call is cancelled")
     second.first_token()
     second.taken()

@@ -52,6 +52,19 @@ def test_life_by_hand() -> None:
     assert len(table) == 0
 
 
+def test_an_attempt_is_refused_beside_an_older_one_that_lives() -> None:
+    """The puller of attempt 1 was done before the prefill node heard of it."""
+    table: TransferTable[str] = TransferTable(tombstone_s=60, clock=Clock())
+    table.open("a", 0, "first")
+    table.refuse("a", 1, DONE)
+    assert table.find("a", 0) == "first" and not table.is_late("a", 0)
+    assert table.is_late("a", 1) and table.state("a", 1) is DONE and not table.is_late("a", 2)
+    assert table.activate("a", 0) and table.end("a", 0, ABORTED) == "first"
+    assert table.state("a", 1) is DONE and table.is_late("a", 0)
+    with pytest.raises(LateMessage, match="attempt 1 has ended .DONE"):
+        table.open("a", 1, "second")
+
+
 def test_a_refused_attempt_cannot_open_until_it_is_forgotten() -> None:
     clock = Clock()
     table: TransferTable[str] = TransferTable(tombstone_s=60, clock=clock)

@@ -16,6 +16,7 @@ from msgspec.structs import replace as with_fields
 from host.child_process import ipc_address
 from host.local_socket import connect_socket
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.control import transfer_processes
 from kv_transfer.control.transfer_processes import TransferProcessFailed
 from kv_transfer.layout import KVLayout
 from tests.processes import is_gone
@@ -348,6 +349,28 @@ def test_processes_that_keep_dying_are_started_with_growing_pauses(make_node: Ma
     poll_until(lambda: len(node.done.aborted) == 1, node)
     until_empty(node)
     assert node.peer.endpoints == endpoints
+
+
+def test_a_process_whose_port_is_lost_takes_another_which_peers_learn(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_node("prefill", layout()), make_node("decode", layout())
+    ((before,),) = prefill.peer.endpoints
+    thieves: list[socket.socket] = []
+
+    def steal(address: str) -> None:
+        host, _, port = address.rpartition(":")
+        thieves.append(socket.create_server((host, int(port))))
+
+    monkeypatch.setattr(transfer_processes, "_hold_port", steal)
+    os.kill(prefill.connector.process_pids[0], signal.SIGKILL)
+    until_restarted(prefill, 1, prefill)
+    assert [thief.getsockname()[1] for thief in thieves] == [int(before.rpartition(":")[2])]
+    ((after,),) = prefill.peer.endpoints
+    assert after != before
+    one_prompt(prefill, decode, seed=1, num_tokens=40)
+    until_empty(prefill, decode)
+    thieves[0].close()
 
 
 def test_a_process_that_does_not_understand_its_node_ends_and_is_replaced(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from engine.sched.pull import NEXT_STATES, PullState
 from engine.sched.scheduler import Scheduler
@@ -202,6 +203,14 @@ def test_a_pull_changes_only_as_its_table_says(machine: StepMachine) -> None:
     finish(machine)
     assert all(PullState.ENDED in after for state, after in NEXT_STATES.items() if after)
     assert NEXT_STATES.keys() == set(PullState)
+
+
+def test_a_prefill_whose_token_is_the_whole_answer_is_not_pulled(machine: StepMachine) -> None:
+    params = replace(remote_prefill("t-a"), first_token_only=True)
+    machine.add(make_request("a", prompt(10), kv=params, max_tokens=1))
+    machine.step()
+    assert machine.connector.pulls == {}
+    finish(machine)
 
 
 def test_an_engine_without_a_connector_refuses_kv_parameters() -> None:
