@@ -58,9 +58,9 @@ BUGS = (
     ),
     Bug(
         "part-for-whole", "of a pull that failed, more is kept than has come in every layer",
-        "kv_transfer/consumer/landing.py",
-        "group = min(grid.position(index)[1] for index in self._missing)",
-        "group = max(grid.position(index)[1] for index in self._missing)",
+        "kv_transfer/consumer/chunk_assembler.py",
+        "min(self._first_token_of(grid, i) for i in self._missing)",
+        "max(self._first_token_of(grid, i) for i in self._missing)",
         ("tests/kv_transfer/test_parts_kept.py",),
     ),
     Bug(

@@ -36,6 +36,9 @@ PROTOCOL_VERSION = 2
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+MAX_TP_SIZE = 1024
+"""A peer that claims more is refused: what is computed for each of its ranks must be bounded."""
+
 BlockIds: TypeAlias = tuple[list[int], ...]
 """One list a group: physical blocks by logical index. Entries before the first block that a
 window still needs are never read."""
@@ -82,6 +85,10 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
         if self.replicated:
             return HeadRange(0, self.heads)
         return heads_of_rank(self.heads, rank, tp_size)
+
+    def can_be_split(self, tp_size: int) -> bool:
+        """Returns whether ranks can share the heads evenly, or heads the ranks."""
+        return self.replicated or self.heads % tp_size == 0 or tp_size % self.heads == 0
 
     def sources(self, rank: int, tp_size: int, peer_tp_size: int) -> list[tuple[int, HeadRange]]:
         """Returns [(rank of the peer, heads to pull there)]; every head of ours appears once.
@@ -171,6 +178,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Returns the first block that any token after `num_tokens` tokens still needs."""
         return self.first_token_seen(num_tokens) // self.block_size
 
+    def tokens_to_pull(self, first_token: int, num_tokens: int) -> range:
+        """Returns which tokens of a prompt of `num_tokens` a node must pull that has the first
+        `first_token` and computes none of it: those that a window still needs."""
+        return range(max(first_token, self.first_token_seen(num_tokens)), num_tokens)
+
     def page(self, heads: Sequence[HeadRange]) -> PageShape:
         """Returns a page with these heads of each plane."""
         shapes: list[PlaneShape] = []
@@ -221,6 +233,27 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Returns a page of a group as `rank` stores it."""
         return self.groups[group].page_of_rank(rank, self.tp_size)
 
+    def share(self, rank: int, puller: int, puller_tp_size: int) -> tuple[PageShape, ...]:
+        """Returns what a block of our `rank` looks like on its way to rank `puller` of a node with
+        `puller_tp_size` ranks, by group: only with the heads that it takes from this rank."""
+        return tuple(
+            group.page(
+                [
+                    dict(plane.sources(puller, puller_tp_size, self.tp_size)).get(rank, NO_HEADS)
+                    for plane in group.planes
+                ]
+            )
+            for group in self.groups
+        )
+
+    def num_pullers(self, rank: int, puller_tp_size: int) -> tuple[int, ...]:
+        """Returns how many ranks of a node with `puller_tp_size` ranks take anything from our
+        `rank`, by group."""
+        shares = [self.share(rank, puller, puller_tp_size) for puller in range(puller_tp_size)]
+        return tuple(
+            sum(page.num_bytes > 0 for page in pages) for pages in zip(*shares, strict=True)
+        )
+
     def num_blocks_for(self, num_tokens: int) -> tuple[int, ...]:
         """Returns the blocks that `num_tokens` tokens reach into, by group."""
         return tuple(group.num_blocks_for(num_tokens) for group in self.groups)
@@ -233,7 +266,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         _check_equal("len(groups)", len(self.groups), len(peer.groups))
         for index, (ours, theirs) in enumerate(zip(self.groups, peer.groups, strict=True)):
             _check_group(f"groups[{index}]", ours, theirs)
-        _check_parallel(peer)
+        self.check_tp_size(peer.tp_size)
+
+    def check_tp_size(self, tp_size: int) -> None:
+        """Raises `HandshakeMismatch` unless each head has a rank in a node of so many."""
+        for plane in (plane for group in self.groups for plane in group.planes):
+            if not 1 <= tp_size <= MAX_TP_SIZE or not plane.can_be_split(tp_size):
+                raise HandshakeMismatch("tp_size", self.tp_size, tp_size)
 
 
 def attention_group(
@@ -280,14 +319,3 @@ def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
             )
     if theirs.block_size < 1:
         raise HandshakeMismatch(f"{name}.block_size", ours.block_size, theirs.block_size)
-
-
-def _check_parallel(peer: KVLayout) -> None:
-    """Every head must be somewhere."""
-    size = peer.tp_size
-    for plane in (plane for group in peer.groups for plane in group.planes):
-        splits = size >= 1 and (
-            plane.replicated or plane.heads % size == 0 or size % plane.heads == 0
-        )
-        if not splits:
-            raise HandshakeMismatch("tp_size", f"{plane.heads} heads to split", size)

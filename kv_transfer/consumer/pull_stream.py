@@ -2,7 +2,7 @@
 
 1. the call is made; messages arrive, in any order of chunks
 2. each is received into the blocks where it belongs, or into memory from which it is copied, as
-   the stream's `Landing` says; damaged ones are counted and stay missing
+   the stream's `ChunkAssembler` says; damaged ones are counted and stay missing
 3. END; if chunks are missing, a second call asks for exactly those
 4. still missing: `CorruptChunk`
 """
@@ -14,10 +14,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kv_transfer.consumer.landing import Landing
+from kv_transfer.consumer.chunk_assembler import ChunkAssembler
 from kv_transfer.consumer.pull_transport import PullTransport
 from kv_transfer.errors import CorruptChunk, PeerLost
-from kv_transfer.layout import HeadRange
 from kv_transfer.memory.block_holds import HoldsFile
 from kv_transfer.memory.cache_view import CacheMap
 from kv_transfer.memory.staging import StagedChunk
@@ -42,10 +41,9 @@ class PullStream:
     def __init__(
         self,
         meta: RecvMeta,
-        landing: Landing,
+        assembler: ChunkAssembler,
         address: str,
         slot: int,
-        num_pullers: int,
         on_bytes: Callable[[int], None],
         on_refused: Callable[[], None],
     ) -> None:
@@ -56,9 +54,8 @@ class PullStream:
         self._slot: StagedChunk | None = None
         """Pinned memory of the message that is arriving."""
         self._meta = meta
-        self._landing = landing
+        self._assembler = assembler
         self._holds: HoldsFile | None = None
-        self._num_pullers = num_pullers
         self._on_bytes = on_bytes
         self._on_refused = on_refused
         self._num_refused = 0
@@ -72,35 +69,35 @@ class PullStream:
     @property
     def peer_cache(self) -> CacheMap | None:
         """Where chunks may be copied from without the network."""
-        return self._landing.peer_cache
+        return self._assembler.peer_cache
 
     def use_peer_cache(self, cache: CacheMap, holds: HoldsFile) -> None:
         """Before `run`."""
-        self._landing.peer_cache = cache
+        self._assembler.peer_cache = cache
         self._holds = holds
 
     @property
-    def heads(self) -> HeadRange:
-        """They tell one sender from another."""
-        return self._landing.heads
+    def peer_rank(self) -> int:
+        """The rank of the peer that it reads from."""
+        return self._assembler.source.peer_rank
 
     @property
-    def blocks_per_chunk(self) -> int | None:
-        """Of the sender; None before it has told."""
-        return self._landing.blocks_per_chunk
+    def chunk_bytes(self) -> int | None:
+        """The sender's setting; None before it has told."""
+        return self._assembler.chunk_bytes
 
-    def num_tokens_complete(self, blocks_per_chunk: int | None) -> int:
-        """As `Landing` has it, when all copies are done. Of blocks that the peer let go of while
-        they were copied nothing counts."""
+    def num_tokens_complete(self, chunk_bytes: int | None) -> int:
+        """As `ChunkAssembler` has it, when all copies are done. Of blocks that the peer let go of
+        while they were copied nothing counts."""
         try:
             self.check_still_held()
         except PeerLost:
             return self._meta.first_token
-        return self._landing.num_tokens_complete(blocks_per_chunk)
+        return self._assembler.num_tokens_complete(chunk_bytes)
 
     def check_still_held(self) -> None:
         """When all copies are done. Raises `PeerLost` if the peer let go of blocks before."""
-        hold, holds = self._landing.hold, self._holds
+        hold, holds = self._assembler.hold, self._holds
         if hold is None or holds is None:
             return
         try:
@@ -128,7 +125,7 @@ class PullStream:
             await transport.pull(self.address, self._connection, self._request(repeat), self)
         finally:
             self._give_back()
-        missing = self._landing.missing
+        missing = self._assembler.missing
         if not self._has_ended or missing is None:
             raise PeerLost(f"the stream from {self.address} stopped before its end")
         return missing
@@ -155,8 +152,8 @@ class PullStream:
     def _memory_for(self, num_bytes: int) -> ByteArray:
         """Pinned memory for KV, if there is any free; whatever else comes is not copied."""
         self._give_back()
-        if num_bytes > self._landing.block_bytes:
-            self._slot = self._landing.inbox.reserve(num_bytes)
+        if num_bytes > self._assembler.block_bytes:
+            self._slot = self._assembler.inbox.reserve(num_bytes)
             if self._slot is not None:
                 return self._slot.buffer
         if num_bytes > len(self._buffer):
@@ -166,13 +163,13 @@ class PullStream:
     def _give_back(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._landing.inbox.give_back(slot)
+            self._assembler.inbox.give_back(slot)
 
     def end(self) -> None:
         self.last_heard_at = time.monotonic()
         try:
             if self._in_place is None:
-                self._land(self._message)
+                self._accept(self._message)
             else:
                 self._accept_in_place(*self._in_place)
         except CorruptChunk:
@@ -184,13 +181,13 @@ class PullStream:
             self._give_back()
 
     def _place(self, num_bytes: int) -> tuple[ChunkHeader, list[memoryview]] | None:
-        if not self._landing.may_place:
+        if not self._assembler.may_place:
             return None
         try:
             header = decode_head(self._head, num_bytes)
             if header.kind is not ChunkKind.DATA:
                 return None
-            views = self._landing.place(header, num_bytes - len(self._head))
+            views = self._assembler.place(header, num_bytes - len(self._head))
         except CorruptChunk:
             return None  # It is found again, and counted, when all of it is there.
         return (header, views) if views is not None else None
@@ -199,15 +196,15 @@ class PullStream:
         checksum, self._checksum = self._checksum, None
         assert checksum is not None
         checksum.check()
-        self._landing.accept_in_place(header)
+        self._assembler.accept_in_place(header)
         self._on_bytes(sum(len(view) for view in views))
 
-    def _land(self, message: ByteArray) -> None:
+    def _accept(self, message: ByteArray) -> None:
         chunk = decode_chunk(message)
         if chunk.header.kind in (ChunkKind.DATA, ChunkKind.BLOCKS):
-            self._on_bytes(self._landing.accept(chunk))
+            self._on_bytes(self._assembler.accept(chunk))
         elif chunk.header.kind is ChunkKind.END:
-            self._landing.end(chunk)
+            self._assembler.end(chunk)
             self._has_ended = True
 
     def _request(self, repeat: list[int]) -> pb.PullRequest:
@@ -215,13 +212,12 @@ class PullStream:
             transfer_id=self._meta.transfer_id,
             attempt=self._meta.attempt,
             epoch=self._meta.peer.epoch,
-            stream_index=self._landing.stream,
-            num_streams=self._landing.num_streams,
-            head_start=self._landing.heads.start,
-            head_count=self._landing.heads.count,
+            stream_index=self._assembler.stream,
+            num_streams=self._assembler.num_streams,
+            rank=self._assembler.source.rank,
+            tp_size=self._assembler.source.tp_size,
             first_token=self._meta.first_token,
             num_tokens=self._meta.num_tokens,
-            num_pullers=self._num_pullers,
             repeat_chunks=repeat,
-            direct=self._landing.peer_cache is not None,
+            direct=self._assembler.peer_cache is not None,
         )

@@ -19,15 +19,14 @@ from contextlib import suppress
 
 from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.consumer.chunk_assembler import ChunkAssembler, PullSource
 from kv_transfer.consumer.h2_transport import H2PullTransport
 from kv_transfer.consumer.joint_tasks import all_or_none
-from kv_transfer.consumer.landing import Landing
 from kv_transfer.consumer.peer_caches import PeerCaches
 from kv_transfer.consumer.peer_client import PeerClient
 from kv_transfer.consumer.pull_stream import PullStream
 from kv_transfer.consumer.pull_transport import GrpcPullTransport, PullTransport
 from kv_transfer.errors import KVTransferError, PeerLost, TransferTimeout
-from kv_transfer.layout import HeadRange, KVLayout
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
@@ -41,7 +40,7 @@ from kv_transfer.metadata import (
 )
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
 from kv_transfer.wire.channels import slot_of
-from kv_transfer.wire.chunk_grid import num_streams_for, streams_of
+from kv_transfer.wire.chunk_grid import ChunkGrid, num_streams_for, streams_of
 from kv_transfer.wire.handshake import check_endpoints
 
 _IDLE_S = 600.0
@@ -99,9 +98,11 @@ class RecvTransfer:
         """Leading tokens of which our share is in our blocks, when all copies are done."""
         if not self.is_planned:
             return self.meta.first_token
-        known = (stream for stream in self.streams if stream.blocks_per_chunk is not None)
-        grids = {stream.heads: stream.blocks_per_chunk for stream in known}
-        complete = (stream.num_tokens_complete(grids.get(stream.heads)) for stream in self.streams)
+        known = (stream for stream in self.streams if stream.chunk_bytes is not None)
+        told = {stream.peer_rank: stream.chunk_bytes for stream in known}
+        complete = (
+            stream.num_tokens_complete(told.get(stream.peer_rank)) for stream in self.streams
+        )
         return min(complete, default=self.meta.num_tokens)
 
     def let_go(self) -> None:
@@ -146,8 +147,8 @@ class KVReceiver:
         self._process = rank * config.num_processes + index
         self._cache = cache
         self._views = (
-            BlockViews(cache, me.layout.num_layers)
-            if cache.device.copies_at_once and cache.shape.num_bytes >= _IN_PLACE_BYTES
+            BlockViews(cache)
+            if cache.device.copies_at_once and cache.page_bytes >= _IN_PLACE_BYTES
             else None
         )
         self._emit_event = emit
@@ -263,7 +264,7 @@ class KVReceiver:
     async def _pull(self, transfer: RecvTransfer) -> None:
         meta = transfer.meta
         try:
-            self._cache.check_block_ids(meta.block_ids[0])
+            self._cache.check_blocks(meta.block_ids, meta.first_token, meta.num_tokens)
         except ValueError as error:
             raise KVTransferError(str(error)) from error
         self._me.layout.check_compatible(meta.peer.layout)
@@ -302,46 +303,36 @@ class KVReceiver:
                 stream.use_peer_cache(cache, local.holds)
 
     def _plan(self, transfer: RecvTransfer) -> list[PullStream]:
-        """The streams of this process, from every rank of the peer that holds heads of ours."""
-        meta, ours = transfer.meta, self._me.layout
+        """The streams of this process, from every rank of the peer that holds what we need."""
+        meta, tp_size = transfer.meta, self._me.layout.tp_size
         streams = []
-        for peer_rank, heads in (
-            ours.groups[0].planes[0].sources(self._rank, ours.tp_size, meta.peer.layout.tp_size)
-        ):
-            addresses = meta.peer.endpoints[peer_rank]
-            num_streams = self._num_streams(meta, heads, len(addresses))
+        for peer_rank, addresses in enumerate(meta.peer.endpoints):
+            share = meta.peer.layout.share(peer_rank, self._rank, tp_size)
+            if not any(page.num_bytes for page in share):
+                continue
+            source = PullSource(self._rank, tp_size, peer_rank, share)
+            num_streams = self._num_streams(meta, source, len(addresses))
             for number in streams_of(num_streams, self._index, self._config.num_processes):
-                landing = Landing(meta, ours, self._cache, heads, number, num_streams, self._views)
                 streams.append(
                     PullStream(
                         meta,
-                        landing,
+                        ChunkAssembler(meta, source, self._cache, number, num_streams, self._views),
                         addresses[number % len(addresses)],
                         slot_of(number, len(addresses)),
-                        self._num_pullers(meta.peer.layout, peer_rank),
                         lambda num_bytes: self._count(transfer, num_bytes),
                         self._refused,
                     )
                 )
         return streams
 
-    def _num_streams(self, meta: RecvMeta, heads: HeadRange, sender_processes: int) -> int:
-        theirs = meta.peer.layout
-        group = theirs.groups[0]
-        num_blocks = group.num_blocks_for(meta.num_tokens) - meta.first_token // group.block_size
-        num_bytes = theirs.num_layers * num_blocks * group.page([heads, heads]).num_bytes
-        return num_streams_for(
-            self._config.num_streams, num_bytes, self._config.chunk_bytes, sender_processes
+    def _num_streams(self, meta: RecvMeta, source: PullSource, sender_processes: int) -> int:
+        chunk_bytes = self._config.chunk_bytes
+        grid = ChunkGrid.of(meta.peer.layout, chunk_bytes, meta.first_token, meta.num_tokens)
+        num_bytes = sum(
+            group.num_layers * (group.num_blocks - group.first_block) * page.num_bytes
+            for group, page in zip(grid.groups, source.share, strict=True)
         )
-
-    def _num_pullers(self, theirs: KVLayout, peer_rank: int) -> int:
-        """Our ranks that read from `peer_rank`."""
-        ours = self._me.layout
-        return sum(
-            source == peer_rank
-            for rank in range(ours.tp_size)
-            for source, _ in ours.groups[0].planes[0].sources(rank, ours.tp_size, theirs.tp_size)
-        )
+        return num_streams_for(self._config.num_streams, num_bytes, chunk_bytes, sender_processes)
 
     async def _watch(self, transfer: RecvTransfer) -> None:
         """Raises when one of the streams has gone silent. When we were held up ourselves, what it

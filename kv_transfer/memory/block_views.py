@@ -11,23 +11,23 @@ class BlockViews:
     """Only where `cache.device.copies_at_once`. Views do not keep the cache mapped: they must be
     gone before it is closed."""
 
-    def __init__(self, cache: KVCacheView, num_layers: int) -> None:
-        self._block_bytes = cache.shape.num_bytes
-        self._layer_bytes = cache.num_blocks * self._block_bytes
-        memory = (ctypes.c_char * (num_layers * self._layer_bytes)).from_address(
-            cache.address_of(0, 0)
-        )
+    def __init__(self, cache: KVCacheView) -> None:
+        self._used_bytes = [page.num_bytes for page in cache.pages]
+        self._page_bytes = cache.page_bytes
+        self._slot_bytes = cache.slot_bytes
+        memory = (ctypes.c_char * cache.num_bytes).from_address(cache.address_of(0, 0))
         self._memory = memoryview(memory).cast("B")
 
-    def of(self, layer: int, block_ids: list[int]) -> list[memoryview]:
-        """In order, neighbours as one."""
-        size, base = self._block_bytes, layer * self._layer_bytes
+    def of(self, group: int, slot: int, block_ids: list[int]) -> list[memoryview]:
+        """Returns what the group uses of these pages, in order. Neighbours come as one, unless
+        something unused lies between them."""
+        size, base, used = self._page_bytes, slot * self._slot_bytes, self._used_bytes[group]
         views: list[memoryview] = []
         start = previous = block_ids[0]
         for block_id in block_ids[1:]:
-            if block_id != previous + 1:
-                views.append(self._memory[base + start * size : base + (previous + 1) * size])
+            if block_id != previous + 1 or used < size:
+                views.append(self._memory[base + start * size : base + previous * size + used])
                 start = block_id
             previous = block_id
-        views.append(self._memory[base + start * size : base + (previous + 1) * size])
+        views.append(self._memory[base + start * size : base + previous * size + used])
         return views

@@ -11,39 +11,43 @@ from dataclasses import replace
 import numpy as np
 
 from kv_transfer.errors import CorruptChunk
-from kv_transfer.layout import HeadRange, KVLayout
+from kv_transfer.layout import KVLayout, PageShape
 from kv_transfer.memory.block_holds import BlockHolds
 from kv_transfer.producer.send_transfer import Pull, SendTransfer, SentChunk
-from kv_transfer.wire.chunk import ByteArray, ChunkHeader, ChunkKind, decode_chunk, encode_chunk
+from kv_transfer.wire.chunk import (
+    ByteArray,
+    ChunkHeader,
+    ChunkKind,
+    decode_chunk,
+    encode_chunk,
+    shape_code,
+)
+from kv_transfer.wire.chunk_grid import ChunkPlace
 from kv_transfer.wire.out_message import Buffer
 
 
 class ChunkMessages:
-    """Of one rank, which holds `heads`."""
+    """The messages of one rank."""
 
-    def __init__(
-        self, layout: KVLayout, heads: HeadRange, blocks_per_chunk: int, holds: BlockHolds
-    ) -> None:
+    def __init__(self, layout: KVLayout, rank: int, chunk_bytes: int, holds: BlockHolds) -> None:
         self._holds = holds
-        self._layout = layout
-        self._heads = heads
-        self._blocks_per_chunk = blocks_per_chunk
+        self._chunk_bytes = chunk_bytes
+        self._pages = tuple(layout.page(group, rank) for group in range(len(layout.groups)))
+        self._codes = [shape_code(page) for page in self._pages]
 
-    def header(self, transfer: SendTransfer, layer: int, group: int) -> ChunkHeader:
-        """Of a whole chunk with its KV."""
-        blocks = transfer.grid.blocks_of(group)
+    def header(self, transfer: SendTransfer, place: ChunkPlace) -> ChunkHeader:
+        """Returns that of a whole chunk with its KV."""
+        blocks = transfer.grid.blocks_of(place)
         return ChunkHeader(
             kind=ChunkKind.DATA,
-            dtype=self._layout.groups[0].dtype,
             transfer_id=transfer.transfer_id,
             attempt=transfer.attempt,
-            layer=layer,
+            group=place.group,
+            layer=place.layer,
             first_block=blocks.start,
             num_blocks=len(blocks),
-            head_start=self._heads.start,
-            num_heads=self._heads.count,
-            block_size=self._layout.groups[0].block_size,
-            blocks_per_chunk=self._blocks_per_chunk,
+            shape=self._codes[place.group],
+            chunk_bytes=self._chunk_bytes,
         )
 
     def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:
@@ -62,58 +66,49 @@ class ChunkMessages:
             return self._where_blocks_are(pull, entries)
         if chunk.message is None:
             raise CorruptChunk("the chunk has left staging memory and cannot be repeated")
-        num_held = _num_held(pull, transfer.grid.position(entries[0].index)[1])
-        if pull.wish.heads == self._heads and num_held == 0:
+        place = transfer.grid.position(entries[0].index)
+        num_held = pull.grid.blocks_of(place).start - transfer.grid.blocks_of(place).start
+        share = pull.share[place.group]
+        if share == self._pages[place.group] and num_held == 0:
             return chunk.message.data
-        return self._narrow(chunk.message, pull.wish.heads, num_held)
+        return self._narrow(chunk.message, share, num_held)
 
     def _where_blocks_are(self, pull: Pull, entries: list[SentChunk]) -> bytes:
-        transfer, heads = pull.transfer, pull.wish.heads
+        transfer, grid = pull.transfer, pull.grid
         if not pull.wish.direct:
             raise CorruptChunk("the chunk was not staged, because other pullers read its blocks")
-        grid = transfer.grid.starting_at(pull.first_block)
         indices = [entry.index for entry in entries]
         hold = transfer.hold = transfer.hold or self._holds.hold()
         words = [hold.slot, hold.number, len(indices), *indices]
-        for group in sorted({grid.position(index)[1] for index in indices}):
-            blocks = grid.blocks_of(group)
-            words += transfer.block_ids[blocks.start : blocks.stop]
+        places = (grid.position(index) for index in indices)
+        for group, span in sorted({(place.group, place.span) for place in places}):
+            blocks = grid.groups[group].blocks_of(span)
+            words += transfer.block_ids[group][blocks.start : blocks.stop]
         header = replace(
             self._bare_header(ChunkKind.BLOCKS, transfer.transfer_id, transfer.attempt),
-            head_start=heads.start,
-            num_heads=heads.count,
+            shape=shape_code(*pull.share),
         )
         return encode_chunk(header, [np.array(words, "<u4")])
 
-    def _narrow(self, message: ByteArray, wanted: HeadRange, num_held: int) -> bytes:
-        """Without heads of the puller's other ranks, and leading blocks that it has."""
-        chunk, held = decode_chunk(message), self._heads
-        blocks = chunk.payload.reshape(chunk.header.num_blocks, 2, held.count, -1)
-        first = wanted.start - held.start
-        part = blocks[num_held:, :, first : first + wanted.count].copy()
-        return encode_chunk(_narrowed(chunk.header, wanted, num_held), [part])
+    def _narrow(self, message: ByteArray, share: PageShape, num_held: int) -> bytes:
+        """Returns it without heads of the puller's other ranks, and leading blocks that it has."""
+        chunk = decode_chunk(message)
+        held = self._pages[chunk.header.group]
+        blocks = chunk.payload.reshape(chunk.header.num_blocks, held.num_bytes)[num_held:]
+        parts = []
+        for plane, wanted in zip(held.planes, share.planes, strict=True):
+            if wanted.heads.count:
+                start = plane.offset_of(wanted.heads.start)
+                parts.append(blocks[:, start : start + wanted.num_bytes])
+        header = replace(
+            chunk.header,
+            first_block=chunk.header.first_block + num_held,
+            num_blocks=len(blocks),
+            shape=shape_code(share),
+        )
+        return encode_chunk(header, [np.concatenate(parts, axis=1)])
 
     def _bare_header(self, kind: ChunkKind, transfer_id: str, attempt: int) -> ChunkHeader:
         return ChunkHeader(
-            kind=kind,
-            dtype=self._layout.groups[0].dtype,
-            transfer_id=transfer_id,
-            attempt=attempt,
-            block_size=self._layout.groups[0].block_size,
-            blocks_per_chunk=self._blocks_per_chunk,
+            kind=kind, transfer_id=transfer_id, attempt=attempt, chunk_bytes=self._chunk_bytes
         )
-
-
-def _num_held(pull: Pull, group: int) -> int:
-    """Leading blocks of the group that the puller has."""
-    return max(0, pull.first_block - pull.transfer.grid.blocks_of(group).start)
-
-
-def _narrowed(header: ChunkHeader, heads: HeadRange, num_held: int) -> ChunkHeader:
-    return replace(
-        header,
-        first_block=header.first_block + num_held,
-        num_blocks=header.num_blocks - num_held,
-        head_start=heads.start,
-        num_heads=heads.count,
-    )

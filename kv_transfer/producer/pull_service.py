@@ -19,7 +19,6 @@ import grpc
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError
-from kv_transfer.layout import HeadRange
 from kv_transfer.metadata import KVPeer, is_transfer_id
 from kv_transfer.producer.send_transfer import Pull, SendTransfer
 from kv_transfer.producer.sender import KVSender
@@ -111,12 +110,12 @@ class PullService:
 
     def _open(self, transfer: SendTransfer, request: pb.PullRequest) -> Pull:
         wish = PullWish(
-            heads=HeadRange(request.head_start, request.head_count),
+            rank=request.rank,
+            tp_size=request.tp_size,
             stream=request.stream_index,
             num_streams=request.num_streams,
             first_token=request.first_token,
             num_tokens=request.num_tokens,
-            num_pullers=max(1, request.num_pullers),
             repeat=frozenset(request.repeat_chunks),
             direct=request.direct,
         )

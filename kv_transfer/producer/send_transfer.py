@@ -21,13 +21,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kv_transfer.layer_times import LayerTimes
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import BlockIds, KVLayout, PageShape
 from kv_transfer.memory.block_holds import Hold
 from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
-from kv_transfer.wire.chunk_grid import ChunkGrid
+from kv_transfer.wire.chunk_grid import ChunkGrid, ChunkPlace
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
 
@@ -52,16 +53,26 @@ class StraightChunk:
     """A chunk on its way from the blocks to a socket. `staged` is the copy that was made after
     all, because the peer is slow; `entry` exists once nobody reads the blocks any more."""
 
-    __slots__ = ("entry", "group", "index", "layer", "message", "since", "staged")
+    __slots__ = ("entry", "index", "message", "place", "since", "staged")
 
-    def __init__(self, index: int, layer: int, group: int) -> None:
+    def __init__(self, index: int, place: ChunkPlace) -> None:
         self.index = index
-        self.layer = layer
-        self.group = group
+        self.place = place
         self.since = time.monotonic()
         self.message: OutMessage | None = None
         self.staged: StagedChunk | None = None
         self.entry: SentChunk | None = None
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One layer of one group, on its way to be ready span by span."""
+
+    group: int
+    layer: int
+    """Within the group; `model_layer` is its number in the model."""
+    model_layer: int
+    next_span: int
 
 
 class SendTransfer:
@@ -71,20 +82,15 @@ class SendTransfer:
         self,
         offer: OfferMeta,
         layout: KVLayout,
-        blocks_per_chunk: int,
+        chunk_bytes: int,
         process: int,
         num_processes: int,
     ) -> None:
         self.transfer_id = offer.transfer_id
         self.attempt = offer.attempt
         self.num_tokens = offer.num_tokens
-        self.grid = ChunkGrid(
-            num_layers=layout.num_layers,
-            num_blocks=layout.groups[0].num_blocks_for(offer.num_tokens),
-            blocks_per_chunk=blocks_per_chunk,
-            first_block=offer.num_tokens_held // layout.groups[0].block_size,
-        )
-        self.block_ids: list[int] = []
+        self.grid = ChunkGrid.of(layout, chunk_bytes, offer.num_tokens_held, offer.num_tokens)
+        self.block_ids: BlockIds = ()
         self.staged: list[SentChunk] = []
         """In the order in which they were staged, which is the order in which they are sent."""
         self.straight: set[StraightChunk] = set()
@@ -104,15 +110,20 @@ class SendTransfer:
         """From the first time that they were."""
         self.end_reason = ""
         """Not empty once the transfer has ended: pulls stop with it."""
-        self._block_size = layout.groups[0].block_size
+        self._layout = layout
         self._share = (process, num_processes)
         self._num_unstaged = sum(1 for _ in self.grid.stripe(*self._share))
         self._computed = 0
         """Leading tokens that every layer has."""
         self._steps: deque[tuple[int, int]] = deque()
         """(step, tokens computed when it is done), steps that may still be running."""
-        self._next_group = [self.grid.first_group] * layout.num_layers
-        self._ready: deque[tuple[int, int]] = deque()
+        self._lanes = [
+            _Lane(group, layer, model_layer, self.grid.groups[group].first_span)
+            for group, kind in enumerate(layout.groups)
+            for layer, model_layer in enumerate(kind.layers)
+        ]
+        self._lanes.sort(key=lambda lane: lane.model_layer)
+        self._ready: deque[ChunkPlace] = deque()
 
     @property
     def is_staged(self) -> bool:
@@ -132,7 +143,7 @@ class SendTransfer:
         """Raises ValueError for tokens that leave a gap, or are computed twice: their first KV
         may be on its way already, from blocks that changed meanwhile."""
         stop = send.first_token + send.num_tokens
-        self.block_ids = send.block_ids[0]
+        self.block_ids = send.block_ids
         if send.step_id == _COMPUTED_ALREADY:
             self._computed = max(self._computed, stop)
         elif send.first_token != self._announced:
@@ -148,24 +159,25 @@ class SendTransfer:
         """Queues all chunks that became ready."""
         if self.is_staged:
             return
-        num_layers = self.grid.num_layers
-        while self._steps and _has_done(progress, self._steps[0][0], num_layers - 1):
+        last_layer = self._lanes[-1].model_layer
+        while self._steps and _has_done(progress, self._steps[0][0], last_layer):
             self._computed = max(self._computed, self._steps.popleft()[1])
-        for layer in range(num_layers):
-            self._queue_ready(layer, self._computed_in(layer, progress))
+        for lane in self._lanes:
+            self._queue_ready(lane, self._computed_in(lane.model_layer, progress))
 
-    def pop_ready(self) -> tuple[int, int]:
-        """(layer, group) to stage next; must then be given to `add_staged`."""
+    def pop_ready(self) -> ChunkPlace:
+        """Returns what to stage next; must then be given to `add_staged`."""
         return self._ready.popleft()
 
-    def blocks_of(self, group: int) -> list[int]:
-        """Physical blocks of a ready group."""
-        blocks = self.grid.blocks_of(group)
-        return self.block_ids[blocks.start : blocks.stop]
+    def blocks_of(self, place: ChunkPlace) -> list[int]:
+        """Returns the physical blocks of a ready chunk."""
+        blocks = self.grid.blocks_of(place)
+        return self.block_ids[place.group][blocks.start : blocks.stop]
 
-    def next_size(self) -> int:
-        """Blocks of the chunk that `pop_ready` would return."""
-        return len(self.grid.blocks_of(self._ready[0][1]))
+    @property
+    def next_ready(self) -> ChunkPlace:
+        """What `pop_ready` would return."""
+        return self._ready[0]
 
     def name_ready(self) -> bool:
         """Chunks that are ready need no copy if every puller that is here reads blocks itself:
@@ -173,19 +185,19 @@ class SendTransfer:
         if not self.pulls or not all(pull.wish.direct for pull in self.pulls):
             return False
         while self._ready:
-            self.add_staged(self.grid.index(*self._ready.popleft()), None)
+            self.add_staged(self.grid.index(self._ready.popleft()), None)
         return True
 
     def pop_ready_for(self, pull: Pull) -> StraightChunk | None:
         """A ready chunk that this pull wants and may have straight from the blocks."""
         if not pull.goes_straight:
             return None
-        for i, (layer, group) in enumerate(self._ready):
-            index = self.grid.index(layer, group)
+        for i, place in enumerate(self._ready):
+            index = self.grid.index(place)
             if pull.wants(index):
                 del self._ready[i]
                 pull.forget(index)
-                straight = StraightChunk(index, layer, group)
+                straight = StraightChunk(index, place)
                 self.straight.add(straight)
                 return straight
         return None
@@ -193,13 +205,13 @@ class SendTransfer:
     def put_back(self, straight: StraightChunk) -> None:
         """It was not sent: it has to be staged now."""
         self.straight.discard(straight)
-        self._ready.appendleft((straight.layer, straight.group))
+        self._ready.appendleft(straight.place)
 
     def was_sent_straight(self, straight: StraightChunk) -> None:
         """It has left the blocks."""
         self.gone.add(straight.index)
         self._num_unstaged -= 1
-        self.layer_times.saved(straight.layer)
+        self._saved(straight.place)
 
     def is_pulled_straight(self, slow_s: float) -> bool:
         """Whether pulls that keep up take what is ready: then nothing needs to be staged. A peer
@@ -215,7 +227,7 @@ class SendTransfer:
         entry = SentChunk(index, chunk)
         self.staged.append(entry)
         self._num_unstaged -= 1
-        self.layer_times.saved(self.grid.position(index)[0])
+        self._saved(self.grid.position(index))
         for pull in self.pulls:
             if pull.wants(index):
                 pull.wake.set()
@@ -241,21 +253,25 @@ class SendTransfer:
             tokens = max(tokens, stop)
         return tokens
 
-    def _queue_ready(self, layer: int, num_tokens: int) -> None:
-        groups = range(self._next_group[layer], self._groups_within(num_tokens))
-        if not groups:
+    def _queue_ready(self, lane: _Lane, num_tokens: int) -> None:
+        spans = range(lane.next_span, self._spans_within(lane.group, num_tokens))
+        if not spans:
             return
-        for index in self.grid.striped(layer, groups, *self._share):
+        for index in self.grid.striped(lane.group, lane.layer, spans, *self._share):
             self._ready.append(self.grid.position(index))
-            self.layer_times.ready(layer)
+            self.layer_times.ready(lane.model_layer)
             self._wake_straight(index)
-        self._next_group[layer] = groups.stop
+        lane.next_span = spans.stop
 
-    def _groups_within(self, num_tokens: int) -> int:
-        """Leading groups that lie in so many leading tokens; the last one may be short."""
+    def _spans_within(self, group: int, num_tokens: int) -> int:
+        """Returns how many spans lie in so many leading tokens; the last one may be short."""
+        grid = self.grid.groups[group]
         if num_tokens >= self.num_tokens:
-            return self.grid.num_groups
-        return num_tokens // (self.grid.blocks_per_chunk * self._block_size)
+            return grid.num_spans
+        return num_tokens // (grid.blocks_per_chunk * self._layout.groups[group].block_size)
+
+    def _saved(self, place: ChunkPlace) -> None:
+        self.layer_times.saved(self._layout.groups[place.group].layers[place.layer])
 
     def _wake_straight(self, index: int) -> None:
         for pull in self.pulls:
@@ -270,22 +286,25 @@ class Pull:
         self,
         transfer: SendTransfer,
         wish: PullWish,
-        first_block: int,
+        share: tuple[PageShape, ...],
+        num_pullers: tuple[int, ...],
+        grid: ChunkGrid,
         goes_straight: bool = False,
     ) -> None:
+        """`share`: what it takes of each block; `num_pullers`: the calls that carry each chunk,
+        this one included; both by group. `grid`: that of its tokens."""
         self.transfer = transfer
         self.wish = wish
         self.goes_straight = goes_straight
         """It alone wants its chunks, and as they lie in the blocks."""
-        self.first_block = first_block
-        """Of the sender's; the puller holds those before."""
+        self.share = share
+        self._num_pullers = num_pullers
+        self.grid = grid
         self.wake = asyncio.Event()
         self.is_writing = False
         self._wanted = {
             index
-            for index in transfer.grid.starting_at(first_block).stripe(
-                wish.stream, wish.num_streams
-            )
+            for index in grid.stripe_of(share, wish.stream, wish.num_streams)
             if not wish.repeat or index in wish.repeat
         }
         self._cursor = 0
@@ -299,6 +318,10 @@ class Pull:
     def forget(self, index: int) -> None:
         """It has got it."""
         self._wanted.discard(index)
+
+    def num_pullers_of(self, entry: SentChunk) -> int:
+        """Returns how many calls carry this chunk."""
+        return self._num_pullers[self.grid.position(entry.index).group]
 
     @property
     def is_complete(self) -> bool:

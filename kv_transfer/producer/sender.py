@@ -45,7 +45,7 @@ from kv_transfer.producer.stager import Stager
 from kv_transfer.producer.straight_sends import StraightSends
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
 from kv_transfer.wire.chunk import HEADER, ChunkKind
-from kv_transfer.wire.chunk_grid import blocks_per_chunk
+from kv_transfer.wire.chunk_grid import ChunkGrid, longest_chunk
 from kv_transfer.wire.handshake import LocalCache
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
@@ -81,23 +81,21 @@ class KVSender:
     ) -> None:
         self._config = config
         self._layout = layout
-        self._heads = layout.page(0, rank).heads[0]
+        self._rank = rank
         self._index = index
         self._process = rank * config.num_processes + index
         self._cache = cache
         self._emit_event = emit
         self._on_change = on_change
-        self._blocks_per_chunk = blocks_per_chunk(config.chunk_bytes, layout.page_bytes)
         self._holds = BlockHolds()
-        self._messages = ChunkMessages(layout, self._heads, self._blocks_per_chunk, self._holds)
-        chunk_bytes = HEADER.size + self._blocks_per_chunk * layout.page_bytes
+        self._messages = ChunkMessages(layout, rank, config.chunk_bytes, self._holds)
+        chunk_bytes = HEADER.size + longest_chunk(layout, config.chunk_bytes)
         capacity = config.process_staging_bytes
         reserve = min(_RESERVE_CHUNKS, capacity // chunk_bytes // 2)
         self.pool = StagingPool(capacity, chunk_bytes, reserve)
         cache.device.pin(self.pool.memory)
         self._straight = StraightSends(
             cache,
-            layout.num_layers,
             self.pool,
             self._messages,
             self.was_sent,
@@ -106,7 +104,6 @@ class KVSender:
         self._transfers: TransferTable[SendTransfer] = TransferTable()
         self._stager = Stager(
             self._transfers,
-            layout,
             cache,
             self.pool,
             self._messages,
@@ -116,6 +113,8 @@ class KVSender:
         )
         self.early_pulls = EarlyPulls()
         self._progress = StepProgress(0, 0)
+        self._pullers: dict[int, tuple[int, ...]] = {}
+        """By size of the puller's node, see `_num_pullers`."""
         self.num_pulls = 0
         self.bytes_sent = 0
         self.reclaimed: Counter[Reclaim] = Counter()
@@ -135,7 +134,7 @@ class KVSender:
         transfer = SendTransfer(
             meta,
             self._layout,
-            self._blocks_per_chunk,
+            self._config.chunk_bytes,
             self._index,
             self._config.num_processes,
         )
@@ -158,7 +157,7 @@ class KVSender:
         self._transfers.activate(meta.transfer_id, meta.attempt)
         self._renew(transfer)
         try:
-            self._cache.check_block_ids(meta.block_ids[0])
+            self._cache.check_blocks(meta.block_ids, 0, transfer.num_tokens)
             transfer.announce(meta, self._progress)
             transfer.name_ready()
         except ValueError as error:
@@ -203,10 +202,14 @@ class KVSender:
 
     def open_pull(self, transfer: SendTransfer, wish: PullWish) -> Pull:
         """Raises KVTransferError when this process does not hold what is asked for."""
-        self._check_wish(transfer, wish)
-        first_block = wish.first_token // self._layout.groups[0].block_size
-        goes_straight = self._straight.suits(transfer, wish, first_block)
-        pull = Pull(transfer, wish, first_block, goes_straight)
+        wish.check(self._layout, self._index, self._config.num_processes, transfer.num_tokens)
+        share = self._layout.share(self._rank, wish.rank, wish.tp_size)
+        if not any(page.num_bytes for page in share):
+            raise KVTransferError(f"rank {wish.rank} of {wish.tp_size} takes nothing from this one")
+        num_pullers = self._num_pullers(wish.tp_size)
+        grid = self._grid_of(transfer, wish)
+        goes_straight = self._straight.suits(transfer, wish, share, num_pullers, grid)
+        pull = Pull(transfer, wish, share, num_pullers, grid, goes_straight)
         transfer.pulls.add(pull)
         transfer.name_ready()
         transfer.num_pulls_seen += 1
@@ -250,7 +253,7 @@ class KVSender:
         if pull.wish.repeat or entry is None:
             return
         entry.num_sent += 1
-        if entry.chunk is not None and entry.num_sent >= pull.wish.num_pullers:
+        if entry.chunk is not None and entry.num_sent >= pull.num_pullers_of(entry):
             self.pool.mark_sent(entry.chunk)
             self._stager.wake()
 
@@ -302,10 +305,20 @@ class KVSender:
 
     # Small parts ------------------------------------------------------------------------------
 
-    def _check_wish(self, transfer: SendTransfer, wish: PullWish) -> None:
-        wish.check(self._heads, self._index, self._config.num_processes, transfer.num_tokens)
-        if wish.first_token // self._layout.groups[0].block_size < transfer.grid.first_block:
-            raise KVTransferError("tokens are asked for that the puller was said to hold")
+    def _grid_of(self, transfer: SendTransfer, wish: PullWish) -> ChunkGrid:
+        """Returns what of the transfer's grid is wanted. Raises KVTransferError."""
+        chunk_bytes, num_tokens = self._config.chunk_bytes, transfer.num_tokens
+        grid = ChunkGrid.of(self._layout, chunk_bytes, wish.first_token, num_tokens)
+        for wanted, staged in zip(grid.groups, transfer.grid.groups, strict=True):
+            if wanted.first_block < staged.first_block:
+                raise KVTransferError("tokens are asked for that the puller was said to hold")
+        return grid
+
+    def _num_pullers(self, tp_size: int) -> tuple[int, ...]:
+        """Returns how many ranks of such a puller carry a chunk of each group."""
+        if tp_size not in self._pullers:
+            self._pullers[tp_size] = self._layout.num_pullers(self._rank, tp_size)
+        return self._pullers[tp_size]
 
     def mark(self, kind: ChunkKind, transfer_id: str, attempt: int) -> bytes:
         """A message without KV."""

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.staging import StagedChunk, StagingPool
 from kv_transfer.producer.chunk_messages import ChunkMessages
@@ -25,6 +24,7 @@ from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.producer.straight_sends import SLOW_S, StraightSends
 from kv_transfer.state import TransferTable
 from kv_transfer.wire.chunk import HEADER, fill_header
+from kv_transfer.wire.chunk_grid import ChunkPlace
 
 _WAIT_FOR_PULL_S = 0.05
 """A puller may want no copy; it comes at about the same time as the offer."""
@@ -36,7 +36,6 @@ class Stager:
     def __init__(
         self,
         transfers: TransferTable[SendTransfer],
-        layout: KVLayout,
         cache: KVCacheView,
         pool: StagingPool,
         messages: ChunkMessages,
@@ -45,7 +44,6 @@ class Stager:
         fail: Callable[[SendTransfer, str], None],
     ) -> None:
         self._transfers = transfers
-        self._layout = layout
         self._cache = cache
         self._pool = pool
         self._messages = messages
@@ -99,30 +97,32 @@ class Stager:
         chunk = self._take_room(transfer)
         if chunk is None:
             return False
-        layer, group = transfer.pop_ready()
+        place = transfer.pop_ready()
         # Whatever becomes of the transfer, the copy ends before the slot serves another.
         self._pool.pin(chunk)
         payload = int(chunk.buffer.ctypes.data) + HEADER.size
-        self._cache.copy_out(layer, transfer.blocks_of(group), payload)
-        self._cache.copies.then(lambda: self._copied(transfer, layer, group, chunk))
+        self._cache.copy_out(place.group, place.layer, transfer.blocks_of(place), payload)
+        self._cache.copies.then(lambda: self._copied(transfer, place, chunk))
         return True
 
     def _take_room(self, transfer: SendTransfer) -> StagedChunk | None:
         """For the chunk that is ready; None: there is no room now."""
-        num_bytes = HEADER.size + transfer.next_size() * self._layout.page_bytes
+        place = transfer.next_ready
+        page_bytes = self._cache.pages[place.group].num_bytes
+        num_bytes = HEADER.size + len(transfer.grid.blocks_of(place)) * page_bytes
         try:
             return self._pool.take(num_bytes, is_awaited=bool(transfer.pulls))
         except KVTransferError as error:
             self._fail(transfer, str(error))
             return None
 
-    def _copied(self, transfer: SendTransfer, layer: int, group: int, chunk: StagedChunk) -> None:
+    def _copied(self, transfer: SendTransfer, place: ChunkPlace, chunk: StagedChunk) -> None:
         if transfer.end_reason:
             self._pool.drop(chunk)
         else:
-            fill_header(chunk.buffer, self._messages.header(transfer, layer, group))
+            fill_header(chunk.buffer, self._messages.header(transfer, place))
             self._pool.publish(chunk)
-            transfer.add_staged(transfer.grid.index(layer, group), chunk)
+            transfer.add_staged(transfer.grid.index(place), chunk)
         self._pool.unpin(chunk)
         self.wake()
         self._staged(transfer)

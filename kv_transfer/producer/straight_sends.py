@@ -19,12 +19,14 @@ from collections.abc import Callable
 import numpy as np
 
 from kv_transfer.errors import CorruptChunk
+from kv_transfer.layout import PageShape
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.staging import StagingPool
 from kv_transfer.producer.chunk_messages import ChunkMessages
 from kv_transfer.producer.send_transfer import Pull, SendTransfer, SentChunk, StraightChunk
 from kv_transfer.wire.chunk import HEADER, chunk_head
+from kv_transfer.wire.chunk_grid import ChunkGrid
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
 
@@ -38,14 +40,13 @@ class StraightSends:
     def __init__(
         self,
         cache: KVCacheView,
-        num_layers: int,
         pool: StagingPool,
         messages: ChunkMessages,
         was_sent: Callable[[Pull, SentChunk | None, int], None],
         on_left: Callable[[SendTransfer], None],
     ) -> None:
-        self._heads = cache.shape.heads
-        self._views = BlockViews(cache, num_layers) if cache.device.copies_at_once else None
+        self._pages = cache.pages
+        self._views = BlockViews(cache) if cache.device.copies_at_once else None
         self._pool = pool
         self._messages = messages
         self._was_sent = was_sent
@@ -56,15 +57,22 @@ class StraightSends:
         """Whether sockets can read our blocks."""
         return self._views is not None
 
-    def suits(self, transfer: SendTransfer, wish: PullWish, first_block: int) -> bool:
+    def suits(
+        self,
+        transfer: SendTransfer,
+        wish: PullWish,
+        share: tuple[PageShape, ...],
+        num_pullers: tuple[int, ...],
+        grid: ChunkGrid,
+    ) -> bool:
         """Whether this call wants its chunks as they lie in the blocks, and nobody else does."""
         return (
             self._views is not None
-            and wish.heads == self._heads
-            and wish.num_pullers == 1
+            and share == self._pages
+            and max(num_pullers) == 1
             and not wish.repeat
             and not wish.direct
-            and first_block == transfer.grid.first_block
+            and grid.groups == transfer.grid.groups
         )
 
     def next_message(self, pull: Pull) -> OutMessage | None:
@@ -75,8 +83,9 @@ class StraightSends:
         straight = transfer.pop_ready_for(pull)
         if straight is None or self._views is None:
             return None
-        views = self._views.of(straight.layer, transfer.blocks_of(straight.group))
-        header = self._messages.header(transfer, straight.layer, straight.group)
+        place = straight.place
+        views = self._views.of(place.group, place.layer, transfer.blocks_of(place))
+        header = self._messages.header(transfer, place)
         head = bytearray(HEADER.size)
 
         def complete() -> None:

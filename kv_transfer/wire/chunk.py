@@ -1,20 +1,24 @@
 """One message of a PullKV stream: a fixed header, then raw KV.
 
-    0   magic "TDKV"        16  first block     header: 64 bytes, little-endian
-    4   version             ...                 payload: [blocks, 2, heads, block_size, head_dim]
-    5   kind                                    of one layer, heads and blocks as the header says
+    0   magic "TDKV"        12  transfer id     header: 64 bytes, little-endian
+    4   version             28  layer           payload: blocks of one layer of a group, each with
+    5   kind                32  first block     its planes one after the other, and of each plane
+    6   group               36  blocks          the heads that the puller takes: [heads,
+    8   attempt             40  shape           block_size, row_bytes]
+                            44  chunk bytes
     60  crc32c of header[0:60] and payload
 
-Positions are logical: blocks count from the start of the prompt in the sender's block size, heads
-over all ranks of a node. A receiver maps them to blocks of its own, so a confused sender cannot
-write into another request.
+Positions are logical: layers count within their group, blocks from the start of the prompt in the
+sender's block size. A receiver maps them to blocks of its own, so a confused sender cannot write
+into another request. What a block looks like follows from the two layouts; `shape` says which of
+all that it could be the sender has sent.
 
 Kinds: DATA carries KV. BLOCKS tells a puller of the same host, which has mapped the sender's
 cache, where chunks lie: slot and number of a hold (`kv_transfer.memory.block_holds`), how many
-chunks, their places in the grid, then the sender's physical blocks of each group that occurs, in
-order and without those that the puller has; 32 bits each. All layers of a group lie in the same
-blocks, so these come once. HEARTBEAT says that the sender lives but has nothing yet. END is the
-last message of a complete stream; a stream that ends without it is broken.
+chunks, their indices in the grid, then the sender's physical blocks of each span of a group that
+occurs, in order and without those that the puller has; 32 bits each. All layers of a group lie in
+the same blocks, so these come once. HEARTBEAT says that the sender lives but has nothing yet. END
+is the last message of a complete stream; a stream that ends without it is broken.
 """
 
 from __future__ import annotations
@@ -25,18 +29,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import google_crc32c
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.errors import CorruptChunk
+from kv_transfer.layout import PageShape
 
 MAGIC = b"TDKV"
-VERSION = 2
-HEADER = struct.Struct("<4sBBBxI16sIIIHHIII4xI")
+VERSION = 3
+HEADER = struct.Struct("<4sBBBxI16sIIIIII8xI")
 _CRC_AT = HEADER.size - 4
-
-DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3}
-_DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 
 ByteArray = npt.NDArray[np.uint8]
 AnyArray = npt.NDArray[np.generic]
@@ -55,23 +58,21 @@ class ChunkHeader:
 
     Attributes:
         transfer_id: 32 hex digits.
+        layer: Within the group.
         first_block, num_blocks: In blocks of the sender, counted from the start of the prompt.
-        head_start, num_heads: Global KV heads.
-        block_size: Tokens in one block of the sender.
-        blocks_per_chunk: The sender's grid, see `kv_transfer.wire.chunk_grid`.
+        shape: `shape_code` of a block of the payload; BLOCKS: of the blocks of all groups.
+        chunk_bytes: The sender's setting, from which its grid follows (`ChunkGrid.of`).
     """
 
     kind: ChunkKind
-    dtype: str
     transfer_id: str
     attempt: int
+    group: int = 0
     layer: int = 0
     first_block: int = 0
     num_blocks: int = 0
-    head_start: int = 0
-    num_heads: int = 0
-    block_size: int = 0
-    blocks_per_chunk: int = 0
+    shape: int = 0
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,12 @@ class Chunk:
 
     header: ChunkHeader
     payload: ByteArray
+
+
+def shape_code(*pages: PageShape) -> int:
+    """Returns a number that tells these shapes of blocks from others."""
+    code: int = google_crc32c.value(msgspec.msgpack.encode(pages))
+    return code
 
 
 def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
@@ -136,16 +143,14 @@ def _pack(header: ChunkHeader, payload_bytes: int, crc: int = 0) -> bytes:
         MAGIC,
         VERSION,
         header.kind,
-        DTYPE_CODES[header.dtype],
+        header.group,
         header.attempt,
         bytes.fromhex(header.transfer_id),
         header.layer,
         header.first_block,
         header.num_blocks,
-        header.head_start,
-        header.num_heads,
-        header.block_size,
-        header.blocks_per_chunk,
+        header.shape,
+        header.chunk_bytes,
         payload_bytes,
         crc,
     )
@@ -166,31 +171,29 @@ def decode_head(head: bytes, message_bytes: int) -> ChunkHeader:
     `CorruptChunk` for what cannot be a chunk of `message_bytes`."""
     if len(head) < HEADER.size:
         raise CorruptChunk(f"a message of {message_bytes} bytes cannot hold a header")
-    (magic, version, kind, dtype, *numbers, payload_bytes, _) = HEADER.unpack(head)
+    (magic, version, kind, group, *numbers, payload_bytes, _) = HEADER.unpack(head)
     if magic != MAGIC or version != VERSION:
         raise CorruptChunk(f"not a chunk of version {VERSION}")
     if payload_bytes != message_bytes - HEADER.size:
         raise CorruptChunk(
             f"{message_bytes - HEADER.size} bytes follow a header that announces {payload_bytes}"
         )
-    return _header_of(kind, dtype, numbers)
+    return _header_of(kind, group, numbers)
 
 
-def _header_of(kind: int, dtype: int, numbers: list[int | bytes]) -> ChunkHeader:
-    if kind > max(ChunkKind) or dtype not in _DTYPE_NAMES:
-        raise CorruptChunk(f"unknown kind {kind} or dtype {dtype}")
-    attempt, transfer_id, layer, first, blocks, head, heads, block_size, per_chunk = numbers
+def _header_of(kind: int, group: int, numbers: list[int | bytes]) -> ChunkHeader:
+    if kind > max(ChunkKind):
+        raise CorruptChunk(f"unknown kind {kind}")
+    attempt, transfer_id, layer, first, blocks, shape, chunk_bytes = numbers
     assert isinstance(transfer_id, bytes)
     return ChunkHeader(
         kind=ChunkKind(kind),
-        dtype=_DTYPE_NAMES[dtype],
         transfer_id=transfer_id.hex(),
         attempt=int(attempt),
+        group=group,
         layer=int(layer),
         first_block=int(first),
         num_blocks=int(blocks),
-        head_start=int(head),
-        num_heads=int(heads),
-        block_size=int(block_size),
-        blocks_per_chunk=int(per_chunk),
+        shape=int(shape),
+        chunk_bytes=int(chunk_bytes),
     )

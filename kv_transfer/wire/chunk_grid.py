@@ -1,27 +1,42 @@
 """Which chunks a transfer consists of, and which stream carries which.
 
-A chunk holds adjacent blocks of one layer. Groups of `blocks_per_chunk` blocks lie at absolute
-multiples, so both sides compute the same grid whatever part of the prompt is wanted:
+A chunk holds adjacent blocks of one layer of one group, with all of their planes. Spans of
+`blocks_per_chunk` blocks lie at absolute multiples, so both sides compute the same grid whatever
+part of the prompt is wanted:
 
     blocks     0  1  2  3 | 4  5  6  7 | 8  9          blocks_per_chunk = 4, num_blocks = 10
-    group         0       |     1      |  2
-                     ^ first_block = 2: group 0 holds blocks 2 and 3 only
+    span          0       |     1      |  2
+                     ^ first_block = 2: span 0 holds blocks 2 and 3 only
 
-    index of (layer, group) = layer * num_groups + group
+    index of (group, layer, span) = chunks of the groups before + layer * num_spans + span
 
-Stream j of S carries the chunks whose index i has i % S == j. Process p of a rank with T
-processes stages the chunks with i % T == p, so S is a multiple of the sender's T.
+Layers are counted within their group. Stream j of S carries the chunks whose index i has
+i % S == j. Process p of a rank with T processes stages the chunks with i % T == p, so S is a
+multiple of the sender's T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from kv_transfer.layout import KVLayout, PageShape
+
+
+class ChunkPlace(NamedTuple):
+    """Where a chunk lies in the grid."""
+
+    group: int
+    layer: int
+    span: int
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkGrid:
-    """All sizes in blocks of the sender. Blocks before `first_block` are not wanted."""
+class GroupGrid:
+    """The chunks of one group. All sizes in blocks of the sender; blocks before `first_block` are
+    not wanted."""
 
     num_layers: int
     num_blocks: int
@@ -29,56 +44,117 @@ class ChunkGrid:
     first_block: int = 0
 
     @property
-    def num_groups(self) -> int:
+    def num_spans(self) -> int:
         return -(-self.num_blocks // self.blocks_per_chunk)
 
     @property
-    def first_group(self) -> int:
-        return min(self.first_block // self.blocks_per_chunk, self.num_groups)
+    def first_span(self) -> int:
+        return min(self.first_block // self.blocks_per_chunk, self.num_spans)
 
-    def starting_at(self, first_block: int) -> ChunkGrid:
-        """The same grid with less wanted."""
-        return replace(self, first_block=first_block)
+    @property
+    def num_chunks(self) -> int:
+        """With those that are not wanted."""
+        return self.num_layers * self.num_spans
 
-    def blocks_of(self, group: int) -> range:
-        start = group * self.blocks_per_chunk
+    @property
+    def wanted_spans(self) -> range:
+        stop = self.num_spans if self.first_block < self.num_blocks else self.first_span
+        return range(self.first_span, stop)
+
+    def blocks_of(self, span: int) -> range:
+        """Returns the blocks of a span that are wanted."""
+        start = span * self.blocks_per_chunk
         return range(
             max(start, self.first_block), min(start + self.blocks_per_chunk, self.num_blocks)
         )
 
-    def index(self, layer: int, group: int) -> int:
-        return layer * self.num_groups + group
 
-    def position(self, index: int) -> tuple[int, int]:
-        """(layer, group)."""
-        return divmod(index, self.num_groups)
+class ChunkGrid:
+    """The chunks of all groups."""
+
+    def __init__(self, groups: tuple[GroupGrid, ...]) -> None:
+        self.groups = groups
+        self._starts = list(accumulate((group.num_chunks for group in groups), initial=0))
+
+    @classmethod
+    def of(cls, sender: KVLayout, chunk_bytes: int, first_token: int, num_tokens: int) -> ChunkGrid:
+        """Returns the grid of a prompt of `num_tokens` whose puller has `first_token` already. The
+        sender's setting `chunk_bytes` says how large a chunk is, about."""
+        return cls(
+            tuple(
+                GroupGrid(
+                    num_layers=len(group.layers),
+                    num_blocks=group.num_blocks_for(num_tokens),
+                    blocks_per_chunk=blocks_per_chunk(
+                        chunk_bytes, group.bytes_needed(sender.tp_size)
+                    ),
+                    first_block=group.tokens_to_pull(first_token, num_tokens).start
+                    // group.block_size,
+                )
+                for group in sender.groups
+            )
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        return self._starts[-1]
+
+    def blocks_of(self, place: ChunkPlace) -> range:
+        """Returns the blocks of a chunk that are wanted."""
+        return self.groups[place.group].blocks_of(place.span)
+
+    def index(self, place: ChunkPlace) -> int:
+        group = self.groups[place.group]
+        return self._starts[place.group] + place.layer * group.num_spans + place.span
+
+    def position(self, index: int) -> ChunkPlace:
+        """Returns the place of a chunk; `index` must be one of the grid."""
+        group = 0
+        while index >= self._starts[group + 1]:
+            group += 1
+        layer, span = divmod(index - self._starts[group], self.groups[group].num_spans)
+        return ChunkPlace(group, layer, span)
 
     def stripe(self, stream: int, num_streams: int) -> Iterator[int]:
-        """Indices that stream `stream` of `num_streams` carries, in order."""
-        stop_group = self.num_groups if self.first_block < self.num_blocks else self.first_group
-        groups = range(self.first_group, stop_group)
-        for layer in range(self.num_layers):
-            yield from self.striped(layer, groups, stream, num_streams)
+        """Yields the indices that stream `stream` of `num_streams` carries, in order."""
+        for group, grid in enumerate(self.groups):
+            for layer in range(grid.num_layers):
+                yield from self.striped(group, layer, grid.wanted_spans, stream, num_streams)
 
-    def striped(self, layer: int, groups: range, share: int, num_shares: int) -> range:
-        """Of adjacent groups in a layer, the indices i with i % `num_shares` == `share`."""
-        start = self.index(layer, groups.start)
+    def stripe_of(
+        self, share: tuple[PageShape, ...], stream: int, num_streams: int
+    ) -> Iterator[int]:
+        """Yields those of a stripe of which `share`, as `KVLayout.share` gives it, has any part."""
+        for index in self.stripe(stream, num_streams):
+            if share[self.position(index).group].num_bytes:
+                yield index
+
+    def striped(self, group: int, layer: int, spans: range, share: int, num_shares: int) -> range:
+        """Returns, of adjacent spans in a layer, the indices i with i % `num_shares` == `share`."""
+        start = self.index(ChunkPlace(group, layer, spans.start))
         first = start + (share - start) % num_shares
-        return range(first, self.index(layer, groups.stop), num_shares)
+        return range(first, self.index(ChunkPlace(group, layer, spans.stop)), num_shares)
 
 
 def blocks_per_chunk(chunk_bytes: int, block_bytes: int) -> int:
-    """Blocks that make a chunk of about `chunk_bytes`; at least one."""
+    """Returns how many blocks make a chunk of about `chunk_bytes`; at least one."""
     return max(1, chunk_bytes // block_bytes)
 
 
+def longest_chunk(layout: KVLayout, chunk_bytes: int) -> int:
+    """Returns the bytes of KV in the longest chunk that a rank sends."""
+    sizes = [group.bytes_needed(layout.tp_size) for group in layout.groups]
+    return max(size * blocks_per_chunk(chunk_bytes, size) for size in sizes)
+
+
 def num_streams_for(wanted: int, num_bytes: int, chunk_bytes: int, sender_processes: int) -> int:
-    """Streams for `num_bytes` from one rank: no more than there are chunks, then rounded up to
-    a multiple of the sender's processes, so that each of them is asked for its share."""
+    """Returns the streams for `num_bytes` from one rank: no more than there are chunks, then
+    rounded up to a multiple of the sender's processes, so that each of them is asked for its
+    share."""
     useful = max(1, min(wanted, -(-num_bytes // chunk_bytes)))
     return -(-useful // sender_processes) * sender_processes
 
 
 def streams_of(num_streams: int, process: int, num_processes: int) -> range:
-    """Streams that process `process` of the puller's rank opens."""
+    """Returns the streams that process `process` of the puller's rank opens."""
     return range(process, num_streams, num_processes)

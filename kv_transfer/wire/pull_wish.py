@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.layout import HeadRange
+from kv_transfer.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,30 +13,28 @@ class PullWish:
     """What one PullKV call asks for.
 
     Attributes:
-        heads: Global heads.
+        rank, tp_size: The puller's. From them follows which heads it takes from whom.
         stream, num_streams: As in `kv_transfer.wire.chunk_grid`.
         first_token, num_tokens: Tokens [first_token, num_tokens) of the prompt.
-        num_pullers: Calls that carry each chunk, this one included.
         repeat: Only these chunks, once more; empty for all of the stream.
         direct: It has mapped our cache and wants to be told where blocks lie.
     """
 
-    heads: HeadRange
+    rank: int
+    tp_size: int
     stream: int
     num_streams: int
     first_token: int
     num_tokens: int
-    num_pullers: int = 1
     repeat: frozenset[int] = frozenset()
     direct: bool = False
 
-    def check(self, held: HeadRange, process: int, num_processes: int, num_tokens: int) -> None:
-        """Raises KVTransferError when process `process` of `num_processes` of a rank with heads
-        `held` does not have it of a prompt of `num_tokens`."""
-        if self.heads.count < 1 or not (
-            held.start <= self.heads.start and self.heads.stop <= held.stop
-        ):
-            raise KVTransferError(f"this rank holds {held}, not {self.heads}")
+    def check(self, layout: KVLayout, process: int, num_processes: int, num_tokens: int) -> None:
+        """Raises KVTransferError when process `process` of `num_processes` of a rank does not have
+        it of a prompt of `num_tokens`."""
+        layout.check_tp_size(self.tp_size)
+        if self.rank >= self.tp_size:
+            raise KVTransferError(f"there is no rank {self.rank} of {self.tp_size}")
         if self.num_streams < 1 or self.num_streams % num_processes != 0:
             raise KVTransferError(f"{self.num_streams} streams, but {num_processes} processes here")
         if self.stream >= self.num_streams or self.stream % num_processes != process:

@@ -97,17 +97,16 @@ class RankEndpoints(_message.Message):
     def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "head_start", "head_count", "first_token", "num_tokens", "num_pullers", "repeat_chunks", "direct")
+    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "rank", "tp_size", "first_token", "num_tokens", "repeat_chunks", "direct")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STREAM_INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_START_FIELD_NUMBER: _ClassVar[int]
-    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PULLERS_FIELD_NUMBER: _ClassVar[int]
     REPEAT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
@@ -115,14 +114,13 @@ class PullRequest(_message.Message):
     epoch: int
     stream_index: int
     num_streams: int
-    head_start: int
-    head_count: int
+    rank: int
+    tp_size: int
     first_token: int
     num_tokens: int
-    num_pullers: int
     repeat_chunks: _containers.RepeatedScalarFieldContainer[int]
     direct: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_pullers: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ..., direct: bool = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ..., direct: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("transfer_id", "attempt", "epoch", "complete")

@@ -430,13 +430,13 @@ async def test_bad_pulls(cluster: Any, bystander: Bystander, demo_checkpoint: Pa
         await offered.read()
         pull = bytes_call(channel, "KVTransfer/PullKV", streams=True)
         whole = {"transfer_id": real, "epoch": peer.epoch, "num_streams": 1, "num_tokens": 50,
-                 "head_count": us.layout.groups[0].planes[0].heads, "num_pullers": 1}  # fmt: skip
+                 "tp_size": us.layout.tp_size}  # fmt: skip
         for changes in (
             {"transfer_id": "x"},
             {"epoch": 1},
-            {"head_start": 100},
-            {"head_count": 2**31},
-            {"head_count": 0},
+            {"rank": 100},
+            {"tp_size": 2**31},
+            {"tp_size": 0},
             {"stream_index": 1},
             {"num_streams": 0},
             {"num_tokens": 2**32 - 1},

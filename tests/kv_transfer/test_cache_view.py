@@ -15,8 +15,9 @@ from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import HeadRange
 from kv_transfer.memory.cache_handle import handle_of_tensor
-from kv_transfer.memory.cache_view import BlockShape, KVCacheView, token_runs
+from kv_transfer.memory.cache_view import KVCacheView, token_runs
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
+from kv_transfer.memory.page_copy import PageCopy
 
 sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 64])
 
@@ -63,7 +64,7 @@ def test_copy_out_keeps_order_and_joins_neighbours(block_ids: list[int]) -> None
     stream = view.copies.stream = CountedStream()
     cache.words[1] = np.arange(16, dtype=np.uint16)[:, None, None, None, None]
     out = np.zeros((len(block_ids) + 1, *cache.words.shape[2:]), np.uint16)
-    view.copy_out(1, block_ids, out.ctypes.data)
+    view.copy_out(0, 1, block_ids, out.ctypes.data)
     assert out[:, 0, 0, 0, 0].tolist() == [*block_ids, 0]
     np.testing.assert_array_equal(out[:-1], cache.words[1][block_ids])
     breaks = sum(b != a + 1 for a, b in itertools.pairwise(block_ids))
@@ -81,9 +82,11 @@ def test_write_runs_touches_nothing_else(source_first_head: int) -> None:
     run = next(token_runs(5, 9, 64, 16))
     num_heads = 2 + source_first_head
     source = np.arange(2 * num_heads * 64 * 8, dtype=np.uint16).reshape(2, num_heads, 64, 8)
-    source_shape = BlockShape(HeadRange(1 - source_first_head, num_heads), 64, 16)
-    runs = [(int(source.ctypes.data), run, view.address_of(2, 6))]
-    view.write_runs(HeadRange(1, 2), source_shape, runs)
+    held = HeadRange(1 - source_first_head, num_heads)
+    large = layout(tp_size=1, num_kv_heads=4, block_size=64).groups[0]
+    wanted = large.page([HeadRange(1, 2)] * 2)
+    copy = PageCopy(shape.page(0, 0), large.page([held] * 2), wanted)
+    view.write_runs(copy, [(int(source.ctypes.data), run, view.address_of(2, 6))])
     before[2, 6, :, 1:3, 5:9] = source[:, source_first_head:, 5:9]
     np.testing.assert_array_equal(cache.words, before)
     view.close()
@@ -97,13 +100,14 @@ def test_whole_blocks_of_several_layers_are_one_call(heads: HeadRange) -> None:
     view = KVCacheView(cache.handle, shape)
     stream = view.copies.stream = CountedStream()
     before = cache.words.copy()
-    source_shape = BlockShape(heads, 16, 16)
+    source_shape = shape.groups[0].page([heads] * 2)
     blocks = np.arange(8 * 2 * heads.count * 16 * 8, dtype=np.uint16)
     blocks = blocks.reshape(8, 2, heads.count, 16, 8)
     layers, block_ids = np.repeat([0, 2], 4), np.array([2, 3, 4, 1] * 2)
     sources = np.arange(8) * source_shape.num_bytes + blocks.ctypes.data
     targets = view.addresses_of(layers, block_ids)
-    view.write_blocks(heads, targets, source_shape, sources, from_host=False)
+    copy = PageCopy(shape.page(0, 0), source_shape, source_shape)
+    view.write_blocks(copy, targets, sources, from_host=False)
     before[layers, block_ids, :, heads.start : heads.stop] = blocks
     np.testing.assert_array_equal(cache.words, before)
     assert stream.num_calls == 1

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.wire.chunk_grid import ChunkGrid, blocks_per_chunk, num_streams_for, streams_of
-
-grids = st.builds(
+from kv_transfer.wire.chunk_grid import (
     ChunkGrid,
+    GroupGrid,
+    blocks_per_chunk,
+    num_streams_for,
+    streams_of,
+)
+
+group_grids = st.builds(
+    GroupGrid,
     num_layers=st.integers(1, 6),
     num_blocks=st.integers(1, 40),
     blocks_per_chunk=st.integers(1, 12),
     first_block=st.integers(0, 45),
 )
+grids = st.lists(group_grids, min_size=1, max_size=3).map(lambda groups: ChunkGrid(tuple(groups)))
 
 
 @given(grids, st.integers(1, 9))
@@ -21,24 +30,26 @@ def test_stripes_cover_each_wanted_block_once(grid: ChunkGrid, num_streams: int)
     seen = []
     for stream in range(num_streams):
         for index in grid.stripe(stream, num_streams):
-            layer, group = grid.position(index)
-            assert grid.index(layer, group) == index
-            blocks = grid.blocks_of(group)
-            assert 1 <= len(blocks) <= grid.blocks_per_chunk
-            seen += [(layer, block) for block in blocks]
+            place = grid.position(index)
+            assert grid.index(place) == index < grid.num_chunks
+            blocks = grid.blocks_of(place)
+            assert 1 <= len(blocks) <= grid.groups[place.group].blocks_per_chunk
+            seen += [(place.group, place.layer, block) for block in blocks]
     wanted = [
-        (layer, block)
-        for layer in range(grid.num_layers)
-        for block in range(min(grid.first_block, grid.num_blocks), grid.num_blocks)
+        (number, layer, block)
+        for number, group in enumerate(grid.groups)
+        for layer in range(group.num_layers)
+        for block in range(group.first_block, group.num_blocks)
     ]
     assert sorted(seen) == wanted
 
 
 @given(grids, st.integers(0, 45))
 def test_wanting_less_keeps_the_indices(grid: ChunkGrid, later: int) -> None:
-    first_block = max(grid.first_block, later)
-    less = set(grid.starting_at(first_block).stripe(0, 1))
-    assert less <= set(grid.stripe(0, 1))
+    less = ChunkGrid(
+        tuple(replace(group, first_block=max(group.first_block, later)) for group in grid.groups)
+    )
+    assert set(less.stripe(0, 1)) <= set(grid.stripe(0, 1))
 
 
 @given(

@@ -12,7 +12,7 @@ from kv_caches import layout
 from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, until
 
 from kv_transfer.config import PullTransportName
-from kv_transfer.consumer.landing import Landing
+from kv_transfer.consumer.chunk_assembler import ChunkAssembler
 from kv_transfer.consumer.pull_stream import PullStream
 from kv_transfer.consumer.receiver import RecvTransfer
 from kv_transfer.h2.connection import H2Connection
@@ -24,8 +24,8 @@ from kv_transfer.wire.out_message import OutMessage
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
 HEAVY = (
-    RecvTransfer, PullStream, Landing, H2Connection, SendTransfer, Pull, SentChunk, StagedChunk,
-    OutMessage,
+    RecvTransfer, PullStream, ChunkAssembler, H2Connection, SendTransfer, Pull, SentChunk,
+    StagedChunk, OutMessage,
 )  # fmt: skip
 """What holds memory for KV, or leads to it."""
 

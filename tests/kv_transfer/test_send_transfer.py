@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_caches import layout
 
-from kv_transfer.layout import HeadRange
 from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
 from kv_transfer.producer.send_transfer import Pull, SendTransfer
+from kv_transfer.wire.chunk_grid import ChunkGrid
 from kv_transfer.wire.pull_wish import PullWish
 
 NONE_YET = StepProgress(0, 0)
@@ -24,7 +24,7 @@ def offered(
     num_tokens: int, held: int = 0, per_chunk: int = 2, process: int = 0, num_processes: int = 1
 ) -> SendTransfer:
     offer = OfferMeta("0" * 32, 0, num_tokens, held)
-    return SendTransfer(offer, SHAPE, per_chunk, process, num_processes)
+    return SendTransfer(offer, SHAPE, per_chunk * SHAPE.page_bytes, process, num_processes)
 
 
 def announce(
@@ -39,13 +39,11 @@ def announce(
 def ready(transfer: SendTransfer) -> list[tuple[int, int]]:
     found = []
     while transfer.has_ready:
-        size = transfer.next_size()
-        layer, group = transfer.pop_ready()
-        assert len(transfer.blocks_of(group)) == size
-        transfer.add_staged(
-            transfer.grid.index(layer, group), StagedChunk(0, np.empty(0, np.uint8))
-        )
-        found.append((layer, group))
+        place = transfer.next_ready
+        assert transfer.pop_ready() == place
+        assert len(transfer.blocks_of(place)) == len(transfer.grid.blocks_of(place))
+        transfer.add_staged(transfer.grid.index(place), StagedChunk(0, np.empty(0, np.uint8)))
+        found.append((place.layer, place.span))
     return found
 
 
@@ -137,10 +135,10 @@ def test_every_chunk_once_and_never_before_its_tokens(
 
     def collect() -> None:
         for transfer in shares:
-            for layer, group in ready(transfer):
-                stop = transfer.grid.blocks_of(group).stop * SHAPE.groups[0].block_size
+            for layer, span in ready(transfer):
+                stop = transfer.grid.groups[0].blocks_of(span).stop * SHAPE.groups[0].block_size
                 assert min(stop, num_tokens) <= computed[layer]
-                staged.append((layer, group))
+                staged.append((layer, span))
 
     for transfer in shares:
         if cached:
@@ -160,7 +158,7 @@ def test_every_chunk_once_and_never_before_its_tokens(
         announce(transfer, -1, range(num_tokens), progress)
     collect()
     grid = shares[0].grid
-    assert sorted(staged) == [grid.position(index) for index in grid.stripe(0, 1)]
+    assert sorted(staged) == [grid.position(index)[1:] for index in grid.stripe(0, 1)]
     assert all(transfer.is_staged for transfer in shares)
 
 
@@ -170,14 +168,16 @@ async def test_pulls_see_their_stream_in_the_order_of_staging() -> None:
 
     def pull(stream: int, first_block: int = 0, repeat: frozenset[int] = frozenset()) -> Pull:
         wish = PullWish(
-            heads=HeadRange(0, 2),
+            rank=0,
+            tp_size=1,
             stream=stream,
             num_streams=2,
             first_token=first_block * 16,
             num_tokens=96,
             repeat=repeat,
         )
-        opened = Pull(transfer, wish, first_block)
+        grid = ChunkGrid.of(SHAPE, SHAPE.page_bytes, wish.first_token, 96)
+        opened = Pull(transfer, wish, SHAPE.share(0, 0, 1), (1,), grid)
         transfer.pulls.add(opened)
         return opened
 

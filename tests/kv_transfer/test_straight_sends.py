@@ -18,6 +18,12 @@ LARGE = layout(num_layers=8, block_size=1024)
 """32 KiB a block, so that chunks are received in place too."""
 
 
+@pytest.fixture
+def no_puller_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is, nothing is staged after all."""
+    monkeypatch.setattr("kv_transfer.producer.straight_sends.SLOW_S", 60.0)
+
+
 def computed_later(producer: LoopbackProducer, num_tokens: int) -> tuple[str, list[int]]:
     """Offered; its blocks become ready with the next `send`."""
     transfer_id = new_transfer_id()
@@ -77,7 +83,7 @@ async def test_a_slow_puller_does_not_keep_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("is_puller", [True, False])
-async def test_an_abort_in_the_middle_of_a_chunk(is_puller: bool) -> None:
+async def test_an_abort_in_the_middle_of_a_chunk(is_puller: bool, no_puller_is_slow: None) -> None:
     """Without room to stage: blocks are read until the very end, and not a moment longer."""
     proxy = Proxy()
     loopback = Loopback(LARGE, LARGE, num_streams=2, chunk_bytes=1 << 20, staging_bytes=1 << 20)
@@ -95,7 +101,7 @@ async def test_an_abort_in_the_middle_of_a_chunk(is_puller: bool) -> None:
         else:
             producer.abort(transfer_id)
             await producer.until_all(ABORTED, transfer_id)
-        producer.compute_all(99, 64 * 1024, transfer.block_ids)
+        producer.compute_all(99, 64 * 1024, *transfer.block_ids)
         proxy.is_stalled = False
         await proxy.close()
         await until(lambda: sender.num_pulls == 0)
@@ -125,7 +131,9 @@ def test_a_message_says_when_nobody_reads_its_parts() -> None:
     assert told == ["at once", "later", "False"]
 
 
-async def test_a_damaged_chunk_of_which_nothing_was_kept_is_final_and_retryable() -> None:
+async def test_a_damaged_chunk_of_which_nothing_was_kept_is_final_and_retryable(
+    no_puller_is_slow: None,
+) -> None:
     proxy = Proxy(lambda n: 200 if n == 1 else None)
     async with Loopback(LARGE, LARGE, num_streams=1, chunk_bytes=64 << 10) as (producer, consumer):
         peer = await proxy.start(producer.peer)

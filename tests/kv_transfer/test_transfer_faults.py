@@ -528,19 +528,20 @@ async def test_a_puller_that_has_all_lets_go_at_once(is_offered: bool) -> None:
 GOOD_WISH = {
     "stream_index": 0,
     "num_streams": 2,
-    "head_start": 0,
-    "head_count": 2,
+    "rank": 0,
+    "tp_size": 1,
     "first_token": 32,
     "num_tokens": 40,
-    "num_pullers": 1,
 }
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"head_start": 1},
-        {"head_count": 3},
+        {"rank": 1},
+        {"tp_size": 0},
+        {"tp_size": 3},
+        {"tp_size": 2**31},
         {"num_streams": 0},
         {"num_streams": 3},
         {"stream_index": 1},

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.wire.chunk import (
-    DTYPE_CODES,
     HEADER,
     Chunk,
     ChunkHeader,
@@ -18,21 +17,18 @@ from kv_transfer.wire.chunk import (
     encode_chunk,
 )
 
-u16 = st.integers(0, 2**16 - 1)
 u32 = st.integers(0, 2**32 - 1)
 headers = st.builds(
     ChunkHeader,
     kind=st.sampled_from(ChunkKind),
-    dtype=st.sampled_from(sorted(DTYPE_CODES)),
     transfer_id=st.binary(min_size=16, max_size=16).map(bytes.hex),
     attempt=u32,
+    group=st.integers(0, 2**8 - 1),
     layer=u32,
     first_block=u32,
     num_blocks=u32,
-    head_start=u16,
-    num_heads=u16,
-    block_size=u32,
-    blocks_per_chunk=u32,
+    shape=u32,
+    chunk_bytes=u32,
 )
 payloads = st.lists(st.binary(min_size=1, max_size=200), max_size=4)
 
@@ -82,25 +78,23 @@ def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(CorruptChunk):
         decode(noise)
     with pytest.raises(CorruptChunk):
-        decode(b"TDKV\x02" + noise)
+        decode(b"TDKV\x03" + noise)
 
 
 def test_golden_bytes() -> None:
     """Changing these bytes is a new version of the format."""
     header = ChunkHeader(
         kind=ChunkKind.DATA,
-        dtype="bfloat16",
         transfer_id="000102030405060708090a0b0c0d0e0f",
         attempt=1,
+        group=8,
         layer=2,
         first_block=3,
         num_blocks=4,
-        head_start=5,
-        num_heads=6,
-        block_size=16,
-        blocks_per_chunk=7,
+        shape=5,
+        chunk_bytes=7,
     )
     assert encode(header, [b"KV"]).hex() == (
-        "54444b560200030001000000000102030405060708090a0b0c0d0e0f02000000"
-        "030000000400000005000600100000000700000002000000000000005f485f284b56"
+        "54444b560300080001000000000102030405060708090a0b0c0d0e0f02000000"
+        "03000000040000000500000007000000020000000000000000000000ad584f244b56"
     )

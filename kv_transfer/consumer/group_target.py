@@ -1,0 +1,105 @@
+"""Where the tokens of one group go: from blocks of the sender into blocks of ours.
+
+Both sides may have other heads in a page, and other block sizes. Whole blocks that fill blocks of
+ours are copied together, in one call for all layers; the rest token run by token run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.layout import PageShape
+from kv_transfer.memory.block_views import BlockViews
+from kv_transfer.memory.cache_view import CacheMap, KVCacheView, TokenRun, token_runs
+from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.page_copy import PageCopy
+from kv_transfer.metadata import RecvMeta
+from kv_transfer.wire.chunk import ByteArray, ChunkHeader, shape_code
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBlocks:
+    """Blocks of the sender in layers of one group, one entry for each.
+
+    Attributes:
+        layers: Within the group.
+        numbers: From the start of the prompt.
+        places: Physical block ids of the sender, or addresses of the blocks.
+    """
+
+    layers: Numbers
+    numbers: Numbers
+    places: Numbers
+
+    def where(self, choice: npt.NDArray[np.bool_]) -> NamedBlocks:
+        return NamedBlocks(self.layers[choice], self.numbers[choice], self.places[choice])
+
+
+class GroupTarget:
+    """One group of one transfer. `share` is what a block has on its way, see `KVLayout.share`."""
+
+    def __init__(self, meta: RecvMeta, group: int, share: PageShape, cache: KVCacheView) -> None:
+        theirs = meta.peer.layout.groups[group]
+        self.share = share
+        self.shape_code = shape_code(share)
+        self._group = group
+        self._cache = cache
+        self._page = cache.pages[group]
+        self._tokens = theirs.tokens_to_pull(meta.first_token, meta.num_tokens)
+        self._source_size = theirs.block_size
+        self._block_ids = meta.block_ids[group]
+        self._block_array = np.array(self._block_ids, np.int64)
+        self._from_message = PageCopy(self._page, share, share)
+
+    def views(self, header: ChunkHeader, views: BlockViews) -> list[memoryview] | None:
+        """Returns the blocks of ours that the payload fills exactly; None: it has to be copied."""
+        size = self._source_size
+        start, stop = header.first_block, header.first_block + header.num_blocks
+        is_wanted = self._tokens.start <= start * size and stop * size <= self._tokens.stop
+        if not is_wanted or self.share != self._page:
+            return None
+        return views.of(self._group, header.layer, self._block_ids[start:stop])
+
+    def copy_payload(self, header: ChunkHeader, payload: ByteArray) -> None:
+        """Issues copies of what was asked for. `payload` may go when this returns."""
+        start, size = self._cache.inbox.lend(payload), self.share.num_bytes
+        place = np.arange(header.num_blocks)
+        layers = np.full_like(place, header.layer)
+        blocks = NamedBlocks(layers, header.first_block + place, start + size * place)
+        self._copy(blocks, self._from_message, from_host=True)
+        self._cache.inbox.copies_issued()
+
+    def copy_from_cache(self, blocks: NamedBlocks, peer: CacheMap) -> None:
+        """Issues copies of what was asked for out of the sender's cache, which is mapped here."""
+        sources = peer.addresses_of(blocks.layers, blocks.places)
+        copy = PageCopy(self._page, peer.pages[self._group], self.share)
+        self._copy(NamedBlocks(blocks.layers, blocks.numbers, sources), copy, from_host=False)
+
+    def _copy(self, blocks: NamedBlocks, copy: PageCopy, from_host: bool) -> None:
+        """`blocks.places` are addresses."""
+        size, whole = self._source_size, blocks
+        if size != self._page.block_size:
+            self._cache.write_runs(copy, self._wanted_runs(blocks))
+            return
+        first = blocks.numbers * size
+        is_whole = (first >= self._tokens.start) & (first + size <= self._tokens.stop)
+        if not is_whole.all():
+            whole = blocks.where(is_whole)
+            self._cache.write_runs(copy, self._wanted_runs(blocks.where(~is_whole)))
+        targets = self._cache.addresses_of(whole.layers, self._block_array[whole.numbers])
+        self._cache.write_blocks(copy, targets, whole.places, from_host)
+
+    def _wanted_runs(self, blocks: NamedBlocks) -> Iterator[tuple[int, TokenRun, int]]:
+        """Tokens of these blocks that were asked for, as `KVCacheView.write_runs` takes them."""
+        size, tokens = self._source_size, self._tokens
+        columns = blocks.layers.tolist(), blocks.numbers.tolist(), blocks.places.tolist()
+        for layer, number, source in zip(*columns, strict=True):
+            start = max(number * size, tokens.start)
+            stop = min((number + 1) * size, tokens.stop)
+            for run in token_runs(start, stop, size, self._page.block_size):
+                target = self._cache.address_of(layer, self._block_ids[run.target_block])
+                yield source, run, target
