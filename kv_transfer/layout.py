@@ -266,13 +266,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         _check_equal("len(groups)", len(self.groups), len(peer.groups))
         for index, (ours, theirs) in enumerate(zip(self.groups, peer.groups, strict=True)):
             _check_group(f"groups[{index}]", ours, theirs)
-        self.check_tp_size(peer.tp_size)
+        if not self.can_be_split(peer.tp_size):
+            raise HandshakeMismatch("tp_size", self.tp_size, peer.tp_size)
 
-    def check_tp_size(self, tp_size: int) -> None:
-        """Raises `HandshakeMismatch` unless each head has a rank in a node of so many."""
-        for plane in (plane for group in self.groups for plane in group.planes):
-            if not 1 <= tp_size <= MAX_TP_SIZE or not plane.can_be_split(tp_size):
-                raise HandshakeMismatch("tp_size", self.tp_size, tp_size)
+    def can_be_split(self, tp_size: int) -> bool:
+        """Returns whether each head has a rank in a node with so many ranks."""
+        return 1 <= tp_size <= MAX_TP_SIZE and all(
+            plane.can_be_split(tp_size) for group in self.groups for plane in group.planes
+        )
 
 
 def attention_group(

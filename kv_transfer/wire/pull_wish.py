@@ -32,7 +32,8 @@ class PullWish:
     def check(self, layout: KVLayout, process: int, num_processes: int, num_tokens: int) -> None:
         """Raises KVTransferError when process `process` of `num_processes` of a rank does not have
         it of a prompt of `num_tokens`."""
-        layout.check_tp_size(self.tp_size)
+        if not layout.can_be_split(self.tp_size):
+            raise KVTransferError(f"{self.tp_size} ranks cannot share the heads of this model")
         if self.rank >= self.tp_size:
             raise KVTransferError(f"there is no rank {self.rank} of {self.tp_size}")
         if self.num_streams < 1 or self.num_streams % num_processes != 0:
