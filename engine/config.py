@@ -16,10 +16,8 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-FastPath = Literal[
-    "chained-launches", "gated-products", "narrow-products", "prompt-graphs", "residual-products"
-]
-AttentionBackend = Literal["auto", "triton", "flash-attn"]
+FastPath = Literal["fused-gate-up", "pdl", "prompt-graphs", "residual-gemm", "small-m-gemm"]
+AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
 
 
@@ -141,11 +139,11 @@ class DeviceConfig:
             is faster; `flash-attn`: FlashAttention 3 for everything, which must be installed.
         deterministic: What a request gets does not depend on what else runs. Slower.
         disabled_fast_paths: What to do without, on a GPU, should one of them be suspected:
-            `chained-launches`, small kernels that start before the one before has ended;
-            `gated-products`, gate·up of many rows by our own kernel, activation included;
-            `narrow-products`, products of few rows by our own kernels; `prompt-graphs`, CUDA
-            graphs of steps with short prompts; `residual-products`, products of many rows that
-            add to the residual stream themselves.
+            `fused-gate-up`, gate·up of many rows by our own kernel, activation included; `pdl`,
+            small kernels that start before the one before has ended (programmatic dependent
+            launch); `prompt-graphs`, CUDA graphs of steps with short prompts; `residual-gemm`,
+            GEMMs of many rows that add to the residual stream themselves; `small-m-gemm`, GEMMs
+            of few rows by our own kernels.
     """
 
     device: Device = "cpu"
@@ -153,7 +151,7 @@ class DeviceConfig:
     first_gpu: int = 0
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = ()
-    attention_backend: AttentionBackend = "auto"
+    attention_backend: AttentionBackendName = "auto"
     deterministic: bool = False
     disabled_fast_paths: tuple[FastPath, ...] = ()
 

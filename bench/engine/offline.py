@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 
 from engine.config import (
-    AttentionBackend,
+    AttentionBackendName,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -91,7 +91,7 @@ def shape_config(
     block_size: int = 128,
     capture_sizes: tuple[int, ...] = (),
     enforce_eager: bool = False,
-    attention_backend: AttentionBackend = "auto",
+    attention_backend: AttentionBackendName = "auto",
     disabled_fast_paths: tuple[FastPath, ...] = (),
     deterministic: bool = False,
     tensor_parallel_size: int = 1,

@@ -29,8 +29,8 @@ from bench.engine.variant_list import (
     Variant,
     applied,
     decode_variants,
-    narrow_variants,
     prefill_variants,
+    small_m_variants,
     whole_steps,
 )
 from bench.engine.variant_model import VariantModel
@@ -40,7 +40,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 _LARGEST_LOGITS_ERROR, _LARGEST_KERNEL_ERROR = 0.1, 1e-2
 _ROUNDS, _REPLAYS = 5, 8
-_NARROW_ROWS = 16
+_SMALL_M_ROWS = 16
 _FLOORS_MS = {1: 3.52, 16: 4.0, 64: 5.6, 256: 14.1}
 _MUST_MS = {1: 4.8, 16: 5.4, 64: 7.5, 256: 17.5}
 _BUSY_MS = {1: 0.04, 16: 0.04, 64: 0.06, 256: 0.1}
@@ -141,8 +141,8 @@ def try_decode(model: VariantModel) -> list[dict[str, object]]:
         metadata = model.decode_metadata(batch, context)
         trial = Trial(model, f"decode {batch} x {context}", step_ms, metadata)
         step = model.decode_step(metadata)
-        narrow = narrow_variants() if batch <= _NARROW_ROWS else []
-        for variant in (Variant("present"), *decode_variants(), *narrow, *whole_steps()):
+        small_m = small_m_variants() if batch <= _SMALL_M_ROWS else []
+        for variant in (Variant("present"), *decode_variants(), *small_m, *whole_steps()):
             trial.measure(variant, step)
         rows += trial.rows
     return rows
@@ -183,7 +183,7 @@ def compile_part(arguments: argparse.Namespace) -> None:
     model = VariantModel(arguments.shape, num_layers=1, most_bytes=1 << 30)
     sizes = (16, 32, 64, 256)
     work = [(batch, variant) for batch in sizes for variant in decode_variants()]
-    work += [(16, variant) for variant in (*narrow_variants(), *whole_steps())]
+    work += [(16, variant) for variant in (*small_m_variants(), *whole_steps())]
     work += [(0, variant) for variant in prefill_variants()]
     for batch, variant in work[index::count]:
         step = model.prefill_step((2048, 1024), PagedBackend())

@@ -15,9 +15,9 @@ _CHECKED_REQUESTS = 3
 
 
 def largest_error(model: VariantModel, metadata: AttentionMetadata) -> float:
-    """Of attention and of all products of a layer, as they are computed now: ‖found − exact‖ over
-    ‖exact‖."""
-    return max(attention_error(model, metadata), products_error(model, len(metadata.seq_lens)))
+    """The error of attention and of all GEMMs of a layer, as they are computed now:
+    ‖found − exact‖ over ‖exact‖."""
+    return max(attention_error(model, metadata), gemm_error(model, len(metadata.seq_lens)))
 
 
 def attention_error(model: VariantModel, metadata: AttentionMetadata) -> float:
@@ -37,17 +37,18 @@ def attention_error(model: VariantModel, metadata: AttentionMetadata) -> float:
     return worst
 
 
-def products_error(model: VariantModel, rows: int) -> float:
+def gemm_error(model: VariantModel, rows: int) -> float:
     layer: LlamaDecoderLayer = model.layer
     attention, mlp = layer.self_attn, layer.mlp
     worst = 0.0
-    for product in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-        x = torch.randn(rows, product.weight.shape[1], device=model.device).to(product.weight.dtype)
-        exact = x.double() @ product.weight.double().t()
-        if product is mlp.gate_up_proj:
+    for projection in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+        weight = projection.weight
+        x = torch.randn(rows, weight.shape[1], device=model.device).to(weight.dtype)
+        exact = x.double() @ weight.double().t()
+        if projection is mlp.gate_up_proj:
             gate, up = exact.chunk(2, dim=-1)
             exact = gate * gate.sigmoid() * up
-        worst = max(worst, _error(product(x), exact))
+        worst = max(worst, _error(projection(x), exact))
     return worst
 
 

@@ -15,10 +15,10 @@ from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.models.llama import LlamaForCausalLM
-from tandem_kernels import decode_attention, device, narrow_linear, prefill_attention
+from tandem_kernels import decode_attention, device, prefill_attention, small_m_gemm
 from tandem_kernels.decode_attention import DecodeTuning
-from tandem_kernels.narrow_linear import NarrowTuning
 from tandem_kernels.prefill_attention import PrefillTuning
+from tandem_kernels.small_m_gemm import SmallMTuning
 
 DECODE_CASES = (
     (16, 1088), (1, 1088), (64, 1088), (256, 1088), (4, 1088), (8, 1088), (32, 1088), (32, 8192),
@@ -28,24 +28,24 @@ DECODE_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """None: as it is. `library`: no products by kernels of ours. `residual_rows`: rows from which
-    row layers add to the residual; `gated_rows`: those from which gate·up and its activation are
-    one product; `mlp_rows`: rows that an MLP computes at a time; `blas`: the library of products;
-    `long_chains`: small kernels start early in long steps, too."""
+    """None: as it is. `library`: no GEMMs by kernels of ours. `residual_rows`: rows from which
+    row layers add to the residual; `gate_up_rows`: those from which gate·up and its activation are
+    one GEMM; `mlp_rows`: rows that an MLP computes at a time; `blas`: the library of GEMMs;
+    `long_pdl`: small kernels start early in long steps, too."""
 
     name: str
     decode: DecodeTuning | None = None
-    plain: NarrowTuning | None = None
-    gated: NarrowTuning | None = None
+    plain: SmallMTuning | None = None
+    gated: SmallMTuning | None = None
     prefill: PrefillTuning | None = None
     library: bool = False
-    chained: bool = True
+    pdl: bool = True
     deterministic: bool = False
     residual_rows: int | None = None
-    gated_rows: int | None = None
+    gate_up_rows: int | None = None
     mlp_rows: int | None = None
     blas: str | None = None
-    long_chains: bool = False
+    long_pdl: bool = False
 
 
 _NEVER = 0
@@ -76,18 +76,18 @@ def prefill_variants() -> list[Variant]:
     return [Variant(f"triton {given}", prefill=PrefillTuning(*given)) for given in _PREFILL]
 
 
-def narrow_variants() -> list[Variant]:
-    plain = [Variant(f"qkv {given}", plain=NarrowTuning(*given)) for given in _PLAIN]
-    gated = [Variant(f"gate_up {given}", gated=NarrowTuning(*given)) for given in _GATED]
+def small_m_variants() -> list[Variant]:
+    plain = [Variant(f"qkv {given}", plain=SmallMTuning(*given)) for given in _PLAIN]
+    gated = [Variant(f"gate_up {given}", gated=SmallMTuning(*given)) for given in _GATED]
     return plain + gated
 
 
 def whole_steps() -> list[Variant]:
     """Other ways for everything at once."""
     return [
-        Variant("products by the library", library=True),
-        Variant("products by the library, not chained", library=True, chained=False),
-        Variant("not chained", chained=False),
+        Variant("GEMMs by the library", library=True),
+        Variant("GEMMs by the library, no PDL", library=True, pdl=False),
+        Variant("no PDL", pdl=False),
         Variant("deterministic", deterministic=True),
         Variant("present again"),
     ]
@@ -98,26 +98,26 @@ def long_prompt_variants() -> list[Variant]:
     return [
         Variant("present"),
         Variant("norms add", residual_rows=_NEVER),
-        Variant("activation apart", gated_rows=_NEVER),
+        Variant("activation apart", gate_up_rows=_NEVER),
         Variant("MLP by 4096", residual_rows=_ALWAYS, mlp_rows=4096),
         Variant("cuBLASLt", blas="cublaslt"),
-        Variant("chained", long_chains=True),
+        Variant("PDL", long_pdl=True),
     ]
 
 
 @contextmanager
 def applied(variant: Variant, model: LlamaForCausalLM, present: GemmPolicy) -> Iterator[None]:
     """The model, which computes as `present` says, computes this way until the end of the block."""
-    own = narrow_linear.narrow_tuning
+    own = small_m_gemm.small_m_tuning
     tunings = {
-        (narrow_linear, "narrow_tuning"): lambda gated: (
+        (small_m_gemm, "small_m_tuning"): lambda gated: (
             (variant.gated if gated else variant.plain) or own(gated)
         ),
         (decode_attention, "decode_tuning"): lambda *_: variant.decode,
         (prefill_attention, "prefill_tuning"): lambda *_: variant.prefill,
     }
     chosen = (variant.plain or variant.gated, variant.decode, variant.prefill)
-    device.chain_launches(variant.chained)
+    device.enable_pdl(variant.pdl)
     _use(model, _policy(variant, present))
     try:
         with ExitStack() as patches:
@@ -126,14 +126,14 @@ def applied(variant: Variant, model: LlamaForCausalLM, present: GemmPolicy) -> I
                     patches.enter_context(patch.object(module, name, tunings[module, name]))
             if variant.blas is not None:
                 torch.backends.cuda.preferred_blas_library(variant.blas)
-            if variant.long_chains:
+            if variant.long_pdl:
                 patches.enter_context(patch.object(device, "MAX_ROWS", _ANY_ROWS))
             if variant.mlp_rows is not None:
                 by_parts = _mlp_by_parts(variant.mlp_rows)
                 patches.enter_context(patch.object(GatedMLP, "forward", by_parts))
             yield
     finally:
-        device.chain_launches(True)
+        device.enable_pdl(True)
         if variant.blas is not None:
             torch.backends.cuda.preferred_blas_library("default")
         _use(model, present)
@@ -143,8 +143,8 @@ def _policy(variant: Variant, present: GemmPolicy) -> GemmPolicy:
     if variant.deterministic:
         return GemmPolicy(deterministic=True)
     policy = replace(present, small_m_rows=0, fused_gate_up_rows=0) if variant.library else present
-    if variant.gated_rows is not None:
-        policy = replace(policy, fused_gate_up_rows=variant.gated_rows)
+    if variant.gate_up_rows is not None:
+        policy = replace(policy, fused_gate_up_rows=variant.gate_up_rows)
     if variant.residual_rows is not None:
         policy = replace(policy, residual_rows=variant.residual_rows)
     return policy

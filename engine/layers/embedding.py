@@ -64,7 +64,7 @@ class LMHead(VocabParallelEmbedding):
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """float32. On a GPU the GEMM's own sums, without a rounding to half precision."""
         if self.deterministic:
-            return ops.invariant_linear(hidden, self.weight, None, torch.float32)
+            return ops.invariant_gemm(hidden, self.weight, None, torch.float32)
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         return F.linear(hidden, self.weight).float()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import DeviceConfig
-from tandem_kernels.device import has_warpgroup_products, overlaps_launches
+from tandem_kernels.device import has_warpgroup_mma, supports_pdl
 
 _SMALL_M_ROWS = 16
 """With more rows, or on older devices, the library is the faster one."""
@@ -40,9 +40,9 @@ class GemmPolicy:
         """Returns the fastest policy of `device` that `config` allows."""
         if config.deterministic:
             return cls(deterministic=True)
-        small_m = config.allows("narrow-products") and overlaps_launches(device)
-        gate_up = config.allows("gated-products") and has_warpgroup_products(device)
-        residual = config.allows("residual-products") and device.type == "cuda" and tp_size == 1
+        small_m = config.allows("small-m-gemm") and supports_pdl(device)
+        gate_up = config.allows("fused-gate-up") and has_warpgroup_mma(device)
+        residual = config.allows("residual-gemm") and device.type == "cuda" and tp_size == 1
         return cls(
             small_m_rows=_SMALL_M_ROWS if small_m else 0,
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,

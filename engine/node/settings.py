@@ -20,7 +20,7 @@ from pydantic_settings import SettingsConfigDict
 from edge.security.config import SecurityConfig, SecurityError
 from edge.security.settings import SecuritySettings
 from engine.config import (
-    AttentionBackend,
+    AttentionBackendName,
     CacheConfig,
     Device,
     DeviceConfig,
@@ -129,10 +129,10 @@ class EngineSettings(SecuritySettings):
         default=(),
         description="Batch sizes that get a CUDA graph. Default: chosen for --max-num-seqs.",
     )
-    attention_backend: AttentionBackend = Field(
+    attention_backend: AttentionBackendName = Field(
         default="auto",
         description="On a GPU. triton: our own kernels for everything. auto: FlashAttention 3, "
-        "where it is installed, or cuDNN for whole prompts, where that is faster. flash-attn: "
+        "where it is installed, or cuDNN for uncached prompts, where that is faster. flash-attn: "
         "FlashAttention 3 for everything, which must be installed.",
     )
     deterministic: bool = Field(
@@ -142,11 +142,11 @@ class EngineSettings(SecuritySettings):
     )
     disabled_fast_paths: tuple[FastPath, ...] = Field(
         default=(),
-        description="On a GPU: what to do without, should one be suspected. chained-launches: "
-        "small kernels overlap. gated-products: gate and up projection of many rows and their "
-        "activation by one kernel of our own. narrow-products: products of few rows by our own "
-        "kernels. prompt-graphs: CUDA graphs of steps with short prompts. residual-products: "
-        "products of many rows add to the residual stream themselves.",
+        description="On a GPU: what to do without, should one be suspected. "
+        "fused-gate-up: gate and up projection of many rows and their activation by one kernel of "
+        "our own. pdl: small kernels overlap, by programmatic dependent launch. prompt-graphs: "
+        "CUDA graphs of steps with short prompts. residual-gemm: GEMMs of many rows add to the "
+        "residual stream themselves. small-m-gemm: GEMMs of few rows by our own kernels.",
     )
     async_scheduling: bool | None = Field(
         default=None,

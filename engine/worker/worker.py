@@ -52,7 +52,7 @@ from engine.worker.out_of_memory import (
 )
 from kv_transfer.base import KVCacheHandle
 from tandem_kernels.compile_guard import CompileGuard
-from tandem_kernels.device import chain_launches
+from tandem_kernels.device import enable_pdl
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Worker:
         """
         torch.set_num_threads(self.config.device.num_threads)
         self._device = _rank_device(self.config, self.rank, self._gpu)
-        chain_launches(self.config.device.allows("chained-launches"))
+        enable_pdl(self.config.device.allows("pdl"))
         tp = TensorParallelGroup(
             self.rank,
             self.config.parallel.tensor_parallel_size,

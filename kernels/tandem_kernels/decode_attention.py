@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.device import num_programs, overlaps_launches
+from tandem_kernels.device import num_programs, supports_pdl
 
 LOG2_E = 1.4426950408889634
 
@@ -37,7 +37,7 @@ LOG2_E = 1.4426950408889634
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
     """How one shape runs best; found by measurement inside whole decode steps. Alone, back to back,
-    fewer and larger programs look as good; behind a product they start later."""
+    fewer and larger programs look as good; behind a GEMM they start later."""
 
     tile: int
     num_warps: int
@@ -311,7 +311,7 @@ def decode_attention(
     programs = num_programs(q.device, tuning.programs_per_sm)
     partial_acc = torch.empty((programs, 2, group, head_dim), dtype=torch.float32, device=q.device)
     partial_state = torch.empty((programs, 2, 2, group), dtype=torch.float32, device=q.device)
-    overlap = overlaps_launches(q.device)
+    overlap = supports_pdl(q.device)
     shape = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,

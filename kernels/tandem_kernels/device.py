@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem_kernels.narrow_shapes import MAX_ROWS
+from tandem_kernels.small_m_shapes import MAX_ROWS
 
 
 def num_programs(device: torch.device, programs_per_sm: int) -> int:
@@ -14,31 +14,31 @@ def num_programs(device: torch.device, programs_per_sm: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
 
 
-def overlaps_launches(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel may start before its predecessor has drained (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def has_copy_engine(device: torch.device) -> bool:
     """Whether tensor descriptors load through the bulk copy engine (Hopper and later)."""
-    return overlaps_launches(device)
+    return supports_pdl(device)
 
 
-def has_warpgroup_products(device: torch.device) -> bool:
+def has_warpgroup_mma(device: torch.device) -> bool:
     """Whether four warps multiply together, from shared memory (Hopper alone)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-_chained = True
+_pdl_enabled = True
 
 
-def chain_launches(enabled: bool) -> None:
+def enable_pdl(enabled: bool) -> None:
     """For measurements: whether the small kernels of a layer overlap their predecessors, too, when
     a step has few tokens. With many there is nothing to gain."""
-    global _chained
-    _chained = enabled
+    global _pdl_enabled
+    _pdl_enabled = enabled
 
 
-def chains_launches(device: torch.device, num_tokens: int) -> bool:
+def uses_pdl(device: torch.device, num_tokens: int) -> bool:
     """Whether a small kernel is launched before its predecessor has drained."""
-    return _chained and num_tokens <= MAX_ROWS and overlaps_launches(device)
+    return _pdl_enabled and num_tokens <= MAX_ROWS and supports_pdl(device)

@@ -13,7 +13,7 @@ from typing import Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from tandem_kernels.reference import attention, batch, elementwise, kv_blocks, linear, sampling
+from tandem_kernels.reference import attention, batch, elementwise, gemm, kv_blocks, sampling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,10 +43,10 @@ class Op(Generic[P, R]):
 
 rms_norm = Op(elementwise.rms_norm, "rms_norm")
 fused_add_rms_norm = Op(elementwise.fused_add_rms_norm, "rms_norm")
-narrow_linear = Op(linear.narrow_linear, "narrow_linear")
-invariant_linear = Op(linear.invariant_linear, "invariant_linear")
-gate_up_silu = Op(linear.gate_up_silu, "narrow_linear")
-gated_linear = Op(linear.gated_linear, "gated_linear")
+small_m_gemm = Op(gemm.small_m_gemm, "small_m_gemm")
+invariant_gemm = Op(gemm.invariant_gemm, "invariant_gemm")
+small_m_gate_up = Op(gemm.small_m_gate_up, "small_m_gemm")
+fused_gate_up = Op(gemm.fused_gate_up, "fused_gate_up")
 silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")
 rope_and_cache = Op(elementwise.rope_and_cache, "rope_and_cache")
 paged_attention = Op(attention.paged_attention, "paged_attention")

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import chains_launches
+from tandem_kernels.device import uses_pdl
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def fused_add_rms_norm(
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
     num_rows, hidden_size = x.shape
     block = triton.next_power_of_2(hidden_size)
-    overlap = chains_launches(x.device, num_rows)
+    overlap = uses_pdl(x.device, num_rows)
     rms_norm_kernel[(num_rows,)](
         x,
         residual,

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import chains_launches, overlaps_launches
+from tandem_kernels.device import supports_pdl, uses_pdl
 
 HEADS_PER_PROGRAM = 8
 
@@ -63,12 +63,12 @@ def rope_and_cache_kernel(
     HAS_NORM: tl.constexpr,
     KEEP_K: tl.constexpr,
     OVERLAP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """Program (t, j): heads j * HEADS and on of token t, the query's first, then the keys'."""
     if OVERLAP:
         gdc_launch_dependents()
-    if CHAINED:
+    if USE_PDL:
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -132,7 +132,7 @@ def rope_and_cache(
         return q
     heads = HEADS_PER_PROGRAM
     tiles = triton.cdiv(num_q_heads, heads) + triton.cdiv(num_kv_heads, heads)
-    chained = chains_launches(q.device, num_tokens)
+    use_pdl = uses_pdl(q.device, num_tokens)
     rope_and_cache_kernel[(num_tokens, tiles)](
         q,
         k,
@@ -157,9 +157,9 @@ def rope_and_cache(
         HEADS=heads,
         HAS_NORM=q_weight is not None,
         KEEP_K=keep_k,
-        OVERLAP=overlaps_launches(q.device),
-        CHAINED=chained,
+        OVERLAP=supports_pdl(q.device),
+        USE_PDL=use_pdl,
         num_warps=2,
-        **({"launch_pdl": True} if chained else {}),
+        **({"launch_pdl": True} if use_pdl else {}),
     )
     return q

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import chains_launches
+from tandem_kernels.device import uses_pdl
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if num_tokens > 0:
         block = min(1024, triton.next_power_of_2(width))
         grid = (num_tokens, triton.cdiv(width, block))
-        overlap = chains_launches(x.device, num_tokens)
+        overlap = uses_pdl(x.device, num_tokens)
         silu_and_mul_kernel[grid](
             x,
             out,

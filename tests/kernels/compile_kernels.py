@@ -25,17 +25,17 @@ from tandem_kernels import (
     batch_prep,
     decode_attention,
     filter_floor,
-    gated_linear,
-    invariant_linear,
+    fused_gate_up,
+    invariant_gemm,
     kv_blocks,
     logprobs,
-    narrow_linear,
     penalties,
     prefill_attention,
     rms_norm,
     rope_and_cache,
     sampling,
     silu_and_mul,
+    small_m_gemm,
     staged_writes,
 )
 
@@ -105,11 +105,11 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
             )
 
 
-def narrow_cases(capability: int) -> Iterator[Case]:
+def small_m_cases(capability: int) -> Iterator[Case]:
     for gated in (False, True):
-        tuning = narrow_linear.narrow_tuning(gated)
+        tuning = small_m_gemm.small_m_tuning(gated)
         yield Case(
-            narrow_linear.narrow_linear_kernel,
+            small_m_gemm.small_m_gemm_kernel,
             f"gated={gated}",
             named("*bf16", "x", "weight", "bias", "out"),
             {
@@ -125,36 +125,36 @@ def narrow_cases(capability: int) -> Iterator[Case]:
         )
 
 
-def gated_cases(capability: int) -> Iterator[Case]:
+def fused_gate_up_cases(capability: int) -> Iterator[Case]:
     """For Hopper alone."""
-    tiles = gated_linear.ROWS, gated_linear.COLS, gated_linear.DEPTH
+    tiles = fused_gate_up.ROWS, fused_gate_up.COLS, fused_gate_up.DEPTH
     rows, cols, depth = tiles
     boxes = {"x": [rows, depth], "weight": [2, cols, depth], "out": [rows, cols]}
     if capability >= 90:
         yield Case(
-            gated_linear.gated_linear_kernel,
+            fused_gate_up.fused_gate_up_kernel,
             "bf16",
             {name: f"tensordesc<bf16{box}>" for name, box in boxes.items()},
             {
                 **dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True)),
-                "TILES_DOWN": gated_linear.TILES_DOWN,
+                "TILES_DOWN": fused_gate_up.TILES_DOWN,
                 "IN_PAIRS": True,
             },
-            {"num_warps": gated_linear.NUM_WARPS, "num_stages": gated_linear.NUM_STAGES},
+            {"num_warps": fused_gate_up.NUM_WARPS, "num_stages": fused_gate_up.NUM_STAGES},
         )
 
 
 def invariant_cases(_: int) -> Iterator[Case]:
     yield Case(
-        invariant_linear.invariant_linear_kernel,
+        invariant_gemm.invariant_gemm_kernel,
         "",
         named("*bf16", "x", "weight", "bias", "out"),
         {
             "HAS_BIAS": True,
             "PRECISION": "tf32",
-            "ROWS": invariant_linear.ROWS,
-            "COLS": invariant_linear.COLS,
-            "DEPTH": invariant_linear.DEPTH,
+            "ROWS": invariant_gemm.ROWS,
+            "COLS": invariant_gemm.COLS,
+            "DEPTH": invariant_gemm.DEPTH,
             "GROUP": 8,
         },
         {"num_warps": 4, "num_stages": 4},
@@ -183,7 +183,7 @@ def rope_cases(capability: int) -> Iterator[Case]:
                 "HEADS": rope_and_cache.HEADS_PER_PROGRAM,
                 "HAS_NORM": head_norm,
                 "OVERLAP": capability >= 90,
-                "CHAINED": capability >= 90,
+                "USE_PDL": capability >= 90,
                 "KEEP_K": head_norm,
                 **({} if head_norm else dict.fromkeys(weights)),
             },
@@ -311,8 +311,8 @@ def sampling_cases(capability: int) -> Iterator[Case]:
 def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
-        narrow_cases,
-        gated_cases,
+        small_m_cases,
+        fused_gate_up_cases,
         invariant_cases,
         rope_cases,
         attention_cases,

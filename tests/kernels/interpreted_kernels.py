@@ -46,18 +46,18 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
 
 
 def test_products_of_few_rows() -> None:
-    columns = ops.narrow_linear.kernel, ops.gate_up_silu.kernel
-    check.narrow_linear(*columns, (3, 128, 768), torch.float16)
+    columns = ops.small_m_gemm.kernel, ops.small_m_gate_up.kernel
+    check.small_m_gemm(*columns, (3, 128, 768), torch.float16)
 
 
-def test_gated_products_of_many_rows() -> None:
-    check.gated_linear(ops.gated_linear.kernel, (150, 256, 128), torch.float16)
+def test_fused_gate_up_of_many_rows() -> None:
+    check.fused_gate_up(ops.fused_gate_up.kernel, (150, 256, 128), torch.float16)
 
 
 @dtypes
 @pytest.mark.usefixtures("_rows_by_themselves")
 def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    check.invariant_linear(ops.invariant_linear.kernel, (70, 150, 100), dtype)
+    check.invariant_gemm(ops.invariant_gemm.kernel, (70, 150, 100), dtype)
 
 
 @dtypes

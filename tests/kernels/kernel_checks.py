@@ -44,7 +44,7 @@ def fused_add_rms_norm(
     assert oracle.relative_error(normed, oracle.rms_norm(total, weight, 1e-6)) < ELEMENTWISE[dtype]
 
 
-def narrow_linear(
+def small_m_gemm(
     linear: Op,
     gated: Op,
     shape: tuple[int, int, int],
@@ -64,7 +64,7 @@ def narrow_linear(
     assert oracle.relative_error(gated(x, weight), expected) < 2 * ELEMENTWISE[dtype]
 
 
-def gated_linear(
+def fused_gate_up(
     op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
     """`shape`: (rows, width, inner). Rows of x lie apart; gates reach from 0 to 100."""
@@ -80,7 +80,7 @@ def gated_linear(
     assert oracle.relative_error(found, gate * gate.sigmoid() * up) < 2 * ELEMENTWISE[dtype]
 
 
-def invariant_linear(
+def invariant_gemm(
     op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
     """`shape`: (rows, outputs, inner). A row has the same bits in any company."""

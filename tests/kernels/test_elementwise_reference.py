@@ -31,18 +31,18 @@ def test_fused_add_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
 
 @dtypes
 def test_products_of_few_rows(dtype: torch.dtype) -> None:
-    columns = ops.narrow_linear, ops.gate_up_silu
-    check.narrow_linear(*columns, (3, 128, 256), dtype)
+    columns = ops.small_m_gemm, ops.small_m_gate_up
+    check.small_m_gemm(*columns, (3, 128, 256), dtype)
 
 
 @dtypes
-def test_gated_products_of_many_rows(dtype: torch.dtype) -> None:
-    check.gated_linear(ops.gated_linear, (40, 128, 64), dtype)
+def test_fused_gate_up_of_many_rows(dtype: torch.dtype) -> None:
+    check.fused_gate_up(ops.fused_gate_up, (40, 128, 64), dtype)
 
 
 @dtypes
 def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    check.invariant_linear(ops.invariant_linear, (40, 96, 80), dtype)
+    check.invariant_gemm(ops.invariant_gemm, (40, 96, 80), dtype)
 
 
 @dtypes

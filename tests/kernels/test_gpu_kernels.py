@@ -42,15 +42,15 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None
 @pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
 @pytest.mark.parametrize("shape", [(6144, 4096), (128, 256), (4096, 14336), (4608, 3584)])
 def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
-    columns = ops.narrow_linear, ops.gate_up_silu
-    check.narrow_linear(*columns, (rows, *shape), dtype, "cuda")
+    columns = ops.small_m_gemm, ops.small_m_gate_up
+    check.small_m_gemm(*columns, (rows, *shape), dtype, "cuda")
 
 
 @halves
 @pytest.mark.parametrize("rows", [1, 63, 1024, 3001])
 @pytest.mark.parametrize("shape", [(128, 256), (14336, 4096), (9472, 3584), (4864, 896)])
-def test_gated_products_of_many_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
-    check.gated_linear(ops.gated_linear, (rows, *shape), dtype, "cuda")
+def test_fused_gate_up_of_many_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
+    check.fused_gate_up(ops.fused_gate_up, (rows, *shape), dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
@@ -58,7 +58,7 @@ def test_gated_products_of_many_rows(dtype: torch.dtype, rows: int, shape: tuple
 def test_products_that_do_not_depend_on_the_batch(
     dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
-    check.invariant_linear(ops.invariant_linear, shape, dtype, "cuda")
+    check.invariant_gemm(ops.invariant_gemm, shape, dtype, "cuda")
 
 
 @halves

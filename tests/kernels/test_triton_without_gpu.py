@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
-HOPPER_ALONE = {"gated_linear_kernel"}
+HOPPER_ALONE = {"fused_gate_up_kernel"}
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

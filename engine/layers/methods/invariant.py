@@ -14,7 +14,7 @@ class Invariant(Unquantised):
     """Computes each row in one order, and sums over ranks in one order."""
 
     def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
-        return ops.invariant_linear(x, layer.weight, layer.bias)
+        return ops.invariant_gemm(x, layer.weight, layer.bias)
 
     def reduce(self, local: Tensor, group: TensorParallelGroup) -> Tensor:
         """Libraries change their way, and with it the order, with the size."""

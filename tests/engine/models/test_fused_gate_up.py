@@ -11,7 +11,7 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import GateUpParallelLinear
 from engine.layers.shard import Shard
 from engine.parallel import ParallelPlace
-from tandem_kernels import gated_shapes, ops
+from tandem_kernels import fused_gate_up_shapes, ops
 
 MANY = 40
 
@@ -32,8 +32,8 @@ def layer(fused_gate_up_rows: int) -> GateUpParallelLinear:
 def test_from_so_many_rows_on(
     monkeypatch: pytest.MonkeyPatch, rows: int, fused_from: int, together: bool
 ) -> None:
-    own = Mock(side_effect=ops.gated_linear)
-    monkeypatch.setattr(ops, "gated_linear", own)
+    own = Mock(side_effect=ops.fused_gate_up)
+    monkeypatch.setattr(ops, "fused_gate_up", own)
     made = layer(fused_from)
     x = torch.randn(rows, 256).bfloat16()
     assert torch.equal(made(x), ops.silu_and_mul(x @ made.weight.t()))
@@ -42,10 +42,10 @@ def test_from_so_many_rows_on(
 
 def test_shapes_that_the_kernel_computes() -> None:
     x, weight = torch.zeros(3, 512).bfloat16(), torch.zeros(256, 512).bfloat16()
-    assert gated_shapes.takes(x, weight)
-    assert gated_shapes.takes(x[:, 256:], weight[:, :256])
-    assert not gated_shapes.takes(x[:0], weight)
-    assert not gated_shapes.takes(x.float(), weight.float())
-    assert not gated_shapes.takes(x, torch.zeros(384, 512).bfloat16())
-    assert not gated_shapes.takes(x[:, :320], torch.zeros(256, 320).bfloat16()[:, :310])
-    assert not gated_shapes.takes(x[:, 1:], weight[:, 1:])
+    assert fused_gate_up_shapes.takes(x, weight)
+    assert fused_gate_up_shapes.takes(x[:, 256:], weight[:, :256])
+    assert not fused_gate_up_shapes.takes(x[:0], weight)
+    assert not fused_gate_up_shapes.takes(x.float(), weight.float())
+    assert not fused_gate_up_shapes.takes(x, torch.zeros(384, 512).bfloat16())
+    assert not fused_gate_up_shapes.takes(x[:, :320], torch.zeros(256, 320).bfloat16()[:, :310])
+    assert not fused_gate_up_shapes.takes(x[:, 1:], weight[:, 1:])

@@ -28,8 +28,8 @@ LAYERS = 2
 OWN = GemmPolicy(small_m_rows=16, fused_gate_up_rows=40, residual_rows=48)
 EXACT = GemmPolicy(deterministic=True)
 _RECORDED = (
-    "rms_norm", "fused_add_rms_norm", "narrow_linear", "invariant_linear", "gate_up_silu",
-    "gated_linear", "silu_and_mul", "rope_and_cache",
+    "rms_norm", "fused_add_rms_norm", "small_m_gemm", "invariant_gemm", "small_m_gate_up",
+    "fused_gate_up", "silu_and_mul", "rope_and_cache",
 )  # fmt: skip
 
 
@@ -41,12 +41,12 @@ def steps_of(qkv: str, gate_up: str, row: str, head: str) -> list[str]:
 
 
 LIBRARY = steps_of("linear", "linear silu_and_mul", "linear", "linear")
-FEW = steps_of("narrow_linear", "gate_up_silu", "linear", "linear")
-FUSED = steps_of("linear", "gated_linear", "linear", "linear")
-MANY = steps_of("linear", "gated_linear", "addmm_", "linear")
+FEW = steps_of("small_m_gemm", "small_m_gate_up", "linear", "linear")
+FUSED = steps_of("linear", "fused_gate_up", "linear", "linear")
+MANY = steps_of("linear", "fused_gate_up", "addmm_", "linear")
 MANY_APART = steps_of("linear", "linear silu_and_mul", "addmm_", "linear")
 INVARIANT = steps_of(
-    "invariant_linear", "invariant_linear silu_and_mul", "invariant_linear", "invariant_linear"
+    "invariant_gemm", "invariant_gemm silu_and_mul", "invariant_gemm", "invariant_gemm"
 )
 
 
@@ -89,9 +89,9 @@ def test_the_policy_follows_device_and_settings(
     assert choose(tp_size=2) == GemmPolicy(False, small_m, gate_up, 0)
     assert choose(deterministic=True) == GemmPolicy(deterministic=True)
     for path, field in (
-        ("narrow-products", "small_m_rows"),
-        ("gated-products", "fused_gate_up_rows"),
-        ("residual-products", "residual_rows"),
+        ("small-m-gemm", "small_m_rows"),
+        ("fused-gate-up", "fused_gate_up_rows"),
+        ("residual-gemm", "residual_rows"),
     ):
         assert getattr(choose(disabled_fast_paths=(path,)), field) == 0
     assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()

@@ -93,7 +93,7 @@ def test_prompt_logprobs_are_those_of_the_same_output(
 def test_fast_paths_repeat_themselves(
     small_weights: Path, make_driver, make_prompt, dtype: str
 ) -> None:
-    """In half precision, where products of few rows are ours."""
+    """In half precision, where small-M GEMMs are ours."""
     with started(small_config(small_weights, dtype=dtype)) as worker:
         driver = make_driver(worker.execute_model)
         found = []

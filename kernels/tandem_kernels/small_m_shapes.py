@@ -1,4 +1,4 @@
-"""Which products the kernels of `narrow_linear` can compute."""
+"""The shapes that the kernels of `small_m_gemm` can compute."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Gate and up products of many rows, and the activation: silu(x gateᵀ) * (x upᵀ).
+"""Fused gate-up: both GEMMs of many rows, and the activation: silu(x gateᵀ) * (x upᵀ).
 
-By itself the activation reads two numbers for each that it writes, all of which the product has
+By itself the activation reads two numbers for each that it writes, all of which the GEMM has
 just written: for 8192 tokens of Llama-3.1-8B 700 MB a layer. Here a tile's accumulator holds gates
 and their ups, in the registers of the same thread.
 
@@ -48,7 +48,7 @@ def _activated(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def gated_linear_kernel(
+def fused_gate_up_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
@@ -81,12 +81,12 @@ def gated_linear_kernel(
         out.store([row, col], _activated(gate, up, kind, IN_PAIRS))
 
 
-def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """See `reference.linear.gated_linear`; only for what `gated_shapes.takes` says."""
+def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """See `reference.gemm.fused_gate_up`; only for what `fused_gate_up_shapes.takes` says."""
     num_rows, inner = x.shape
     width = len(weight) // 2
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    gated_linear_kernel[(num_programs(x.device, 1),)](
+    fused_gate_up_kernel[(num_programs(x.device, 1),)](
         TensorDescriptor.from_tensor(x, [ROWS, DEPTH]),
         TensorDescriptor.from_tensor(weight.view(2, width, inner), [2, COLS, DEPTH]),
         TensorDescriptor.from_tensor(out, [ROWS, COLS]),

@@ -1,4 +1,4 @@
-"""Products of few rows, of gate and up, and such as do not depend on the batch, in plain torch."""
+"""GEMMs of few rows, of gate and up, and such as do not depend on the batch, in plain torch."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tandem_kernels.reference.elementwise import silu_and_mul
 _ROWS = 16
 
 
-def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def small_m_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[T, K] x [N, K] -> [T, N], for few rows T."""
     return F.linear(x, weight, bias)
 
 
-def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
+def small_m_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """[T, K] x [2 I, K] -> [T, I]: `silu(gate) * up`, where gate are the first I outputs."""
     return silu_and_mul(F.linear(x, weight))
 
 
-def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`gate_up_silu` for many rows."""
-    return gate_up_silu(x, weight)
+def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """`small_m_gate_up` for many rows."""
+    return small_m_gate_up(x, weight)
 
 
-def invariant_linear(
+def invariant_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """[T, K] x [N, K] -> [T, N]: each row has the same bits whatever the others are, and however
-    many. Here by products that all have the same number of rows."""
+    many. Here by GEMMs that all have the same number of rows."""
     num_rows = len(x)
     padded = F.pad(x, (0, 0, 0, -num_rows % _ROWS))
     if out_dtype is not None:

@@ -1,11 +1,11 @@
-"""Products of few rows: what a decode step of a small batch spends most of its time on.
+"""Small-M GEMMs, of few rows: what a decode step of a small batch spends most of its time on.
 
-Such a product is a single pass over the weights. What costs beyond their bytes is the time in
+Such a GEMM is a single pass over the weights. What costs beyond their bytes is the time in
 which memory stands still, while a kernel starts and while its last programs drain. So these
-kernels and the small ones around them are chained (programmatic dependent launch): the next is in
-place before this one has ended. And the gated activation is part of the product before it.
+kernels and the small ones around them overlap (PDL, programmatic dependent launch): the next is in
+place before this one has ended. And the gated activation is part of the GEMM before it.
 
-Products with fewer outputs (behind attention, behind the activation) stay with the library: cut
+GEMMs with fewer outputs (behind attention, behind the activation) stay with the library: cut
 along the inner dimension for the SMs' sake, they were not faster inside a whole step.
 """
 
@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import overlaps_launches
+from tandem_kernels.device import supports_pdl
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowTuning:
+class SmallMTuning:
     """How one kind runs best; found by measurement inside whole decode steps.
 
     Attributes:
@@ -36,12 +36,12 @@ class NarrowTuning:
     num_stages: int
 
 
-def narrow_tuning(gated: bool) -> NarrowTuning:
-    return NarrowTuning(cols=32, depth=256, num_warps=4, num_stages=3 if gated else 4)
+def small_m_tuning(gated: bool) -> SmallMTuning:
+    return SmallMTuning(cols=32, depth=256, num_warps=4, num_stages=3 if gated else 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def narrow_linear_kernel(
+def small_m_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -88,15 +88,15 @@ def narrow_linear_kernel(
     tl.store(to, acc.to(kind), mask=real)
 
 
-def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `reference.linear.narrow_linear`; only for what `narrow_shapes.takes` says."""
+def small_m_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `reference.gemm.small_m_gemm`; only for what `small_m_shapes.takes` says."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, out, gated=False)
     return out
 
 
-def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
-    """See `reference.linear.gate_up_silu`; only for what `narrow_shapes.takes` says."""
+def small_m_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """See `reference.gemm.small_m_gate_up`; only for what `small_m_shapes.takes` says."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _launch(x, weight, None, out, gated=True)
     return out
@@ -104,9 +104,9 @@ def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
     num_rows, num_outputs = out.shape
-    tuning = narrow_tuning(gated)
-    overlap = overlaps_launches(x.device)
-    narrow_linear_kernel[(num_outputs // tuning.cols,)](
+    tuning = small_m_tuning(gated)
+    overlap = supports_pdl(x.device)
+    small_m_gemm_kernel[(num_outputs // tuning.cols,)](
         x,
         weight,
         bias,

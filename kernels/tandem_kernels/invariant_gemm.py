@@ -1,7 +1,7 @@
-"""A product whose rows do not depend on each other, nor on how many there are.
+"""A GEMM whose rows do not depend on each other, nor on how many there are.
 
 Libraries choose an algorithm by the number of rows, and with it an order of additions: the same
-row gives other bits in another batch. Here every product is computed in tiles of one size, each
+row gives other bits in another batch. Here every GEMM is computed in tiles of one size, each
 output as one sum in one order, so a row's bits are its own. Small batches pay for it: their tiles
 are mostly empty, and few programs share the weights.
 """
@@ -19,7 +19,7 @@ _GROUP = 8
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def invariant_linear_kernel(
+def invariant_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -60,16 +60,16 @@ def invariant_linear_kernel(
     tl.store(to, acc.to(out.dtype.element_ty), mask=real)
 
 
-def invariant_linear(
+def invariant_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """See `reference.linear.invariant_linear`."""
+    """See `reference.gemm.invariant_gemm`."""
     num_rows, num_outputs = x.shape[0], weight.shape[0]
     out = torch.empty((num_rows, num_outputs), dtype=out_dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
     grid = (triton.cdiv(num_rows, ROWS) * triton.cdiv(num_outputs, COLS),)
-    invariant_linear_kernel[grid](
+    invariant_gemm_kernel[grid](
         x,
         weight,
         bias,

@@ -1,4 +1,4 @@
-"""Which products the kernel of `gated_linear` can compute."""
+"""The shapes that the kernel of `fused_gate_up` can compute."""
 
 from __future__ import annotations
 
