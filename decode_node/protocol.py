@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from decode_node.bad_words import EncodeAll, spell_bad_words
 from edge.http.errors import BadRequest, HttpError
 from engine.sampling_params import SamplingParams
 
@@ -72,6 +73,8 @@ class _GenerationBody(_Body):
     cache_salt: Name | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Int | None = None
+    allowed_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
 
     user: Any = None
     metadata: Any = None
@@ -122,8 +125,10 @@ class _GenerationBody(_Body):
                 param="prompt_logprobs",
             )
 
-    def sampling(self) -> SamplingParams:
-        """Unchecked; `max_tokens` and `seed` are completed by the input processor."""
+    def sampling(self, encode: EncodeAll) -> SamplingParams:
+        """Returns unchecked parameters; `max_tokens` and `seed` are set later. `encode` spells the
+        bad words. Raises `InvalidRequest`."""
+        allowed = self.allowed_token_ids
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         top_k = self.top_k or 0
         return SamplingParams(
@@ -141,6 +146,8 @@ class _GenerationBody(_Body):
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.wanted_logprobs,
             prompt_logprobs=self.wanted_prompt_logprobs,
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            bad_words=spell_bad_words(self.bad_words or (), encode),
         )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -174,9 +175,10 @@ class OpenAIServing:
         """Forms the envelope of each prompt once; choice `i` draws with seed + i. Other requests
         come in between the choices of a long one."""
         resumed = _resumed_choices(context.resume, len(prompts) * body.num_choices)
+        bare = await self._spec(body, context)
         choices: list[Choice] = []
         for prompt, echo in zip(prompts, echoes, strict=True):
-            spec = self._spec(body, prompt, context)
+            spec = self._complete(body, bare.with_prompt(prompt))
             for i in range(body.num_choices):
                 begun = resumed[len(choices)] if resumed else None
                 request = self._request(body, spec, i, begun, context)
@@ -201,29 +203,25 @@ class OpenAIServing:
                     await asyncio.sleep(0)
         return choices
 
-    def _spec(
-        self,
-        body: CompletionRequest | ChatCompletionRequest,
-        prompt: list[int],
-        context: RequestContext,
+    async def _spec(
+        self, body: CompletionRequest | ChatCompletionRequest, context: RequestContext
     ) -> RequestSpec:
-        """The envelope of one prompt: the only place where it is made. Raises `BadRequest`."""
-        spec = RequestSpec(
-            prompt,
-            body.sampling(),
-            priority=body.priority or 0,
-            cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
-            prefix_hash=context.prefix_hash,
-        )
-        return self._complete(body, spec)
+        """The envelope of the request, without a prompt: the only place where one is made. Raises
+        `BadRequest`."""
+        make = partial(body.sampling, self._tokenizer.encode_all)
+        with _as_bad_request():
+            return RequestSpec(
+                sampling=await _run(context.is_long, make),
+                priority=body.priority or 0,
+                cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
+                prefix_hash=context.prefix_hash,
+            )
 
     def _complete(
         self, body: CompletionRequest | ChatCompletionRequest, spec: RequestSpec
     ) -> RequestSpec:
-        try:
+        with _as_bad_request():
             return self._input_processor.complete(spec, max_tokens=body.wanted_max_tokens)
-        except InvalidRequest as error:
-            raise BadRequest(error.message, param=error.param, code=error.code) from None
 
     def _request(
         self,
@@ -330,6 +328,15 @@ class OpenAIServing:
 async def _run(is_long: bool, work: Callable[[], _Result]) -> _Result:
     """Returns what `work` does. Long work is done beside the event loop."""
     return await asyncio.to_thread(work) if is_long else work()
+
+
+@contextmanager
+def _as_bad_request() -> Iterator[None]:
+    """What the engine's edge refuses is the client's mistake."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise BadRequest(error.message, param=error.param, code=error.code) from None
 
 
 def _journal(

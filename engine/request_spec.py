@@ -81,6 +81,10 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         """Whether the next token is the last."""
         return self.sampling.max_tokens == self.num_resumed_tokens + 1
 
+    def with_prompt(self, token_ids: list[int]) -> RequestSpec:
+        """Returns a copy for another prompt."""
+        return msgspec.structs.replace(self, prompt_token_ids=token_ids)
+
     def with_sampling(self, **changes: object) -> RequestSpec:
         """Returns a copy with some sampling parameters replaced."""
         sampling = msgspec.structs.replace(self.sampling, **changes)
@@ -149,7 +153,7 @@ def decode_spec(data: bytes, prompt_token_ids: list[int]) -> RequestSpec:
         spec = msgspec.convert(_named(fields), RequestSpec)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the request spec cannot be read: {error}"[:300], "spec") from None
-    return msgspec.structs.replace(spec, prompt_token_ids=prompt_token_ids)
+    return spec.with_prompt(prompt_token_ids)
 
 
 def _numbered(fields: dict[str, Any]) -> dict[int, Any]:

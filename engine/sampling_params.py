@@ -22,6 +22,11 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256
+"""Characters of a bad word."""
+MAX_BAD_WORD_TOKENS = 32
 
 
 class SamplingParams(
@@ -52,6 +57,9 @@ class SamplingParams(
         logprobs: None for none, k for the chosen token's and the top k log probabilities.
         prompt_logprobs: The same for the prompt's tokens; the prompt is then computed in full,
             and nothing of it comes from a cache.
+        allowed_token_ids: The only tokens that may be chosen; None allows all.
+        bad_words: Words that the output must not hold, each as its tokens. Where a request has
+            nothing else left to choose from, they do not apply.
     """
 
     max_tokens: int = msgspec.field(default=16, name="1")
@@ -70,6 +78,8 @@ class SamplingParams(
     ignore_eos: bool = msgspec.field(default=False, name="14")
     logprobs: int | None = msgspec.field(default=None, name="15")
     prompt_logprobs: int | None = msgspec.field(default=None, name="16")
+    allowed_token_ids: tuple[int, ...] | None = msgspec.field(default=None, name="17")
+    bad_words: tuple[tuple[int, ...], ...] = msgspec.field(default=(), name="18")
 
     @property
     def needs_penalties(self) -> bool:
@@ -81,7 +91,9 @@ class SamplingParams(
         )
 
 
-def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+def check_sampling(
+    params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()
+) -> None:
     """Raises `InvalidRequest` naming the first parameter that is out of its range."""
     _check_ranges(params)
     check(0 <= params.top_k < 1 << 31, "top_k", f"must be 0 (off) or more, not {params.top_k}")
@@ -100,6 +112,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         )
     _check_stop(params, vocab_size)
     _check_logit_bias(params, vocab_size)
+    _check_allowed_token_ids(params, vocab_size, eos_token_ids)
+    _check_bad_words(params, vocab_size)
 
 
 def _check_ranges(params: SamplingParams) -> None:
@@ -140,6 +154,34 @@ def _check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
             "logit_bias",
             f"must be between -100 and 100, not {bias}",
         )
+
+
+def _check_allowed_token_ids(
+    params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]
+) -> None:
+    allowed = params.allowed_token_ids
+    if allowed is None:
+        return
+    check(len(allowed) > 0, "allowed_token_ids", "must not be empty; leave it out to allow all")
+    _check_count("allowed_token_ids", len(allowed), MAX_ALLOWED_TOKEN_IDS)
+    _check_token_ids("allowed_token_ids", allowed, vocab_size)
+    check(
+        params.min_tokens == 0 or not {*eos_token_ids, *params.stop_token_ids}.issuperset(allowed),
+        "allowed_token_ids",
+        "holds only tokens that end the output, which min_tokens forbids",
+    )
+
+
+def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
+    """A word may be there twice: with a space before it, and without."""
+    _check_count("bad_words", len(params.bad_words), 2 * MAX_BAD_WORDS)
+    for word in params.bad_words:
+        check(
+            0 < len(word) <= MAX_BAD_WORD_TOKENS,
+            "bad_words",
+            f"has a word of {len(word)} tokens; 1 to {MAX_BAD_WORD_TOKENS} are possible",
+        )
+        _check_token_ids("bad_words", word, vocab_size)
 
 
 def _check_count(param: str, count: int, limit: int) -> None:

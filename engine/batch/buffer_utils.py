@@ -62,6 +62,13 @@ def _staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+def with_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Returns a larger copy of `table` [rows, columns], with zeros behind what it holds."""
+    larger = table.new_zeros((num_rows, table.shape[1]))
+    larger[: len(table)] = table
+    return larger
+
+
 class CarriedTensor(Protocol):
     """What `carry_over` needs of either kind."""
 

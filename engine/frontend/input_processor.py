@@ -60,7 +60,7 @@ class InputProcessor:
         spec = spec.with_sampling(
             max_tokens=self._max_tokens(spec.num_own_prompt_tokens, max_tokens)
         )
-        check_sampling(spec.sampling, self._model.vocab_size)
+        check_sampling(spec.sampling, self._model.vocab_size, self._model.eos_token_ids)
         _check_resumed(spec.num_resumed_tokens < spec.sampling.max_tokens)
         return spec
 

@@ -115,6 +115,12 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of each text, without special tokens. Raises TypeError for half a
+        surrogate pair."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

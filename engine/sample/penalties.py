@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, to_device
+from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, to_device, with_rows
 from engine.batch.input_batch import Int32Array
 from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
@@ -105,15 +105,9 @@ class PenaltyStates:
     def _grow(self) -> None:
         used = len(self._prompt_mask)
         capacity = min(max(_FIRST_CAPACITY, 2 * used), len(self._entries.np))
-        self._prompt_mask = _with_rows(self._prompt_mask, capacity)
-        self._output_counts = _with_rows(self._output_counts, capacity)
+        self._prompt_mask = with_rows(self._prompt_mask, capacity)
+        self._output_counts = with_rows(self._output_counts, capacity)
         self._free.extend(range(capacity - 1, used - 1, -1))
-
-
-def _with_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
-    larger = table.new_zeros((num_rows, table.shape[1]))
-    larger[: len(table)] = table
-    return larger
 
 
 def _bit_mask(token_ids: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.int32]:

@@ -5,12 +5,13 @@ Rows come and go with the same verbs as all state of the worker. One step:
     1. keep raw logits of requests that want log probabilities
     2. logit bias, and -inf on ending tokens before `min_tokens`
     3. penalties
-    4. temperature, min-p, top-k, top-p, and the draw keyed by (seed, position): one operation
-    5. count the new tokens of requests with penalties
-    6. log probabilities
+    4. -inf on tokens that are not allowed, then on those that complete a bad word
+    5. temperature, min-p, top-k, top-p, and the draw keyed by (seed, position): one operation
+    6. count the new tokens of requests with penalties
+    7. log probabilities
 
-Steps 1, 2, 3, 5 and 6 cost nothing in a batch where no request needs them. The host decides that
-from its own copy of the parameters. `draw` alone is step 4: it needs nothing of the host, so a
+Steps 1 to 4, 6 and 7 cost nothing in a batch where no request needs them. The host decides that
+from its own copy of the parameters. `draw` alone is step 5: it needs nothing of the host, so a
 CUDA graph may hold it.
 """
 
@@ -23,6 +24,8 @@ import torch
 
 from engine.batch.buffer_utils import CarriedTensor
 from engine.batch.input_batch import InputBatch, Int32Array
+from engine.sample.allowed_tokens import AllowedTokenStates
+from engine.sample.bad_words import BadWordStates
 from engine.sample.logit_bias import LogitBiasStates
 from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
 from engine.sample.penalties import PenaltyStates
@@ -50,11 +53,16 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         deterministic: bool = False,
+        *,
+        token_ids: torch.Tensor,
     ) -> None:
+        """`token_ids` [rows, L]: all tokens of each row, which grow by what is sampled here."""
         self._deterministic = deterministic
         self._params = SamplingStates(max_num_reqs, device)
         self.penalties = PenaltyStates(max_num_reqs, vocab_size, device)
         self._logit_bias = LogitBiasStates(max_num_reqs, device)
+        self._allowed = AllowedTokenStates(max_num_reqs, vocab_size, device)
+        self._bad_words = BadWordStates(max_num_reqs, token_ids)
 
     def add_request(self, new: NewRequestData) -> None:
         tokens = np.frombuffer(new.prefill_token_ids, "<i4")
@@ -62,6 +70,8 @@ class Sampler:
         self._params.add_request(new.row, new.sampling)
         self.penalties.add_request(new.row, new.sampling, prompt, output)
         self._logit_bias.add_request(new.row, new.sampling, new.prompt_len, new.eos_token_ids)
+        self._allowed.add_request(new.row, new.sampling)
+        self._bad_words.add_request(new.row, new.sampling, new.prompt_len)
 
     @property
     def carried(self) -> list[CarriedTensor]:
@@ -72,36 +82,49 @@ class Sampler:
         self._params.remove_request(row)
         self.penalties.remove_request(row)
         self._logit_bias.remove_request(row)
+        self._allowed.remove_request(row)
+        self._bad_words.remove_request(row)
 
     def __call__(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
         """`logits` [S, V] float32 of the first S requests of `batch`; may be changed."""
         num_sampled = batch.order.num_sampled
         rows = batch.order.rows[:num_sampled]
         idx_mapping = batch.idx_mapping[:num_sampled]
-        has_bias = self._logit_bias.needed_by(rows)
-        has_penalties = self.penalties.needed_by(rows)
+        changes = self._changes_logits(rows)
         wanted = self._params.logprobs_wanted(rows)
         logprobs = None
         if (wanted != NO_LOGPROBS).any():
-            logprobs = LogprobsRequest(logits, wanted, keep=has_bias or has_penalties)
-
-        if has_bias:
-            self._logit_bias.apply(logits, rows, batch.order.seq_lens[:num_sampled])
-        if has_penalties:
-            self.penalties.apply(logits, idx_mapping)
+            logprobs = LogprobsRequest(logits, wanted, keep=changes)
+        if changes:
+            self._change_logits(logits, batch, rows, idx_mapping)
         has_filters = self._params.has_filters(rows)
         token_ids = self.draw(logits, idx_mapping, batch.seq_lens[:num_sampled], has_filters)
-        if has_penalties:
+        if self.penalties.needed_by(rows):
             self.penalties.count(token_ids, idx_mapping)
         return SamplerOutput(token_ids, None if logprobs is None else logprobs.compute(token_ids))
 
     def only_draws(self, rows: Int32Array) -> bool:
         """Whether `draw` is all that `rows` need."""
         return not (
-            self._logit_bias.needed_by(rows)
-            or self.penalties.needed_by(rows)
-            or (self._params.logprobs_wanted(rows) != NO_LOGPROBS).any()
+            self._changes_logits(rows) or (self._params.logprobs_wanted(rows) != NO_LOGPROBS).any()
         )
+
+    def _changes_logits(self, rows: Int32Array) -> bool:
+        states = (self._logit_bias, self.penalties, self._allowed, self._bad_words)
+        return any(state.needed_by(rows) for state in states)
+
+    def _change_logits(
+        self, logits: torch.Tensor, batch: InputBatch, rows: Int32Array, idx_mapping: torch.Tensor
+    ) -> None:
+        """Bad words come last: they ask whether anything else is left."""
+        if self._logit_bias.needed_by(rows):
+            self._logit_bias.apply(logits, rows, batch.order.seq_lens[: len(rows)])
+        if self.penalties.needed_by(rows):
+            self.penalties.apply(logits, idx_mapping)
+        if self._allowed.needed_by(rows):
+            self._allowed.apply(logits, rows)
+        if self._bad_words.needed_by(rows):
+            self._bad_words.apply(logits, rows, batch.seq_lens[: len(rows)])
 
     def draw(
         self,

@@ -71,6 +71,8 @@ def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> Samplin
         min_p=0.01,
         repetition_penalty=1.1,
         logit_bias={0: 1.0},
+        allowed_token_ids=(0, 1),
+        bad_words=((1,), (0, 1)),
         logprobs=num_logprobs,
         prompt_logprobs=prompt_logprobs,
     )

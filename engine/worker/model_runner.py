@@ -73,7 +73,13 @@ class ModelRunner:
         self.states = RequestState(rows, max_model_len, device)
         self._block_tables = BlockTables(rows, max_model_len, config.cache.block_size, device)
         self._decode_set = DecodeSet(rows)
-        self.sampler = Sampler(rows, config.model.vocab_size, device, config.device.deterministic)
+        self.sampler = Sampler(
+            rows,
+            config.model.vocab_size,
+            device,
+            config.device.deterministic,
+            token_ids=self.states.token_ids.tensor,
+        )
         self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = self.states.row_tables(self._block_tables)
         self._carried: list[CarriedTensor] = [

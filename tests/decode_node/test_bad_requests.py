@@ -87,6 +87,18 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [1], "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
     ({"prompt": [1], "logit_bias": {"1": 1000}}, "logit_bias"),
     ({"prompt": [1], "logit_bias": [1]}, "logit_bias"),
+    ({"prompt": [1], "allowed_token_ids": []}, "allowed_token_ids"),
+    ({"prompt": [1], "allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids"),
+    ({"prompt": [1], "allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"prompt": [1], "allowed_token_ids": [1.5]}, "allowed_token_ids.0"),
+    ({"prompt": [1], "allowed_token_ids": 1}, "allowed_token_ids"),
+    ({"prompt": [1], "allowed_token_ids": [1] * 5000}, "allowed_token_ids"),
+    ({"prompt": [1], "bad_words": [""]}, "bad_words"),
+    ({"prompt": [1], "bad_words": "x"}, "bad_words"),
+    ({"prompt": [1], "bad_words": [1]}, "bad_words.0"),
+    ({"prompt": [1], "bad_words": ["x" * 257]}, "bad_words"),
+    ({"prompt": [1], "bad_words": ["x"] * 257}, "bad_words"),
+    ({"prompt": [1], "bad_words": ["qzxj" * 20]}, "bad_words"),
     ({"prompt": [1], "seed": "x"}, "seed"),
     ({"prompt": [1], "stream": "yes"}, "stream"),
     ({"prompt": [1], "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -117,6 +129,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
     ({"messages": [USER], "logprobs": 3}, "logprobs"),
     ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": [USER], "allowed_token_ids": []}, "allowed_token_ids"),
+    ({"messages": [USER], "bad_words": [" "]}, "bad_words"),
     ({"messages": [USER], "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
     ({"messages": [USER], "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a"),
     ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens"),
@@ -400,7 +414,7 @@ def test_no_body_is_more_than_a_bad_request(body: dict[str, Any], raw: bytes) ->
             try:
                 parsed = parse_body(content, kind)
                 parsed.check_supported()
-                parsed.sampling()
+                parsed.sampling(lambda texts: [[1] for _ in texts])
                 if isinstance(parsed, CompletionRequest):
                     parsed.prompts(CONTEXT)
             except HttpError as error:

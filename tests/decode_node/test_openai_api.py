@@ -197,16 +197,19 @@ async def test_sampling_parameters_reach_the_engine() -> None:
         "frequency_penalty": 0.3,
         "min_tokens": 2,
         "stop_token_ids": [399],
+        "allowed_token_ids": [7, 5],
         "ignore_eos": True,
     }
     async with http_node() as node:
         body = {**TEXT, **sent, "logit_bias": {"5": -1.5}, "priority": -3, "cache_salt": "tenant"}
-        await post(node, "/v1/completions", body)
+        await post(node, "/v1/completions", {**body, "bad_words": ["the", "dog"]})
         spec = node.engine.only.request.spec
         for name, value in sent.items():
             expected = tuple(value) if isinstance(value, list) else value
             assert getattr(spec.sampling, name) == expected, name
         assert spec.sampling.logit_bias == {5: -1.5}
+        spelt = [node.tokenizer.decode(word) for word in spec.sampling.bad_words]
+        assert [text for text in spelt if not text.startswith(" ")] == ["the", "dog"]
         assert (spec.priority, spec.cache_salt, spec.sampling.seed) == (-3, "tenant", 4)
 
 

@@ -78,6 +78,21 @@ async def _completions(client: openai.AsyncOpenAI) -> None:
         stop=word,
     )
     assert word not in stopped.choices[0].text
+    limits: dict[str, Any] = {"bad_words": [word], "return_token_ids": True}
+    for extra in (limits, {**limits, "allowed_token_ids": list(range(20, 220))}):
+        limited = await client.completions.create(
+            model="demo",
+            prompt="One morning, Ada walked to the",
+            n=2,
+            temperature=0.9,
+            seed=5,
+            max_tokens=12,
+            extra_body=extra,
+        )
+        for choice in limited.choices:
+            assert word not in choice.text.split()
+            allowed = extra.get("allowed_token_ids")
+            assert allowed is None or set(choice.token_ids) <= set(allowed)  # type: ignore[attr-defined]
     assert stopped.choices[0].finish_reason == "stop"
 
 

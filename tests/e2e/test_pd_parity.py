@@ -39,8 +39,12 @@ def requests() -> list[dict[str, Any]]:
     sampled = [
         {"prompt": prompt(n), "temperature": 0.9, "top_p": 0.95, "seed": 1000 + n} for n in LENGTHS
     ]
+    limited = [
+        {**request, "bad_words": ["the", "and"], "allowed_token_ids": list(range(10, 400))}
+        for request in (greedy[-1], sampled[-1])
+    ]
     common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
-    return [{**common, **request} for request in greedy + sampled]
+    return [{**common, **request} for request in greedy + sampled + limited]
 
 
 async def texts(complete: Any, url: str) -> list[str]:

@@ -11,6 +11,8 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,7 +21,7 @@ from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
 from engine.outputs import TokenLogprobs
 from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
-from tests.engine.core.tiny_engine import Oracle, until, until_empty
+from tests.engine.core.tiny_engine import VOCAB, Oracle, until, until_empty
 from tests.processes import find_processes, is_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -91,6 +93,30 @@ async def test_prompt_logprobs_are_the_same_on_either_side(pair: Pair, oracle: O
     for remote, local in zip(await one(is_remote=True), await one(is_remote=False), strict=True):
         assert (remote.token_ids, remote.rank) == (local.token_ids, local.rank)
         assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_limits_on_tokens_hold_on_both_nodes(pair: Pair, temperature: float) -> None:
+    """The first token is sampled on prefill, the others on decode, or all of them here."""
+    free = {"temperature": temperature, "max_tokens": 20}
+
+    async def one(*, is_remote: bool, **limits: Any) -> list[int]:
+        offer, pull = pair.request(27, **free, **limits)
+        stream = pair.decode.generate(pull)
+        if is_remote:
+            assert (await pair.run_prefill(offer)).ok
+        else:
+            pair.decode.prefill_locally(pull.request_id)
+        return await tokens_of(stream)
+
+    said = await one(is_remote=False)
+    words = tuple({(said[0],), *pairwise(said)})
+    allowed = tuple(set(range(1, VOCAB, 2)) | set(said))
+    limits = {"allowed_token_ids": allowed, "bad_words": words}
+    remote = await one(is_remote=True, **limits)
+    assert remote == await one(is_remote=False, **limits)
+    assert remote[0] != said[0] and set(remote) <= set(allowed)
+    assert not set(pairwise(remote)) & set(words)
 
 
 async def test_aborts_on_either_side_at_any_moment(pair: Pair, oracle: Oracle) -> None:

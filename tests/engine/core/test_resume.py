@@ -56,6 +56,11 @@ def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
         {"temperature": 0.0, "repetition_penalty": 1.8},
         {"temperature": 1.0, "min_tokens": 12, "logit_bias": {0: 8.0}},
         {"temperature": 1.0, "logprobs": 3},
+        {
+            "temperature": 1.0,
+            "allowed_token_ids": tuple(range(1, 12)),
+            "bad_words": ((3,), (5, 5), (5, 6), (7, 1), (1, 2, 4)),
+        },
     ],
     ids=lambda wanted: "-".join(wanted),
 )

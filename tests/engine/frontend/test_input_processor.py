@@ -94,6 +94,15 @@ def test_numbers_out_of_range(name: str, value: float) -> None:
         {"logit_bias": {VOCAB: 1.0}},
         {"logit_bias": {1: math.nan}},
         {"logit_bias": {1: 101.0}},
+        {"allowed_token_ids": ()},
+        {"allowed_token_ids": (VOCAB,)},
+        {"allowed_token_ids": (1, -1)},
+        {"allowed_token_ids": (1,) * 4097},
+        {"allowed_token_ids": (0, 7), "min_tokens": 1, "stop_token_ids": (7,)},
+        {"bad_words": ((1,), ())},
+        {"bad_words": ((1, VOCAB),)},
+        {"bad_words": ((1,),) * 513},
+        {"bad_words": ((1,) * 33,)},
     ],
 )
 def test_wrong_sampling_names_its_field(sampling: dict[str, Any]) -> None:

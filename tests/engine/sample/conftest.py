@@ -32,7 +32,7 @@ class SamplerBench:
         self.states = RequestState(ROWS, MAX_LEN, device)
         self.block_tables = BlockTables(ROWS, MAX_LEN, 16, device)
         self.buffers = InputBuffers(ROWS, ROWS * MAX_LEN, MAX_LEN // 16, device)
-        self.sampler = Sampler(ROWS, VOCAB, device)
+        self.sampler = Sampler(ROWS, VOCAB, device, token_ids=self.states.token_ids.tensor)
         self.last: SamplerOutput | None = None
         self.rows: list[int] = []
 

@@ -47,6 +47,8 @@ PENALISED = SamplingParams(
     logit_bias={3: 2.0},
     logprobs=3,
     ignore_eos=True,
+    allowed_token_ids=tuple(range(0, 200, 3)),
+    bad_words=((6,), (3, 3), (3, 9), (9, 12, 15)),
 )
 KINDS = [GREEDY, SEEDED, FILTERED, PENALISED]
 ROWS = 6

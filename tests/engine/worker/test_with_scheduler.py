@@ -27,8 +27,14 @@ from tests.engine.worker.conftest import tiny_config
 EOS = 3
 KINDS = [
     {"temperature": 0.0},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 0.8, "top_p": 0.9, "bad_words": ((5,), (6, 6), (7, 8), (1, 2, 3))},
+    {
+        "temperature": 0.0,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "allowed_token_ids": tuple(range(0, 200, 2)),
+        "bad_words": tuple((first, 8) for first in range(0, 40, 2)),
+    },
     {"min_tokens": 10, "min_p": 0.02, "logit_bias": {5: 1.5}, "stop_token_ids": (8, 9, 10)},
 ]
 MAX_STEPS = 2000
