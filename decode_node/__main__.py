@@ -9,6 +9,7 @@ import uvloop
 from decode_node.config import DecodeNodeSettings
 from decode_node.server import serve
 from edge.security.config import SecurityError
+from edge.tracing.file import TraceFileError
 from engine.errors import EngineDeadError
 from engine.frontend.tokenizer import TokenizerError
 from engine.models.checkpoint import CheckpointError
@@ -31,6 +32,7 @@ def main() -> int:
         SecurityError,
         SettingsError,
         TokenizerError,
+        TraceFileError,
         OSError,
     ) as error:
         print(f"decode node: {error}", file=sys.stderr)

@@ -60,6 +60,7 @@ class DecodeNode:
         tokenizer: Tokenizer,
         ports: NodePorts,
         credentials: Credentials,
+        traces: TraceFile | None,
     ) -> None:
         self._settings = settings
         self._engine = engine
@@ -79,7 +80,7 @@ class DecodeNode:
             settings.drain_timeout_s,
             self._note_status,
         )
-        self._metrics = create_metrics(settings, engine, self._proxy)
+        self._metrics = create_metrics(engine, self._proxy, traces)
         self._metrics.registry.register(CertificateCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
         app = create_node_app(
@@ -170,17 +171,18 @@ class NodePorts:
 
 
 async def serve(settings: DecodeNodeSettings) -> int:
-    """Runs the node; its exit code. Raises `CheckpointError`, `TokenizerError`,
-    `EngineDeadError`, `PortInUse`, `SecurityError`."""
+    """Runs the node and returns its exit code. Raises `CheckpointError`, `TokenizerError`,
+    `EngineDeadError`, `PortInUse`, `SecurityError`, `TraceFileError`."""
     stop = StopSignal()
     credentials = Credentials(settings.security_config())
     ports = NodePorts.take(settings, credentials)
     config = settings.to_engine_config("kv_consumer")
+    traces = TraceFile.open(settings.trace_file, "tandem-decode", config.engine_id)
     tokenizer = Tokenizer.of_model(config.model)
     engine = await start_engine(config, tokenizer, stop)
     if engine is None:
         return 0
-    node = DecodeNode(settings, engine, tokenizer, ports, credentials)
+    node = DecodeNode(settings, engine, tokenizer, ports, credentials, traces)
     try:
         return await node.run(stop)
     finally:
@@ -220,10 +222,7 @@ def create_proxy(
     )
 
 
-def create_metrics(
-    settings: DecodeNodeSettings, engine: AsyncLLM, proxy: DisaggProxy
-) -> DecodeMetrics:
-    traces = TraceFile.open(settings.trace_file, "tandem-decode", engine.config.engine_id)
+def create_metrics(engine: AsyncLLM, proxy: DisaggProxy, traces: TraceFile | None) -> DecodeMetrics:
     metrics = DecodeMetrics(engine.config, traces)
     metrics.registry.register(EngineCollector(engine))
     metrics.watch_proxy(proxy)

@@ -7,6 +7,7 @@ import sys
 import uvloop
 
 from edge.security.config import SecurityError
+from edge.tracing.file import TraceFileError
 from engine.errors import EngineDeadError
 from engine.frontend.tokenizer import TokenizerError
 from engine.models.checkpoint import CheckpointError
@@ -31,6 +32,7 @@ def main() -> int:
         SettingsError,
         SecurityError,
         TokenizerError,
+        TraceFileError,
     ) as error:
         print(f"prefill node: {error}", file=sys.stderr)
         return 1

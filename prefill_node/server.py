@@ -35,8 +35,8 @@ _WATCH_S = 0.25
 
 
 async def serve(settings: PrefillNodeSettings) -> int:
-    """Runs the node; its exit code. Raises `CheckpointError`, `EngineDeadError`, `PortInUse`,
-    `SecurityError`."""
+    """Runs the node and returns its exit code. Raises `CheckpointError`, `EngineDeadError`,
+    `PortInUse`, `SecurityError`, `TraceFileError`."""
     stop = StopSignal()
     credentials = Credentials(settings.security_config())
     server = NodeGrpcServer(settings.host, settings.port, credentials, CALLERS)
@@ -44,11 +44,12 @@ async def serve(settings: PrefillNodeSettings) -> int:
     if settings.metrics_port is not None:
         probes = ProbeServer(settings.host, settings.metrics_port)
     config = settings.to_engine_config("kv_producer")
+    traces = TraceFile.open(settings.trace_file, "tandem-prefill", config.engine_id)
     engine = await start_engine(config, None, stop)
     if engine is None:
         return 0
     try:
-        return await _serve_engine(settings, credentials, server, probes, engine, stop)
+        return await _serve_engine(settings, credentials, server, probes, engine, stop, traces)
     finally:
         if probes is not None:
             await probes.stop()
@@ -63,6 +64,7 @@ async def _serve_engine(
     probes: ProbeServer | None,
     engine: AsyncLLM,
     stop: StopSignal,
+    traces: TraceFile | None,
 ) -> int:
     status = NodeStatus(
         engine, node_pb2.NODE_ROLE_PREFILL, settings.stuck_after_s, settings.frozen_after_s
@@ -76,7 +78,7 @@ async def _serve_engine(
         metrics,
         max_waiting_requests=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,
-        traces=TraceFile.open(settings.trace_file, "tandem-prefill", engine.config.engine_id),
+        traces=traces,
     )
     prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
         servicer, server.server

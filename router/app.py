@@ -201,6 +201,8 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
             migrations=_make_migrations(settings, attempts, registry, world.rng),
             metrics=metrics,
             send_timeout_s=settings.send_timeout_s,
+            no_node_wait_s=settings.no_node_wait_s,
+            rng=world.rng,
         ),
         gate=gate,
     )

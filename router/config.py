@@ -157,6 +157,13 @@ class RouterSettings(SecuritySettings):
         description="A decode node that says nothing for so long in the middle of an answer is "
         "taken for hung. A node that works says something every second.",
     )
+    no_node_wait_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="A request that finds no live decode node waits so long for one, as when all "
+        "are restarted at once, before it is answered with 503. Never beyond its deadline. 0: not "
+        "at all.",
+    )
     send_timeout_s: float = Field(
         default=20.0,
         gt=0,

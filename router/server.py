@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import ssl
@@ -26,6 +25,7 @@ from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.security.tls_files import TlsFiles
 from edge.security.tls_http import TlsConfig
+from edge.supervisor import tell_supervisor
 from router.app import OuterWorld, Services, create_admin_app, create_app
 from router.config import RouterSettings
 from router.errors import ConfigurationError
@@ -117,10 +117,10 @@ class RouterServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
-        ready = {"event": "ready", "role": "router", "host": host, "port": port}
+        facts = {"role": "router", "host": host, "port": port}
         if self._admin_listener is not None:
-            ready["admin_port"] = self._admin_listener.getsockname()[1]
-        print(json.dumps(ready), flush=True)
+            facts["admin_port"] = self._admin_listener.getsockname()[1]
+        tell_supervisor("ready", **facts)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by Python in between two steps of the event loop."""

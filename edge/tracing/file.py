@@ -31,18 +31,28 @@ class Span:
     attributes: Mapping[str, str | int] = field(default_factory=dict)
 
 
+class TraceFileError(Exception):
+    """The trace file cannot be written. The message names it and says what to do."""
+
+
 class TraceFile:
     """Appends to `path`. One service, one thread. What cannot be written ends nothing."""
 
     def __init__(self, path: Path, service: str, instance: str) -> None:
-        """Raises OSError."""
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        """Raises `TraceFileError`."""
+        try:
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise TraceFileError(
+                f"the trace file {path} cannot be opened ({error.strerror}); make its folder, or "
+                f"give another --trace-file"
+            ) from None
         self._resource = _attributes({"service.name": service, "service.instance.id": instance})
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     @classmethod
     def open(cls, path: Path | None, service: str, instance: str) -> TraceFile | None:
-        """None: no traces are wanted. Raises OSError."""
+        """Returns None where no traces are wanted. Raises `TraceFileError`."""
         return None if path is None else cls(path, service, instance)
 
     def write(self, trace: TraceContext, spans: Sequence[Span]) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import signal
 import sys
 
+from edge.supervisor import tell_supervisor
 from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
@@ -23,15 +23,10 @@ _GC_THRESHOLDS = (50_000, 20, 50)
 """Young objects of one large request must not make the collector walk everything again."""
 
 
-def emit(event: str, **facts: object) -> None:
-    """Tells the supervisor."""
-    print(json.dumps({"event": event, **facts}), flush=True)
-
-
 def emit_ready(engine: AsyncLLM, **facts: object) -> None:
     """The node serves. `facts`: where, and as what."""
     config = engine.config
-    emit(
+    tell_supervisor(
         "ready",
         **facts,
         pid=os.getpid(),
@@ -88,4 +83,4 @@ async def start_engine(
 
 
 def _report(progress: LoadProgress) -> None:
-    emit("progress", stage=progress.stage, fraction=round(progress.fraction, 4))
+    tell_supervisor("progress", stage=progress.stage, fraction=round(progress.fraction, 4))

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.admission.line_pace import LinePace
 from router.admission.retry_after import RetryAfter
 from router.admission.tenant_limits import TenantLimits
 from router.admission.waiting_line import Waiting, WaitingLine
@@ -28,7 +29,6 @@ from router.request.info import RequestInfo
 from router.request.tenants import Priority
 
 _SLACK = 1.2
-_SMOOTHING = 0.05
 
 
 class Refusal(StrEnum):
@@ -72,8 +72,7 @@ class AdmissionGate:
     refusals: Counter[Refusal] = field(default_factory=Counter)
     _tenants: TenantLimits = field(init=False)
     _retry_after: RetryAfter = field(init=False)
-    _interval_s: float = 0.0
-    _freed_at: float = 0.0
+    _pace: LinePace = field(default_factory=LinePace)
 
     def __post_init__(self) -> None:
         self._retry_after = RetryAfter(self.rng)
@@ -95,6 +94,8 @@ class AdmissionGate:
             self._start(admit)
             return None
         self._check_line(request)
+        if not len(self.line):
+            self._pace.line_begins(now)
         waiting = Waiting(request, now, now + self.deadline_s(request), admit)
         self.line.add(waiting)
         return waiting
@@ -102,7 +103,7 @@ class AdmissionGate:
     def free(self) -> None:
         """A request that had a slot has its first byte, or has ended without one."""
         self.num_started -= 1
-        self._note_pace(self.clock())
+        self._pace.slot_freed(self.clock(), is_waited_for=len(self.line) > 0)
         while len(self.line) and self.num_started < self.num_slots():
             self._start(self.line.pop(self.clock()).admit)
 
@@ -142,8 +143,12 @@ class AdmissionGate:
         return request.ttft_deadline_s or self.limits.wait_s or float("inf")
 
     def drain_s(self) -> float:
-        """Until the line as it is now will have gone on, at the present pace."""
-        return (len(self.line) + 1) * self._interval_s
+        """Returns the time until the line as it is now will have gone on."""
+        return self._pace.drains_in_s(len(self.line) + 1, self.clock(), self.num_slots())
+
+    def retry_after_s(self) -> int:
+        """Returns when somebody who cannot even be let into the line should come back."""
+        return self._retry_after.seconds(self.drain_s())
 
     def _take_from_tenant(self, request: RequestInfo, now: float) -> None:
         try:
@@ -162,9 +167,11 @@ class AdmissionGate:
     def _check_line(self, request: RequestInfo) -> None:
         if len(self.line) >= self.limits.max_waiting:
             raise self._refuse(
-                Refusal.LINE_FULL, f"{len(self.line)} requests are waiting.", self.drain_s()
+                Refusal.LINE_FULL,
+                f"{len(self.line)} requests are waiting.",
+                self._pace.next_place_in_s(self.clock(), self.num_slots()),
             )
-        late_s = self.drain_s() - self.deadline_s(request)
+        late_s = self._pace.surely_drains_in_s(len(self.line) + 1) - self.deadline_s(request)
         if late_s > 0 and request.priority is not Priority.INTERACTIVE:
             raise self._refuse(
                 Refusal.TOO_LATE,
@@ -181,12 +188,6 @@ class AdmissionGate:
     def _start(self, admit: Callable[[], None]) -> None:
         self.num_started += 1
         admit()
-
-    def _note_pace(self, now: float) -> None:
-        """Time between two slots that become free, while the line is not empty."""
-        if len(self.line) and self._freed_at:
-            self._interval_s += _SMOOTHING * (now - self._freed_at - self._interval_s)
-        self._freed_at = now
 
 
 def shed_probability(fill: float) -> float:

@@ -1,4 +1,4 @@
-"""When a refused client should come back."""
+"""Says when a refused client should come back."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass
 
 _MIN_S = 1.0
-_MAX_S = 30.0
+_MAX_S = 60.0
 _JITTER = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class RetryAfter:
-    """Whole seconds from 1 to 30, a fifth up or down at random: clients that were refused together
+    """Whole seconds from 1 to 60, a fifth up or down at random: clients that were refused together
     should not come back together."""
 
     rng: random.Random

@@ -59,6 +59,11 @@ class Ticket:
         waited_s = self._gate.clock() - self._offered_at
         self._gate.check_placement(self._request, placement, waited_s)
 
+    def time_left_s(self) -> float:
+        """Returns the time until the deadline of the request; it may be over."""
+        waited_s = self._gate.clock() - self._offered_at
+        return self._gate.deadline_s(self._request) - waited_s
+
     def first_byte(self) -> None:
         if self._has_slot:
             self._has_slot = False

@@ -92,7 +92,10 @@ class ProxyEndpoint:
 
     async def _read(self, scope: Scope, receive: Receive, trace: RequestTrace) -> ClientRequest:
         if self.num_open > self.max_open_requests:
-            raise Overloaded("The router has too many open requests. Try again shortly.")
+            raise Overloaded(
+                "The router has too many open requests. Try again shortly.",
+                retry_after_s=self.gate.retry_after_s(),
+            )
         headers = request_headers(scope)
         body = await read_json_body(headers, receive, self.body_limits)
         name = trace.request_id

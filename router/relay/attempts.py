@@ -3,7 +3,8 @@
 1. place     the policy chooses nodes
 2. attempt   `Exchange.open`; on failure, or a 429 or 503 from the node, back to 1 without it: at
              most `max_attempts` times and within the retry budget
-3. judge     when the answer is over: it speaks for the node, or against it
+3. wait      no node is alive, or none that was tried: for one to come back, then 1 with everybody
+4. judge     when the answer is over: it speaks for the node, or against it
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement, Policy, PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome
 from router.relay.exchange import Exchange
+from router.relay.node_wait import NodeWait
 from router.relay.retry_budget import RetryBudget
 from router.relay.silence_watch import SilenceWatch
 from router.request.client_request import ClientRequest
@@ -61,15 +63,19 @@ class Attempts:
     node_api_key: str = ""
     wants_journal: bool = True
 
-    async def begin(self, request: ClientRequest, check: Callable[[Placement], None]) -> Exchange:
-        """An answer whose beginning is here. `check` may refuse the first placement.
+    async def begin(
+        self, request: ClientRequest, check: Callable[[Placement], None], wait: NodeWait
+    ) -> Exchange:
+        """Returns an answer whose beginning is here. `check` may refuse the first placement; `wait`
+        bounds the time without a live node.
 
         Raises:
             HttpError: nobody answers.
         """
         self.budget.add_request()
         tried: list[Node] = []
-        placement = self.place(request, tried)
+        num_tried = 0
+        placement = await self._first_placement(request, wait)
         check(placement)
         while True:
             headers = self.node_headers(request, placement)
@@ -78,9 +84,14 @@ class Attempts:
             if failure is None:
                 return exchange
             tried.append(placement.decode)
+            num_tried += 1
             following = self._next_placement(request, tried)
+            if following is None and failure is not Failure.REFUSED:
+                exchange.close()
+                tried = []
+                following = await self._later_placement(request, failure, wait)
             if following is None:
-                return _last_word(exchange, failure, len(tried))
+                return _last_word(exchange, failure, num_tried)
             exchange.close()
             placement = following
             self.metrics.retries.labels(failure).inc()
@@ -167,6 +178,29 @@ class Attempts:
         if self.node_api_key:
             headers["authorization"] = f"Bearer {self.node_api_key}"
         return headers
+
+    async def _first_placement(self, request: ClientRequest, wait: NodeWait) -> Placement:
+        """Raises `HttpError`."""
+        while True:
+            try:
+                return self.place(request, ())
+            except NoNodeAvailable:
+                if not await wait.pause():
+                    raise
+
+    async def _later_placement(
+        self, request: ClientRequest, failure: Failure, wait: NodeWait
+    ) -> Placement | None:
+        """Returns where to try again after everybody was tried; None when no time is left, or no
+        budget. What has not reached a node need not be paid for."""
+        while await wait.pause():
+            try:
+                placement = self.place(request, ())
+            except NoNodeAvailable:
+                continue
+            is_free = failure is Failure.UNREACHABLE
+            return placement if is_free or self.budget.try_take() else None
+        return None
 
     def _next_placement(self, request: ClientRequest, tried: Sequence[Node]) -> Placement | None:
         """Where to try again; None when the request has had its chances."""

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Send
 
@@ -21,18 +22,22 @@ from router.observe.metrics import RouterMetrics
 from router.relay.attempts import Attempts
 from router.relay.journaled_relay import JournaledRelay
 from router.relay.migration import Migrations
+from router.relay.node_wait import NodeWait
 from router.relay.plain_relay import Client, PlainRelay
 from router.request.client_request import ClientRequest
 
 
 @dataclass(slots=True, kw_only=True)
 class Forwarder:
-    """`send_timeout_s`: a client that takes nothing for so long is disconnected."""
+    """Has requests answered. A client that takes nothing for `send_timeout_s` is disconnected; a
+    request waits for a live node for `no_node_wait_s` at most, and never beyond its deadline."""
 
     attempts: Attempts
     migrations: Migrations
     metrics: RouterMetrics
     send_timeout_s: float = 20.0
+    no_node_wait_s: float = 5.0
+    rng: random.Random = field(default_factory=random.Random)
 
     async def forward(self, request: ClientRequest, ticket: Ticket, send: Send) -> int:
         """Has `request` answered through `send`; returns the status that the client got.
@@ -43,7 +48,9 @@ class Forwarder:
         """
         trace = request.trace
         trace.admitted_at = time.monotonic()
-        exchange = await self.attempts.begin(request, ticket.check)
+        wait_s = min(self.no_node_wait_s, ticket.time_left_s())
+        wait = NodeWait(self.attempts.registry, trace.admitted_at + wait_s, self.rng)
+        exchange = await self.attempts.begin(request, ticket.check, wait)
         ticket.first_byte()
         trace.answered_at = time.monotonic()
         trace.decode_node = str(exchange.placement.decode.address)

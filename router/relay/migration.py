@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from dataclasses import dataclass, field
@@ -22,12 +21,9 @@ from router.placement.policy import Placement
 from router.relay.attempts import Attempts, Failure
 from router.relay.exchange import Exchange
 from router.relay.journal import Journal
+from router.relay.node_wait import NodeWait
 from router.relay.retry_budget import RetryBudget
 from router.request.client_request import ClientRequest
-
-_FIRST_PAUSE_S = 0.05
-_MAX_PAUSE_S = 1.0
-_LOOK_S = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,8 +43,7 @@ class Migrations:
         """The exchange that goes on; None when nobody can. `num_before`: migrations so far."""
         if num_before >= self.max_per_request or journal.is_too_long:
             return None
-        deadline = time.monotonic() + self.timeout_s
-        pause_s = _FIRST_PAUSE_S
+        wait = NodeWait(self.registry, time.monotonic() + self.timeout_s, self.rng)
         tried: list[Node] = [lost.decode]
         while True:
             placement = self._place(request, lost.decode.fingerprint, tried)
@@ -60,20 +55,9 @@ class Migrations:
                     return exchange
                 tried.append(placement.decode)
                 continue
-            if not await self._pause(pause_s * self.rng.uniform(0.8, 1.2), deadline):
+            if not await wait.pause():
                 return None
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             tried = []
-
-    async def _pause(self, pause_s: float, deadline: float) -> bool:
-        """Shorter if something changes about the nodes. False: there is no time left."""
-        registry = self.registry
-        version, until = registry.version, time.monotonic() + pause_s
-        while registry.version == version and (left_s := until - time.monotonic()) > 0:
-            if time.monotonic() + left_s > deadline:
-                return False
-            await asyncio.sleep(min(left_s, _LOOK_S))
-        return True
 
     def _place(
         self, request: ClientRequest, fingerprint: str, tried: list[Node]

@@ -25,6 +25,7 @@ from decode_node.remote_prefill import RemotePrefillLimits
 from decode_node.server import connection_limits, create_metrics, create_node_app, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
+from edge.tracing.file import TraceFile
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.http_server import HttpServer, listen
@@ -100,7 +101,8 @@ async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[Http
     callers = CallerCheck(
         read_api_keys(node_settings), Credentials(node_settings.security_config())
     )
-    metrics = create_metrics(node_settings, engine, proxy)  # type: ignore[arg-type]
+    traces = TraceFile.open(node_settings.trace_file, "tandem-decode", config.engine_id)
+    metrics = create_metrics(engine, proxy, traces)  # type: ignore[arg-type]
     app = create_node_app(node_settings, engine, tokenizer, proxy, metrics, state, callers)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:

@@ -90,6 +90,7 @@ class Cluster:
     ) -> RunningRouter:
         prefills = [node.entry for node in nodes if isinstance(node, FakePrefillNode)]
         decodes = [node.entry for node in nodes if isinstance(node, FakeDecodeNode)]
+        settings.setdefault("no_node_wait_s", 0.0)
         settings.setdefault("prefill", ",".join(prefills))
         settings.setdefault("decode", ",".join(decodes))
         running = await self.stack.enter_async_context(

@@ -19,10 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @asynccontextmanager
-async def run_module(module: str, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def run_module(
+    module: str, *args: str, stdout: Any = asyncio.subprocess.PIPE
+) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *args, cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        stdout=stdout, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         yield process

@@ -1,0 +1,62 @@
+"""Measures how fast the line goes on, and says when there will be room in it.
+
+1. unknown    no slot has come free yet while somebody waited. A slot is thought to be free again
+              after a second, or after as long as all of them have been taken
+2. measured   the time between two slots that come free, smoothed
+3. overdue    no slot comes free for longer than that: the wait counts as it is
+
+Who is refused because the line is full is told when a place in it comes free which nobody was
+told of before: refused clients come back one after the other, as fast as the line goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SMOOTHING = 0.05
+_GUESS_S = 1.0
+"""Time from a slot's beginning to its first byte, until one was seen."""
+
+
+@dataclass(slots=True)
+class LinePace:
+    """All times are monotonic seconds."""
+
+    _smoothed_s: float = 0.0
+    _weight: float = 0.0
+    """Of what was measured in `_smoothed_s`: the rest is the zero that it began with."""
+    _since: float = 0.0
+    """When the last slot came free, or the first one began to wait for it."""
+    _promised_until: float = 0.0
+
+    def line_begins(self, now: float) -> None:
+        """Somebody waits, and nobody did."""
+        self._since = now
+
+    def slot_freed(self, now: float, *, is_waited_for: bool) -> None:
+        if is_waited_for and self._since:
+            self._smoothed_s += _SMOOTHING * (now - self._since - self._smoothed_s)
+            self._weight += _SMOOTHING * (1 - self._weight)
+        self._since = now
+
+    def surely_drains_in_s(self, num_waiting: int) -> float:
+        """Returns the time until so many have gone on, at most as long as was measured: who is
+        refused by it would really have come too late."""
+        return num_waiting * self._smoothed_s
+
+    def drains_in_s(self, num_waiting: int, now: float, num_slots: int) -> float:
+        """Returns the best guess of the same."""
+        return num_waiting * self._interval_s(now, num_slots)
+
+    def next_place_in_s(self, now: float, num_slots: int) -> float:
+        """Returns the time until a place comes free, another one at each call."""
+        interval_s = self._interval_s(now, num_slots)
+        self._promised_until = max(now, self._promised_until) + interval_s
+        return self._promised_until - now
+
+    def _interval_s(self, now: float, num_slots: int) -> float:
+        waited_s = max(0.0, now - self._since)
+        if not self._weight:
+            return max(_GUESS_S, waited_s) / num_slots
+        measured_s = self._smoothed_s / self._weight
+        return measured_s + _SMOOTHING * max(0.0, waited_s - measured_s)

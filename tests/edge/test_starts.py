@@ -1,0 +1,90 @@
+"""Services start although nobody can be told, and say what is wrong when they cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from cli.cluster import free_ports
+from edge.tracing.context import TraceContext
+from edge.tracing.file import Span, TraceFile
+from tests.router.processes import ROOT, run_module
+
+FULL = Path("/dev/full")
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Any]:
+    with FULL.open("w") as file:
+        yield file
+
+
+def test_a_service_that_cannot_tell_its_supervisor_goes_on_and_ends_well(full_disk: Any) -> None:
+    code = (
+        "from edge.supervisor import tell_supervisor\n"
+        "tell_supervisor('progress'); tell_supervisor('ready')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=full_disk,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "'ready' cannot be written to standard output" in done.stderr
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
+
+
+async def test_a_router_whose_standard_output_is_full_serves(full_disk: Any) -> None:
+    [port] = free_ports(1)
+    url = f"http://127.0.0.1:{port}/health"
+    async with (
+        run_module("router", "--port", str(port), stdout=full_disk) as process,
+        aiohttp.ClientSession() as client,
+    ):
+        is_up = False
+        while not is_up and process.returncode is None:
+            try:
+                async with client.get(url) as response:
+                    is_up = response.status == 200
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(0.05)
+        process.terminate()
+        assert await process.wait() == 0
+        assert is_up
+
+
+@pytest.mark.parametrize("service", ["router", "decode_node", "prefill_node"])
+def test_a_trace_file_in_a_missing_folder_is_named_before_anything_is_loaded(
+    service: str,
+    demo_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "missing" / "traces"
+    args = ["--port", "0", "--trace-file", str(file)]
+    if service != "router":
+        args += ["--model", str(demo_checkpoint)]
+        monkeypatch.setattr(f"{service}.server.start_engine", None)
+    monkeypatch.setattr(sys, "argv", [service, *args])
+    assert importlib.import_module(f"{service}.__main__").main() in (1, 2)
+    said = capsys.readouterr().err
+    assert str(file) in said and "--trace-file" in said
+    assert "Traceback" not in said
+
+
+def test_traces_that_cannot_be_written_end_nothing() -> None:
+    traces = TraceFile(FULL, "tandem-router", "r")
+    for _ in range(2):
+        traces.write(TraceContext.from_headers({}), [Span("request", 1.0, 2.0)])
