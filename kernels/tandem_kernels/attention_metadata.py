@@ -13,11 +13,13 @@ class AttentionMetadata:
 
     The first `num_decodes` requests have exactly one query token each. A request's query tokens
     are the last of its context: query token i of request r sits at position
-    `seq_lens[r] - query_len[r] + i` and sees everything up to and including itself.
+    `seq_lens[r] - query_len[r] + i` and sees everything up to and including itself, or with a
+    window the last `window` positions of that.
 
     Attributes:
         block_tables: [R, max_blocks] int32, block ids of each request in logical order. Entries
-            beyond `ceil(seq_len / block_size)` are never read.
+            beyond `ceil(seq_len / block_size)` are never read; before a window they name any block
+            of the cache, whose content is never used.
         query_start_loc: [R + 1] int32, request r owns query rows
             `query_start_loc[r] : query_start_loc[r + 1]`.
         seq_lens: [R] int32, context length including this step's tokens. 0 marks a padding row.
@@ -26,6 +28,7 @@ class AttentionMetadata:
         max_seq_len: Upper bound of `seq_lens`, known on the host.
         fixed_order: What a query token attends to is added up in one order, whatever else is in
             the batch, and however its request's tokens are cut into steps.
+        window: Positions that a query token sees at most, its own included; None: all.
     """
 
     block_tables: Tensor
@@ -35,3 +38,4 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     fixed_order: bool = False
+    window: int | None = None

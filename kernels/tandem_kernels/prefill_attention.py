@@ -4,6 +4,7 @@ A program owns one tile of query rows of one KV head: BLOCK_Q query tokens times
 that share the head, row m being token m // GROUP and head m % GROUP. It walks the context twice:
 without a mask up to where its first token stands, then masked to where its last one does. Tiles
 are taken from the end of the batch backwards, so that the longest walks of a prompt start first.
+With a window the walk begins where the first token's window does, and all of it is masked.
 
 On Hopper the unmasked walk loads whole tiles by the copy engine (a tensor descriptor over
 [block, row of a block, D]); a tile must lie in one block. The masked walk always uses pointers,
@@ -90,12 +91,16 @@ def _advance(
     own_position: tl.tensor,
     scale: tl.tensor,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Take keys and values at `position` [TILE] into a softmax state."""
     scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     if MASKED:
-        scores = tl.where(position[None, :] <= own_position[:, None], scores, float("-inf"))
+        seen = position[None, :] <= own_position[:, None]
+        if WINDOW > 0:
+            seen &= position[None, :] > own_position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     weights = tl.exp2(scores * scale - higher[:, None])
     shrink = tl.exp2(peak - higher)
@@ -179,6 +184,7 @@ def prefill_attention_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Program (h, i): the i-th tile from the end of KV head h; spare programs end at once."""
     head = tl.program_id(0)
@@ -212,6 +218,11 @@ def prefill_attention_kernel(
     needed = tl.minimum(cached + first_token + BLOCK_Q, seq_len)
     lane = tl.arange(0, TILE)
     real_dim = (dim < HEAD_DIM)[None, :]
+    masked_from = seen_by_all
+    if WINDOW > 0:
+        first_seen = tl.maximum(cached + first_token - WINDOW + 1, 0)
+        seen_by_all = 0
+        masked_from = first_seen // TILE * TILE
     for start in range(0, seen_by_all, TILE):
         if DESCRIBED:
             block = tl.load(table + start // BLOCK_SIZE)
@@ -226,18 +237,24 @@ def prefill_attention_kernel(
             values = tl.load(places + value_stride, mask=real_dim, other=0.0)
         peak, total, acc = _advance(
             queries, peak, total, acc, keys, values, start + lane, own_position, scale,
-            False, PRECISION,
+            False, WINDOW, PRECISION,
         )  # fmt: skip
-    for start in range(seen_by_all, needed, TILE):
-        mask = (start + lane < seq_len)[:, None] & real_dim
+    for start in range(masked_from, needed, TILE):
+        inside = start + lane < seq_len
+        if WINDOW > 0:
+            inside &= start + lane >= first_seen
+        mask = inside[:, None] & real_dim
         place = _places(table, start, seq_len, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
         places = page + place[:, None] + dim[None, :]
         keys = tl.load(places, mask=mask, other=0.0)
         values = tl.load(places + value_stride, mask=mask, other=0.0)
         peak, total, acc = _advance(
             queries, peak, total, acc, keys, values, start + lane, own_position, scale,
-            True, PRECISION,
+            True, WINDOW, PRECISION,
         )  # fmt: skip
+    if WINDOW > 0:
+        # Requests without a context may come this way as decodes: theirs is zero.
+        total = tl.where(total > 0.0, total, 1.0)
     attended = acc / total[:, None]
     to = (query_row * (NUM_KV_HEADS * GROUP) + query_head) * HEAD_DIM + dim[None, :]
     tl.store(out + to, attended.to(out.dtype.element_ty), mask=real)
@@ -305,6 +322,7 @@ def prefill_attention(
         TILE=tuning.tile,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         DESCRIBED=described,
+        WINDOW=metadata.window or 0,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

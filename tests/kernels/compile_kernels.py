@@ -240,6 +240,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
                     "BLOCK_SIZE": block_size,
                     "PRECISION": "tf32",
                     "DESCRIBED": described,
+                    "WINDOW": 0,
                     **({} if described else {"tiles_of_blocks": None}),
                 },
                 {"num_warps": prefill.num_warps, "num_stages": prefill.num_stages},

@@ -6,6 +6,8 @@ float32 and float16.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kernel_checks as check
 import kernel_oracle as oracle
 import numpy as np
@@ -95,6 +97,23 @@ def test_paged_attention(
         block_size=block_size,
         dtype=dtype,
     )
+    check.paged_attention(ops.paged_attention.kernel, batch)
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 400])
+@pytest.mark.parametrize("fixed_order", [False, True])
+def test_paged_attention_through_a_window(window: int, fixed_order: bool) -> None:
+    batch = oracle.paged_batch(
+        [5, 200, 0, 70, 120],
+        [1, 1, 1, 7, 90],
+        num_kv_heads=2,
+        group=3,
+        head_dim=16,
+        block_size=16,
+        window=window,
+        page_padding=32,
+    )
+    batch.metadata = replace(batch.metadata, fixed_order=fixed_order)
     check.paged_attention(ops.paged_attention.kernel, batch)
 
 

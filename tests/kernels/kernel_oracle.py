@@ -60,11 +60,14 @@ class PagedBatch:
                 continue
             group = self.q.shape[1] // keys.shape[0]
             position = torch.arange(keys.shape[1], device=self.q.device)
-            future = position > position[keys.shape[1] - (end - start) :].unsqueeze(1)
+            own = position[keys.shape[1] - (end - start) :].unsqueeze(1)
+            unseen = position > own
+            if self.metadata.window is not None:
+                unseen |= position <= own - self.metadata.window
             for head in range(self.q.shape[1]):
                 queries = self.q[start:end, head].double()
                 scores = queries @ keys[head // group].double().T * self.scale
-                weights = scores.masked_fill_(future, -math.inf).softmax(-1)
+                weights = scores.masked_fill_(unseen, -math.inf).softmax(-1)
                 out[start:end, head] = weights @ values[head // group].double()
         return out
 
@@ -80,22 +83,32 @@ def paged_batch(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     spare_blocks: int = 3,
+    window: int | None = None,
+    page_padding: int = 0,
 ) -> PagedBatch:
-    """Random requests; the leading ones with one query token count as decodes."""
+    """Random requests; the leading ones with one query token count as decodes. What no query sees
+    through `window` is NaN, and entries of tables before it name a block that is all NaN.
+    `page_padding`: unused numbers behind each block."""
     blocks_of = [-(-n // block_size) for n in seq_lens]
     num_blocks = sum(blocks_of) + spare_blocks
     shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
-    kv_cache = torch.full(shape, math.nan, dtype=dtype, device=device)
-    free = torch.randperm(num_blocks).tolist()
+    page = math.prod(shape[1:])
+    pages = torch.full((num_blocks, page + page_padding), math.nan, dtype=dtype, device=device)
+    kv_cache = pages[:, :page].view(shape)
+    null, *free = torch.randperm(num_blocks).tolist()
     # A wrong entry behind a request's last block must never be followed.
     tables = torch.full((len(seq_lens), max(blocks_of) + 2), 2**30, dtype=torch.int32)
     keys, values = [], []
     for r, seq_len in enumerate(seq_lens):
         kv = torch.randn(2, num_kv_heads, seq_len, head_dim, device=device).to(dtype)
-        for b in range(blocks_of[r]):
+        first = 0 if window is None else max(0, seq_len - query_lens[r] - window + 1)
+        tables[r, : first // block_size] = null
+        for b in range(first // block_size, blocks_of[r]):
             tables[r, b] = free.pop()
-            piece = kv[:, :, b * block_size : (b + 1) * block_size]
-            kv_cache[tables[r, b], :, :, : piece.shape[2]] = piece
+            begin = max(first, b * block_size)
+            piece = kv[:, :, begin : (b + 1) * block_size]
+            place = begin - b * block_size
+            kv_cache[tables[r, b], :, :, place : place + piece.shape[2]] = piece
         keys.append(kv[0])
         values.append(kv[1])
     num_decodes = next((r for r, n in enumerate(query_lens) if n != 1), len(query_lens))
@@ -107,6 +120,7 @@ def paged_batch(
         num_decodes=num_decodes,
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
+        window=window,
     )
     return PagedBatch(q, kv_cache, metadata, keys, values, head_dim**-0.5)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kernel_checks as check
 import kernel_oracle as oracle
 import pytest
@@ -61,6 +63,48 @@ def test_any_mixture(
             block_size=block_size,
         ),
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    decodes=st.lists(st.integers(1, 90), max_size=4),
+    prefills=st.lists(st.tuples(st.integers(0, 50), st.integers(2, 40)), max_size=3),
+    block_size=st.sampled_from([1, 16, 64]),
+    window=st.integers(1, 60),
+    fixed_order=st.booleans(),
+)
+def test_through_a_window(
+    decodes: list[int],
+    prefills: list[tuple[int, int]],
+    block_size: int,
+    window: int,
+    fixed_order: bool,
+) -> None:
+    """Of nothing before it a number is used."""
+    if not decodes and not prefills:
+        return
+    torch.manual_seed(window)
+    batch = oracle.paged_batch(
+        [*decodes, *(cached + new for cached, new in prefills)],
+        [*(1 for _ in decodes), *(new for _, new in prefills)],
+        num_kv_heads=1,
+        group=2,
+        head_dim=8,
+        block_size=block_size,
+        window=window,
+        page_padding=8,
+    )
+    batch.metadata = replace(batch.metadata, fixed_order=fixed_order)
+    check.paged_attention(ops.paged_attention, batch)
+
+
+def test_pages_with_room_behind_the_block() -> None:
+    torch.manual_seed(3)
+    batch = oracle.paged_batch(
+        [37, 20, 40], [1, 1, 9], num_kv_heads=2, group=2, head_dim=16, block_size=16,
+        page_padding=24,
+    )  # fmt: skip
+    check.paged_attention(ops.paged_attention, batch)
 
 
 def test_padding_requests_and_their_rows_give_zero() -> None:

@@ -3,8 +3,8 @@
 Decodes of similar length share one batched call: their pages are gathered, the query heads that
 share a KV head become query rows, and what lies beyond a context is zeroed before it is used
 (a page's unwritten tail may hold NaN, and a masked NaN still poisons a sum). Longer queries run
-one request at a time on exactly the tokens of its context. In fixed order every query token is
-by itself.
+one request at a time on exactly the tokens of its context; so does everything with a window. In
+fixed order every query token is by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], Hq a multiple of Hkv; query head h reads KV head `h // (Hq // Hkv)`.
-        kv_cache: [N, 2, Hkv, B, D]; the step's own keys and values are already written.
+        kv_cache: [N, 2, Hkv, B, D], blocks contiguous; the step's own keys and values are already
+            written.
         metadata: The ragged batch.
         scale: Multiplies the scores, usually `D ** -0.5`.
 
@@ -34,7 +35,8 @@ def paged_attention(
     """
     out = torch.zeros_like(q)
     seq_lens = metadata.seq_lens.tolist()
-    num_decodes = 0 if metadata.fixed_order else metadata.num_decodes
+    window = metadata.window
+    num_decodes = 0 if metadata.fixed_order or window is not None else metadata.num_decodes
     for requests in _similar_lengths(seq_lens[:num_decodes], kv_cache.shape[3]):
         _decode(out, q, kv_cache, metadata, requests, scale)
     if num_decodes < len(seq_lens):
@@ -42,9 +44,10 @@ def paged_attention(
         for r in range(num_decodes, len(seq_lens)):
             start, end = bounds[r], bounds[r + 1]
             if start < end and seq_lens[r] > 0:
-                k, v = _context(kv_cache, metadata.block_tables[r], seq_lens[r])
+                first = 0 if window is None else max(0, seq_lens[r] - (end - start) - window + 1)
+                k, v = _context(kv_cache, metadata.block_tables[r], first, seq_lens[r])
                 attend = _one_by_one if metadata.fixed_order else _prefill
-                out[start:end] = attend(q[start:end], k, v, scale)
+                out[start:end] = attend(q[start:end], k, v, scale, window)
     return out
 
 
@@ -98,6 +101,11 @@ def _decode(
 def _gather(kv_cache: Tensor, blocks: Tensor) -> Tensor:
     """Pages of `blocks` [R, n] as [2, R, Hkv, n * B, D], copied once, a (block, head) at a time."""
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    if not kv_cache.is_contiguous():
+        # Pages have room behind the block.
+        kv_cache = kv_cache.index_select(0, blocks.flatten())
+        blocks = torch.arange(len(kv_cache), device=blocks.device).view(blocks.shape)
+        num_blocks = len(kv_cache)
     pages = kv_cache.view(num_blocks * 2 * num_kv_heads, block_size, head_dim)
     head = torch.arange(2 * num_kv_heads, device=blocks.device).view(2, 1, num_kv_heads, 1)
     chosen = blocks.unsqueeze(1) * (2 * num_kv_heads) + head
@@ -105,20 +113,27 @@ def _gather(kv_cache: Tensor, blocks: Tensor) -> Tensor:
     return gathered.view(2, blocks.shape[0], num_kv_heads, -1, head_dim)
 
 
-def _context(kv_cache: Tensor, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one request, both [Hkv, seq_len, D]."""
+def _context(
+    kv_cache: Tensor, block_table: Tensor, first: int, seq_len: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of one request from position `first` on, both [Hkv, seq_len - first, D]."""
     block_size = kv_cache.shape[3]
-    k, v = _gather(kv_cache, block_table[None, : -(-seq_len // block_size)])[:, 0, :, :seq_len]
+    first_block = first // block_size
+    gathered = _gather(kv_cache, block_table[None, first_block : -(-seq_len // block_size)])
+    start = first_block * block_size
+    k, v = gathered[:, 0, :, first - start : seq_len - start]
     return k, v
 
 
-def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """`q` [T, Hq, D] over one context [Hkv, L, D]; query i sits at position L - T + i."""
     num_tokens, seq_len = q.shape[0], k.shape[1]
     mask = None
-    if num_tokens < seq_len:
+    if num_tokens < seq_len or window is not None:
         mask = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=q.device)
         mask = mask.tril_(seq_len - num_tokens)
+        if window is not None:
+            mask = mask.triu_(seq_len - num_tokens - window + 1)
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.unsqueeze(0),
@@ -131,12 +146,11 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return attended[0].transpose(0, 1)
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """What `_prefill` computes, each token on nothing but what it sees."""
-    first = k.shape[1] - len(q) + 1
-    seen = range(first, k.shape[1] + 1)
-    rows = [
-        _prefill(row[None], k[:, :n].contiguous(), v[:, :n].contiguous(), scale)
-        for row, n in zip(q, seen, strict=True)
-    ]
+    rows = []
+    for row, end in zip(q, range(k.shape[1] - len(q) + 1, k.shape[1] + 1), strict=True):
+        seen = slice(0 if window is None else max(0, end - window), end)
+        k_seen, v_seen = k[:, seen].contiguous(), v[:, seen].contiguous()
+        rows.append(_prefill(row[None], k_seen, v_seen, scale, None))
     return torch.cat(rows)
