@@ -18,7 +18,7 @@ from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.selection import choose_attention
 from engine.layers.attention.uncached_prefill import UncachedPrefillBackend, split_metadata
 from engine.layers.gemm_policy import GemmPolicy
-from engine.models.base import ForwardInputs
+from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.factory import create_model
 from engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from engine.models.loader import load_weights
@@ -129,7 +129,12 @@ class VariantModel:
             ordered = replace(metadata, fixed_order=self.model.lm_head.deterministic)
             hidden: Tensor = self.model(
                 ForwardInputs(
-                    ids, positions, slots, self.kv_caches, ordered, backend, lambda layer: None
+                    ids,
+                    positions,
+                    (GroupInputs(slots, ordered),),
+                    self.kv_caches,
+                    backend,
+                    lambda layer: None,
                 )
             )
             return hidden

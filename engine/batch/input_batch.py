@@ -17,7 +17,8 @@ Within its group, the attention backend puts the chunks in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -110,6 +111,8 @@ class InputBatch:
     """[R] int32."""
     block_tables: torch.Tensor
     """[R, max_blocks] int32."""
+    window: int | None = None
+    """Of the KV group that slots and block tables are of; see `InputBuffers.by_group`."""
 
     @property
     def num_reqs(self) -> int:
@@ -122,10 +125,22 @@ class InputBatch:
 
 
 class InputBuffers:
-    """Inputs of the model at fixed addresses, for up to `max_num_reqs` requests."""
+    """Inputs of the model at fixed addresses, for up to `max_num_reqs` requests.
+
+    KV groups share them, but for slots and block tables.
+
+    Args:
+        max_num_blocks: By KV group.
+        windows: By KV group.
+    """
 
     def __init__(
-        self, max_num_reqs: int, max_num_tokens: int, max_num_blocks: int, device: torch.device
+        self,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_num_blocks: Sequence[int],
+        device: torch.device,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -143,10 +158,22 @@ class InputBuffers:
             positions=zeros(max_num_tokens, dtype=torch.int64),
             slot_mapping=zeros(max_num_tokens, dtype=torch.int64),
             seq_lens=zeros(max_num_reqs),
-            block_tables=zeros(max_num_reqs, max_num_blocks),
+            block_tables=zeros(max_num_reqs, max_num_blocks[0]),
         )
+        self._windows = windows
+        self._by_group = [
+            self._inputs,
+            *(
+                replace(
+                    self._inputs,
+                    slot_mapping=zeros(max_num_tokens, dtype=torch.int64),
+                    block_tables=zeros(max_num_reqs, num_blocks),
+                )
+                for num_blocks in max_num_blocks[1:]
+            ),
+        ]
 
-    def prepare(self, order: BatchOrder, tables: RowTables) -> InputBatch:
+    def prepare(self, order: BatchOrder, tables: Sequence[RowTables]) -> InputBatch:
         """Loads and gathers a batch that is not empty. Raises `ValueError` like `load`."""
         batch = self.load(order, len(order.rows))
         self.gather(len(order.rows), tables)
@@ -182,11 +209,27 @@ class InputBuffers:
         order = BatchOrder(nobody, query_lens, query_lens, num_decodes, num_reqs)
         return self._batch(order, num_reqs, num_tokens)
 
-    def gather(self, num_reqs: int, tables: RowTables) -> None:
-        """Fills the inputs of what was loaded."""
-        ops.prepare_inputs(
-            self._idx_mapping(num_reqs), self._query_start_loc(num_reqs), tables, self._inputs
-        )
+    def gather(self, num_reqs: int, tables: Sequence[RowTables]) -> None:
+        """Fills the inputs of what was loaded. `tables`: by KV group."""
+        idx_mapping = self._idx_mapping(num_reqs)
+        query_start_loc = self._query_start_loc(num_reqs)
+        for of_group, inputs in zip(tables, self._by_group, strict=True):
+            ops.prepare_inputs(idx_mapping, query_start_loc, of_group, inputs)
+
+    def by_group(self, batch: InputBatch) -> list[InputBatch]:
+        """Returns the batch as each KV group sees it, with its own slots and block tables."""
+        return [
+            batch,
+            *(
+                replace(
+                    batch,
+                    slot_mapping=inputs.slot_mapping[: len(batch.slot_mapping)],
+                    block_tables=inputs.block_tables[: len(batch.block_tables)],
+                    window=window,
+                )
+                for inputs, window in zip(self._by_group[1:], self._windows[1:], strict=True)
+            ),
+        ]
 
     def _idx_mapping(self, num_reqs: int) -> torch.Tensor:
         return self._order[:num_reqs]
@@ -214,4 +257,5 @@ class InputBuffers:
             slot_mapping=inputs.slot_mapping[:num_tokens],
             seq_lens=inputs.seq_lens[:num_reqs],
             block_tables=inputs.block_tables[:num_reqs],
+            window=self._windows[0],
         )

@@ -14,24 +14,36 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """One pass of T tokens, for the layers of one KV group.
+
+    Attributes:
+        slot_mapping: [T] int64, block * B + offset; -1: nowhere.
+        metadata: The ragged batch, as the backend made it.
+    """
+
+    slot_mapping: Tensor
+    metadata: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """One pass of T tokens.
 
     Attributes:
         input_ids: [T] int32.
         positions: [T] int64.
-        slot_mapping: [T] int64, block * B + offset; -1: nowhere.
-        kv_caches: Of each layer, [N, 2, Hkv, B, D].
-        metadata: The ragged batch, as `backend` made it.
+        groups: By KV group of the model's layout.
+        kv_caches: Of each layer, [N, 2, Hkv, B, D], or as `engine.worker.kv_cache.layer_views`
+            has it.
         backend: Whose kernels attend.
         on_layer: Told the index of each layer when its keys and values are in the cache.
     """
 
     input_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
+    groups: tuple[GroupInputs, ...]
     kv_caches: list[Tensor]
-    metadata: AttentionMetadata
     backend: AttentionBackend
     on_layer: Callable[[int], None]
 

@@ -81,8 +81,9 @@ class LlamaForCausalLM(CausalLM):
         self.register_buffer("cos_sin_cache", rotary.to(shard.device), persistent=False)
 
     def forward(self, step: ForwardInputs) -> Tensor:
+        (group,) = step.groups
         inputs = AttentionInputs(
-            step.positions, self.cos_sin_cache, step.slot_mapping, step.metadata, step.backend
+            step.positions, self.cos_sin_cache, group.slot_mapping, group.metadata, step.backend
         )
         stream = ResidualStream(self.embed_tokens(step.input_ids))
         for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):

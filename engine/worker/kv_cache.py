@@ -15,6 +15,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CannotStartError
+from engine.kv_cache.group_manager import num_blocks_for, tokens_that_fit
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
@@ -33,7 +34,7 @@ def blocks_that_fit(config: EngineConfig, budget_bytes: int) -> int:
 
 def blocks_per_sequence(config: EngineConfig) -> int:
     """Blocks of one sequence of `max_model_len` tokens."""
-    return -(-config.model.max_model_len // config.cache.block_size)
+    return num_blocks_for(config.kv_layout.groups, config.model.max_model_len)
 
 
 def check_one_sequence_fits(
@@ -48,8 +49,9 @@ def check_one_sequence_fits(
     needed = blocks_per_sequence(config)
     if num_blocks >= needed:
         return
-    block_size, block_bytes = config.cache.block_size, config.kv_layout.block_bytes
-    room = num_blocks * block_size
+    layout = config.kv_layout
+    block_size, block_bytes = layout.groups[0].block_size, layout.block_bytes
+    room = tokens_that_fit(layout.groups, num_blocks)
     shorter = f"lower max_model_len to at most {room} or " if room else ""
     raise KVCacheMemoryError(
         f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}, "
@@ -62,11 +64,12 @@ def check_one_sequence_fits(
 
 def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
     """What the cache of one rank holds, for the log."""
-    block_size, num_bytes = config.cache.block_size, num_blocks * config.kv_layout.block_bytes
+    layout = config.kv_layout
+    block_size, num_bytes = layout.groups[0].block_size, num_blocks * layout.block_bytes
     return (
         f"{num_blocks} blocks of {block_size} tokens, {format_bytes(num_bytes)}: "
-        f"{num_blocks * block_size} tokens, or {num_blocks / blocks_per_sequence(config):.1f} "
-        f"requests of {config.model.max_model_len}"
+        f"{tokens_that_fit(layout.groups, num_blocks)} tokens, or "
+        f"{num_blocks / blocks_per_sequence(config):.1f} requests of {config.model.max_model_len}"
     )
 
 
@@ -83,18 +86,21 @@ def size_setting(config: EngineConfig) -> str:
 
 
 def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
-    """Returns the cache of every layer of the model, `[num_blocks, planes, heads, block_size,
-    numbers of a row]`, as views of `memory`, the bytes of all slots. The planes of a group must be
-    alike. All ranks have the same shapes.
+    """Returns the cache of every layer of the model, as views of `memory`, the bytes of all slots.
+
+    `[num_blocks, planes, heads, block_size, numbers of a row]` where the planes of the group are
+    alike, else `[num_blocks, numbers of a page]`. All ranks have the same shapes.
     """
     num_blocks = memory.numel() // layout.block_bytes
     slots = memory.view(layout.num_slots, num_blocks, layout.page_bytes)
     views: dict[int, torch.Tensor] = {}
     for index, group in enumerate(layout.groups):
         page = layout.page(index, rank=0)
-        first = page.planes[0]
+        first, *others = page.planes
         numbers = slots[:, :, : page.num_bytes].view(getattr(torch, group.dtype))
-        shape = (num_blocks, len(page.planes), first.heads.count, group.block_size, -1)
+        shape: tuple[int, ...] = (num_blocks, -1)
+        if all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others):
+            shape = (num_blocks, len(page.planes), first.heads.count, group.block_size, -1)
         for slot, layer in enumerate(group.layers):
             views[layer] = numbers[slot].view(shape)
     return [views[layer] for layer in sorted(views)]

@@ -30,7 +30,7 @@ from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order
 from engine.batch.states import RequestState, RowError
 from engine.config import EngineConfig
 from engine.layers.attention.selection import choose_attention
-from engine.models.base import CausalLM, ForwardInputs
+from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sampling_params import MAX_LOGPROBS
@@ -71,7 +71,10 @@ class ModelRunner:
         self._connector = connector
         self._device = device
         self.states = RequestState(rows, max_model_len, device)
-        self._block_tables = BlockTables(rows, max_model_len, config.cache.block_size, device)
+        self._groups = config.kv_layout.groups
+        self._block_tables = [
+            BlockTables(rows, max_model_len, group.block_size, device) for group in self._groups
+        ]
         self._decode_set = DecodeSet(rows)
         self.sampler = Sampler(
             rows,
@@ -81,20 +84,24 @@ class ModelRunner:
             token_ids=self.states.token_ids.tensor,
         )
         self._prompt_logprobs = PromptLogprobsStates(rows)
-        self._row_tables = self.states.row_tables(self._block_tables)
+        self._row_tables = [self.states.row_tables(tables) for tables in self._block_tables]
         self._carried: list[CarriedTensor] = [
             *self.states.carried,
-            *self._block_tables.carried,
+            *(carried for tables in self._block_tables for carried in tables.carried),
             *self.sampler.carried,
         ]
         self._input_buffers = InputBuffers(
-            rows, limits.max_num_batched_tokens, self._block_tables.tensor.shape[1], device
+            rows,
+            limits.max_num_batched_tokens,
+            [tables.tensor.shape[1] for tables in self._block_tables],
+            device,
+            [group.window for group in self._groups],
         )
         self._output_stream = OutputStream(device)
         self._attention = choose_attention(config, device)
         self._graphs: CudaGraphManager | None = None
         self.kv_caches: list[torch.Tensor] = []
-        """One a layer, `[num_blocks, 2, local_kv_heads, block_size, head_dim]`."""
+        """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> AsyncOutput:
@@ -176,7 +183,6 @@ class ModelRunner:
         self._dummy_step(DummyStep(lengths, everything(MAX_LOGPROBS, MAX_LOGPROBS)))
 
     def _dummy_step(self, dummy: DummyStep) -> None:
-        block_size = self._config.cache.block_size
         num_cached = dummy.num_cached
         requests = [
             NewRequestData(
@@ -185,14 +191,22 @@ class ModelRunner:
                 prompt_len=num_cached + length,
                 prefill_token_ids=bytes(4 * (num_cached + length)),
                 num_computed_tokens=num_cached,
-                block_ids=[0] * -(-(num_cached + length) // block_size),
+                block_ids=[0] * self._groups[0].num_blocks_for(num_cached + length),
                 max_len=num_cached + length,
                 sampling=dummy.sampling,
             )
             for row, length in enumerate(dummy.lengths)
         ]
         chunks = list(enumerate(dummy.lengths))
-        step = SchedulerOutput(step_id=0, new_reqs=requests, prefill_chunks=chunks)
+        others = list(enumerate(self._groups))[1:]
+        tables = [
+            (row * len(self._groups) + index, [0] * group.num_blocks_for(num_cached + length))
+            for row, length in chunks
+            for index, group in others
+        ]
+        step = SchedulerOutput(
+            step_id=0, new_reqs=requests, new_block_ids=tables, prefill_chunks=chunks
+        )
         self.execute_model(step).get_output()
         self.execute_model(SchedulerOutput(step_id=0, finished_rows=[row for row, _ in chunks]))
 
@@ -201,9 +215,10 @@ class ModelRunner:
             self._remove_request(row)
         for new in step.new_reqs:
             self._add_request(new)
-        for row, block_ids in step.new_block_ids:
+        for table, block_ids in step.new_block_ids:
+            row, group = divmod(table, len(self._block_tables))
             self.states.check_live(row)
-            self._block_tables.append(row, block_ids)
+            self._block_tables[group].append(row, block_ids)
         for row in step.decode_remove:
             self._decode_set.remove_request(row)
         for row in step.decode_add:
@@ -212,13 +227,14 @@ class ModelRunner:
 
     def _add_request(self, new: NewRequestData) -> None:
         self.states.add_request(new)
-        self._block_tables.add_request(new.row, new.block_ids)
+        self._block_tables[0].add_request(new.row, new.block_ids)
         self.sampler.add_request(new)
         self._prompt_logprobs.add_request(new)
 
     def _remove_request(self, row: int) -> None:
         self.states.remove_request(row)
-        self._block_tables.remove_request(row)
+        for tables in self._block_tables:
+            tables.remove_request(row)
         self._decode_set.remove_request(row)
         self.sampler.remove_request(row)
         self._prompt_logprobs.remove_request(row)
@@ -283,7 +299,7 @@ class ModelRunner:
             return
         rows = batch.idx_mapping.clamp(min=0)
         token_ids = self.sampler.draw(logits, rows, batch.seq_lens)
-        ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables)
+        ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
         self._graph_token_ids[: key.num_reqs].copy_(token_ids)
 
     def _forward(self, batch: InputBatch, on_layer: OnLayer) -> torch.Tensor:
@@ -291,9 +307,11 @@ class ModelRunner:
             ForwardInputs(
                 batch.input_ids,
                 batch.positions,
-                batch.slot_mapping,
+                tuple(
+                    GroupInputs(of_group.slot_mapping, self._attention.metadata(of_group))
+                    for of_group in self._input_buffers.by_group(batch)
+                ),
                 self.kv_caches,
-                self._attention.metadata(batch),
                 self._attention,
                 on_layer,
             )
@@ -311,7 +329,7 @@ class ModelRunner:
         token_ids = torch.full((batch.num_reqs,), _NO_TOKEN, dtype=torch.int64, device=self._device)
         if sampled is not None:
             token_ids[: batch.order.num_sampled] = sampled.token_ids
-        ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables)
+        ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
 
 
 def _no_layer(layer: int) -> None:

@@ -68,6 +68,16 @@ def test_attention_in_fixed_order(dtype: torch.dtype, block_size: int) -> None:
 
 
 @halves
+@pytest.mark.parametrize("window", [1, 128, 200, 5000])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_attention_through_a_window(dtype: torch.dtype, window: int, block_size: int) -> None:
+    shape = {"num_kv_heads": 2, "group": 4, "head_dim": 128, "dtype": dtype, "window": window}
+    padded = {**shape, "block_size": block_size, "page_padding": 1024}
+    _attention([1, 127, 128, 129, 1000], [1] * 5, **padded)
+    _attention([300, 700, 2500], [1, 129, 2400], **padded)
+
+
+@halves
 @head_dims
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 16), (2, 7), (8, 4), (12, 1)])
 @pytest.mark.parametrize("num_tokens", [1, 33, 600])

@@ -3,7 +3,7 @@
     1. `prepare`      once, before the first request: what takes long the first time
     2. `order`        each step, on the host: how prefill chunks lie behind each other
     3. `graph_ok`     whether a recorded step computes this one as well
-    4. `metadata`     once a step: what all layers of it share
+    4. `metadata`     once a step and KV group: what all layers of the group share
     5. `attend`       once a layer
 
 Batch and runner know no more than this. A backend may give `metadata` of a class of its own: only
@@ -51,13 +51,18 @@ class StepOrder(Protocol):
 
 
 class StepBatch(Protocol):
-    """The same step on the device."""
+    """The same step on the device, for the layers of one KV group."""
 
     @property
     def order(self) -> StepOrder: ...
     @property
     def block_tables(self) -> Tensor:
         """[R, max_blocks] int32."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a token sees at most; None: all."""
         ...
 
     @property
@@ -107,7 +112,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
-        """Returns what all layers of a step share."""
+        """Returns what all layers of a KV group share in a step."""
 
     def reads_new_keys(self, metadata: AttentionMetadata) -> bool:
         """Returns whether `attend` reads this step's keys from `heads` and not from the cache."""

@@ -50,6 +50,7 @@ class PagedBackend(AttentionBackend):
             max_query_len=int(batch.order.query_lens.max()),
             max_seq_len=int(batch.order.seq_lens.max()),
             fixed_order=self.fixed_order,
+            window=batch.window,
         )
 
     def attend(

@@ -30,7 +30,13 @@ def choose_attention(config: EngineConfig, device: torch.device) -> AttentionBac
         AttentionBackendError: The kernels that the setting wants are not here.
     """
     wanted = config.device.attention_backend
-    if config.device.deterministic:
+    has_window = any(group.window is not None for group in config.kv_layout.groups)
+    if has_window and wanted == "flash-attn":
+        raise AttentionBackendError(
+            f"attention_backend flash-attn has no sliding window, which {config.model.architecture}"
+            " needs; choose auto or triton"
+        )
+    if config.device.deterministic or has_window:
         wanted = "triton"
     shape = getattr(torch, config.model.dtype), config.model.head_dim, device
     if wanted == "flash-attn":

@@ -40,7 +40,7 @@ class Rows:
     def __init__(self, entries: list[Entry]) -> None:
         self.states = RequestState(ROWS, MAX_LEN, CPU)
         self.block_tables = BlockTables(ROWS, MAX_LEN, BLOCK_SIZE, CPU)
-        self.buffers = InputBuffers(ROWS, MAX_TOKENS, MAX_LEN // BLOCK_SIZE, CPU)
+        self.buffers = InputBuffers(ROWS, MAX_TOKENS, [MAX_LEN // BLOCK_SIZE], CPU)
         for entry in entries:
             self.states.add_request(
                 NewRequestData(
@@ -62,7 +62,7 @@ class Rows:
         return self.states.row_tables(self.block_tables)
 
     def prepare(self, order: BatchOrder) -> InputBatch:
-        return self.buffers.prepare(order, self.tables)
+        return self.buffers.prepare(order, [self.tables])
 
 
 @st.composite

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from engine.models.base import CausalLM, ForwardInputs
+from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention_metadata import AttentionMetadata
 
@@ -104,9 +104,8 @@ class PagedModel:
             ForwardInputs(
                 input_ids,
                 at,
-                slot_mapping,
+                (GroupInputs(slot_mapping, metadata),),
                 self.kv_caches,
-                metadata,
                 PagedBackend(),
                 self.layers_seen.append,
             )

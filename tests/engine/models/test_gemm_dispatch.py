@@ -15,7 +15,7 @@ from engine.config import DeviceConfig, EngineConfig
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.shard import Shard
-from engine.models.base import CausalLM, ForwardInputs
+from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.models.llama import LlamaForCausalLM
 from engine.models.registry import spec_of
 from engine.parallel import ParallelPlace
@@ -118,7 +118,12 @@ def _operations(model: CausalLM, dtype: str, size: int, rows: int) -> list[str]:
     metadata = AttentionMetadata(torch.arange(4).int().view(1, 4), *lengths, 0, rows, rows)
     at = torch.arange(rows)
     step = ForwardInputs(
-        at.int(), at, at, list(cache.unbind()), metadata, PagedBackend(), lambda layer: None
+        at.int(),
+        at,
+        (GroupInputs(at, metadata),),
+        list(cache.unbind()),
+        PagedBackend(),
+        lambda layer: None,
     )
     with _recorded() as seen:
         model.compute_logits(model(step))

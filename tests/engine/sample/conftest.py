@@ -31,7 +31,7 @@ class SamplerBench:
         self._device = device
         self.states = RequestState(ROWS, MAX_LEN, device)
         self.block_tables = BlockTables(ROWS, MAX_LEN, 16, device)
-        self.buffers = InputBuffers(ROWS, ROWS * MAX_LEN, MAX_LEN // 16, device)
+        self.buffers = InputBuffers(ROWS, ROWS * MAX_LEN, [MAX_LEN // 16], device)
         self.sampler = Sampler(ROWS, VOCAB, device, token_ids=self.states.token_ids.tensor)
         self.last: SamplerOutput | None = None
         self.rows: list[int] = []
@@ -71,7 +71,7 @@ class SamplerBench:
         carry_over([tensor for part in changed for tensor in part.carried], self._device)
         tables = self.states.row_tables(self.block_tables)
         order = order_batch(np.array(sorted(logits), np.int32), [], self.states, PagedBackend())
-        batch = self.buffers.prepare(order, tables)
+        batch = self.buffers.prepare(order, [tables])
         self.rows = order.rows.tolist()
         stacked = torch.stack([logits[row] for row in self.rows]).to(self._device)
         output = self.sampler(stacked, batch)
