@@ -58,7 +58,7 @@ BUGS = (
     ),
     Bug(
         "part-for-whole", "of a pull that failed, more is kept than has come in every layer",
-        "kv_transfer/consumer/chunk_assembler.py",
+        "kv_transfer/transports/chunk_assembler.py",
         "min(self._first_token_of(grid, i) for i in self._missing)",
         "max(self._first_token_of(grid, i) for i in self._missing)",
         ("tests/kv_transfer/test_parts_kept.py",),

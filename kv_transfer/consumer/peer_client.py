@@ -15,7 +15,6 @@ import grpc.aio
 from edge.security.credentials import Credentials
 from kv_transfer.errors import PeerLost
 from kv_transfer.metadata import KVPeer, ReleaseMeta
-from kv_transfer.producer.pull_service import SERVICE
 from kv_transfer.wire.channels import CONTROL, ChannelPool, new_channel
 from kv_transfer.wire.handshake import (
     LocalCache,
@@ -25,6 +24,7 @@ from kv_transfer.wire.handshake import (
     peer_from_proto,
     peer_to_proto,
 )
+from kv_transfer.wire.rpc_method import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 
 _RELEASE_TIMEOUT_S = 15.0

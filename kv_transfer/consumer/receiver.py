@@ -19,13 +19,8 @@ from contextlib import suppress
 
 from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.consumer.chunk_assembler import ChunkAssembler, PullSource
-from kv_transfer.consumer.h2_transport import H2PullTransport
 from kv_transfer.consumer.joint_tasks import all_or_none
-from kv_transfer.consumer.peer_caches import PeerCaches
 from kv_transfer.consumer.peer_client import PeerClient
-from kv_transfer.consumer.pull_stream import PullStream
-from kv_transfer.consumer.pull_transport import GrpcPullTransport, PullTransport
 from kv_transfer.errors import KVTransferError, PeerLost, TransferTimeout
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
@@ -39,6 +34,10 @@ from kv_transfer.metadata import (
     TransferStats,
 )
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+from kv_transfer.transports.chunk_assembler import ChunkAssembler, PullSource
+from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
+from kv_transfer.transports.pull_stream import PullStream
+from kv_transfer.transports.stream.ends import new_pull_client
 from kv_transfer.wire.channels import slot_of
 from kv_transfer.wire.chunk_grid import ChunkGrid, num_streams_for, streams_of
 from kv_transfer.wire.handshake import check_endpoints
@@ -155,11 +154,7 @@ class KVReceiver:
         self._on_change = on_change
         credentials = Credentials(config.security)
         self._peers = PeerClient(me, config.stall_timeout_s, credentials)
-        self._transport: PullTransport = (
-            H2PullTransport(credentials, source)
-            if config.pull_transport == "h2"
-            else GrpcPullTransport(credentials)
-        )
+        self._transport = new_pull_client(config, credentials, source)
         self._peer_caches = PeerCaches(cache.device)
         self._transfers: TransferTable[RecvTransfer] = TransferTable()
         self._releases: set[asyncio.Task[None]] = set()

@@ -47,12 +47,13 @@ from kv_transfer.metadata import (
     TransferEvent,
 )
 from kv_transfer.producer.layer_marks import LayerMarks
-from kv_transfer.producer.pull_server import PullServer, new_pull_server
 from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.sender import KVSender
 from kv_transfer.producer.step_watch import StepWatch
 from kv_transfer.producer.worker import steps_address
+from kv_transfer.transports.stream.ends import new_pull_server
 from kv_transfer.wire.chunk import HEADER
+from kv_transfer.wire.pull_server import PullServer
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _REPORT_INTERVAL_S = 0.1
@@ -193,7 +194,7 @@ class TransferProcess:
         Raises OSError."""
         transfer, host = self._config.transfer, own_host(self._config, self._gpu)
         service = PullService(transfer, self._me, sender)
-        server = new_pull_server(transfer, service, Credentials(transfer.security))
+        server = new_pull_server(transfer, service.methods(), Credentials(transfer.security))
         try:
             port = await server.listen(host, self._config.fixed_port or self._config.port)
         except OSError as error:

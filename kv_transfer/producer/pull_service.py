@@ -27,11 +27,8 @@ from kv_transfer.wire.chunk import ChunkKind
 from kv_transfer.wire.handshake import cache_to_proto, host_id, peer_from_proto, peer_to_proto
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
-from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
+from kv_transfer.wire.rpc_method import PULL_PATH, SERVICE, RpcMethod, ServerCall
 from tandem_pb import kv_transfer_pb2 as pb
-
-SERVICE = "tandem.v1.KVTransfer"
-PULL_PATH = f"/{SERVICE}/PullKV"
 
 _STATUS_OF = {
     LateMessage: grpc.StatusCode.ABORTED,

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 from kv_transfer.layer_times import LayerTimes
 from kv_transfer.layout import BlockIds, KVLayout, PageShape
-from kv_transfer.memory.block_holds import Hold
 from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
+from kv_transfer.transports.cuda_ipc.read_leases import Hold
 from kv_transfer.wire.chunk_grid import ChunkGrid, ChunkPlace
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
@@ -49,7 +49,7 @@ class SentChunk:
         self.num_sent = 0
 
 
-class StraightChunk:
+class ZeroCopyChunk:
     """A chunk on its way from the blocks to a socket. `staged` is the copy that was made after
     all, because the peer is slow; `entry` exists once nobody reads the blocks any more."""
 
@@ -93,7 +93,7 @@ class SendTransfer:
         self.block_ids: BlockIds = ()
         self.staged: list[SentChunk] = []
         """In the order in which they were staged, which is the order in which they are sent."""
-        self.straight: set[StraightChunk] = set()
+        self.straight: set[ZeroCopyChunk] = set()
         self.gone: set[int] = set()
         """Chunks that went straight to their puller: nothing is kept of them."""
         self.pulls: set[Pull] = set()
@@ -188,7 +188,7 @@ class SendTransfer:
             self.add_staged(self.grid.index(self._ready.popleft()), None)
         return True
 
-    def pop_ready_for(self, pull: Pull) -> StraightChunk | None:
+    def pop_ready_for(self, pull: Pull) -> ZeroCopyChunk | None:
         """A ready chunk that this pull wants and may have straight from the blocks."""
         if not pull.goes_straight:
             return None
@@ -197,17 +197,17 @@ class SendTransfer:
             if pull.wants(index):
                 del self._ready[i]
                 pull.forget(index)
-                straight = StraightChunk(index, place)
+                straight = ZeroCopyChunk(index, place)
                 self.straight.add(straight)
                 return straight
         return None
 
-    def put_back(self, straight: StraightChunk) -> None:
+    def put_back(self, straight: ZeroCopyChunk) -> None:
         """It was not sent: it has to be staged now."""
         self.straight.discard(straight)
         self._ready.appendleft(straight.place)
 
-    def was_sent_straight(self, straight: StraightChunk) -> None:
+    def was_sent_straight(self, straight: ZeroCopyChunk) -> None:
         """It has left the blocks."""
         self.gone.add(straight.index)
         self._num_unstaged -= 1

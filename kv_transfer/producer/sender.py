@@ -2,7 +2,7 @@
 
     1. OfferMeta      a transfer opens; its lease starts; pulls that came early go on
     2. SendMeta,      chunks become ready; pullers that keep up take them from the blocks
-       StepProgress   (`straight_sends`), the others are copied into staging memory (`stager`)
+       StepProgress   (`zero_copy_sends`), the others are copied into staging memory (`stager`)
     3. all staged     STAGED: the blocks may be freed
     4. pulls          read staged chunks; each message that leaves renews the lease
     5. the end        Release ──▶ RELEASED, or ABORTED if the puller gives up; AbortMeta ──▶
@@ -25,7 +25,6 @@ from collections.abc import Callable
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.block_holds import BlockHolds
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.staging import StagingPool
 from kv_transfer.metadata import (
@@ -38,12 +37,13 @@ from kv_transfer.metadata import (
     TransferEventKind,
     TransferStats,
 )
-from kv_transfer.producer.chunk_messages import ChunkMessages
 from kv_transfer.producer.early_pulls import EarlyPulls
 from kv_transfer.producer.send_transfer import Pull, SendTransfer, SentChunk
-from kv_transfer.producer.stager import Stager
-from kv_transfer.producer.straight_sends import StraightSends
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
+from kv_transfer.transports.stream.chunk_messages import ChunkMessages
+from kv_transfer.transports.stream.stager import Stager
+from kv_transfer.transports.stream.zero_copy_sends import ZeroCopySends
 from kv_transfer.wire.chunk import HEADER, ChunkKind
 from kv_transfer.wire.chunk_grid import ChunkGrid, longest_chunk
 from kv_transfer.wire.handshake import LocalCache
@@ -87,14 +87,14 @@ class KVSender:
         self._cache = cache
         self._emit_event = emit
         self._on_change = on_change
-        self._holds = BlockHolds()
+        self._holds = ReadLeases()
         self._messages = ChunkMessages(layout, rank, config.chunk_bytes, self._holds)
         chunk_bytes = HEADER.size + longest_chunk(layout, config.chunk_bytes)
         capacity = config.process_staging_bytes
         reserve = min(_RESERVE_CHUNKS, capacity // chunk_bytes // 2)
         self.pool = StagingPool(capacity, chunk_bytes, reserve)
         cache.device.pin(self.pool.memory)
-        self._straight = StraightSends(
+        self._straight = ZeroCopySends(
             cache,
             self.pool,
             self._messages,

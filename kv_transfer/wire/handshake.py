@@ -23,8 +23,8 @@ from edge.address import split_address
 from kv_transfer.base import CudaCacheHandle, KVCacheHandle
 from kv_transfer.errors import PeerLost
 from kv_transfer.layout import KVGroup, KVLayout, Plane
-from kv_transfer.memory.block_holds import HoldsFile
 from kv_transfer.metadata import KVPeer
+from kv_transfer.transports.cuda_ipc.read_leases import ReadLeasesFile
 from tandem_pb import kv_transfer_pb2 as pb
 
 _MAX_PROCESSES = 64
@@ -38,7 +38,7 @@ class LocalCache:
     """What a puller on the same host needs to copy blocks itself."""
 
     handle: KVCacheHandle
-    holds: HoldsFile
+    holds: ReadLeasesFile
 
 
 def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
@@ -177,4 +177,4 @@ def cache_from_proto(message: pb.LocalCache) -> LocalCache:
         num_blocks=message.num_blocks,
         cuda=cuda,
     )
-    return LocalCache(handle, HoldsFile(message.holds_pid, message.holds_fd))
+    return LocalCache(handle, ReadLeasesFile(message.holds_pid, message.holds_fd))

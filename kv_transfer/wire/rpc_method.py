@@ -1,4 +1,4 @@
-"""What a service offers, apart from who carries the calls (`kv_transfer.producer.pull_server`)."""
+"""What a service offers, apart from who carries the calls (`kv_transfer.wire.pull_server`)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class ServerCall(ABC):
     @abstractmethod
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         """Ends the call with a status."""
+
+
+SERVICE = "tandem.v1.KVTransfer"
+PULL_PATH = f"/{SERVICE}/PullKV"
 
 
 @dataclass(frozen=True, slots=True)

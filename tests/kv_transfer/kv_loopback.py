@@ -30,9 +30,10 @@ from kv_transfer.metadata import (
     TransferEvent,
     TransferEventKind,
 )
-from kv_transfer.producer.pull_server import PullServer, new_pull_server
 from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.sender import KVSender
+from kv_transfer.transports.stream.ends import new_pull_server
+from kv_transfer.wire.pull_server import PullServer
 
 TIMEOUT_S = 60.0
 _ENDS = set(TransferEventKind) - {TransferEventKind.STAGED, TransferEventKind.FIRST_BYTE}
@@ -128,7 +129,9 @@ class LoopbackProducer(Node):
                 self.config, self.layout, rank, index, self.views[rank], self.emit, lambda: None
             )
             service = PullService(self.config, self.peer, sender)
-            server = new_pull_server(self.config, service, Credentials(self.config.security))
+            server = new_pull_server(
+                self.config, service.methods(), Credentials(self.config.security)
+            )
             addresses.append(f"127.0.0.1:{await server.listen('127.0.0.1', 0)}")
             self.senders.append(sender)
             self._servers.append(server)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from kv_caches import RankCache, layout, prompt_kv
 
-from kv_transfer.consumer.chunk_assembler import ChunkAssembler, PullSource
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import KVPeer, RecvMeta
+from kv_transfer.transports.chunk_assembler import ChunkAssembler, PullSource
 from kv_transfer.wire.chunk import (
     Chunk,
     ChunkHeader,

@@ -17,10 +17,10 @@ from late_device import LateDevice
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.consumer.peer_caches import PeerCaches
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, TransferEventKind
+from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.errors import CorruptChunk, PeerLost
-from kv_transfer.h2 import frames as h2
-from kv_transfer.h2.connection import _WINDOW_UPDATE_BYTES as TOLD_AT_ONCE
-from kv_transfer.h2.connection import HEAD_BYTES, CallRefused, H2Connection
+from kv_transfer.transports.stream.h2 import frames as h2
+from kv_transfer.transports.stream.h2.connection import _WINDOW_UPDATE_BYTES as TOLD_AT_ONCE
+from kv_transfer.transports.stream.h2.connection import CallRefused, H2Connection
+from kv_transfer.wire.pull_client import HEAD_BYTES
 
 DATA, HEADERS = h2.FrameKind.DATA, h2.FrameKind.HEADERS
 OK_HEADERS = h2.frame(HEADERS, h2.END_HEADERS, 1, b"\x88")

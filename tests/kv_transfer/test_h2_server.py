@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_loopback import until
 
-from kv_transfer.h2 import frames as h2
-from kv_transfer.h2.server import H2Server
+from kv_transfer.transports.stream.h2 import frames as h2
+from kv_transfer.transports.stream.h2.server import H2Server
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 

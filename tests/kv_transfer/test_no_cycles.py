@@ -12,13 +12,13 @@ from kv_caches import layout
 from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, until
 
 from kv_transfer.config import PullTransportName
-from kv_transfer.consumer.chunk_assembler import ChunkAssembler
-from kv_transfer.consumer.pull_stream import PullStream
 from kv_transfer.consumer.receiver import RecvTransfer
-from kv_transfer.h2.connection import H2Connection
 from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import TransferEventKind
 from kv_transfer.producer.send_transfer import Pull, SendTransfer, SentChunk
+from kv_transfer.transports.chunk_assembler import ChunkAssembler
+from kv_transfer.transports.pull_stream import PullStream
+from kv_transfer.transports.stream.h2.connection import H2Connection
 from kv_transfer.wire.out_message import OutMessage
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind

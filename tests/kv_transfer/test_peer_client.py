@@ -12,8 +12,8 @@ from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
 from kv_transfer.consumer.peer_client import PeerClient
 from kv_transfer.metadata import KVPeer, ReleaseMeta
-from kv_transfer.producer.pull_service import SERVICE
 from kv_transfer.wire.channels import CONTROL
+from kv_transfer.wire.rpc_method import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 
 PEER = KVPeer(engine_id="prefill", epoch=7, layout=layout())

@@ -15,21 +15,20 @@ from edge.address import join_address
 from edge.security.config import PlaintextRefused, Role, SecurityConfig
 from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.consumer.h2_transport import H2PullTransport
-from kv_transfer.consumer.pull_transport import GrpcPullTransport
 from kv_transfer.errors import KVTransferError, PeerLost
-from kv_transfer.h2.connection import HEAD_BYTES
-from kv_transfer.h2.tls_socket import TlsSocket
-from kv_transfer.producer.pull_server import new_pull_server
-from kv_transfer.producer.pull_service import PULL_PATH
+from kv_transfer.transports.stream.ends import new_pull_server
+from kv_transfer.transports.stream.grpcio.pull_client import GrpcPullClient
+from kv_transfer.transports.stream.h2.pull_client import H2PullClient
+from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
 from kv_transfer.wire.out_message import OutMessage
-from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
+from kv_transfer.wire.pull_client import HEAD_BYTES
+from kv_transfer.wire.rpc_method import PULL_PATH, RpcMethod, ServerCall
 from tandem_pb import kv_transfer_pb2 as pb
 from tests.security.authority import Authority, move_service, tls_config
 from tests.security.loopback import NEEDS_IPV6
 
 SIZES = [64, 65, 20_000, 3 << 20, 16_384, 2 << 20, 100]
-TRANSPORTS = {"h2": H2PullTransport, "grpcio": GrpcPullTransport}
+TRANSPORTS = {"h2": H2PullClient, "grpcio": GrpcPullClient}
 
 
 @cache
@@ -71,7 +70,7 @@ class Sink:
 @asynccontextmanager
 async def producer(credentials: Credentials, kind: str = "h2", host: str = "127.0.0.1"):
     config = KVTransferConfig(kv_role="kv_producer", pull_transport=kind)
-    server = new_pull_server(config, Service(), credentials)
+    server = new_pull_server(config, Service().methods(), credentials)
     try:
         yield join_address(host, await server.listen(host, 0))
     finally:

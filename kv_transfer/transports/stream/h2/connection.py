@@ -26,19 +26,18 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import Protocol
 from urllib.parse import unquote
 
 import grpc
 
 from edge.security.credentials import Credentials
 from kv_transfer.errors import PeerLost
-from kv_transfer.h2 import frames as h2
-from kv_transfer.h2.dial import dial
-from kv_transfer.h2.send_threads import Connection
-from kv_transfer.h2.tls_socket import TLS_AHEAD_BYTES, TlsSocket
+from kv_transfer.transports.stream.h2 import frames as h2
+from kv_transfer.transports.stream.h2.dial import dial
+from kv_transfer.transports.stream.h2.send_threads import Connection
+from kv_transfer.transports.stream.h2.tls_socket import TLS_AHEAD_BYTES, TlsSocket
+from kv_transfer.wire.pull_client import HEAD_BYTES, MessageSink
 
-HEAD_BYTES = 64
 _SCRATCH_BYTES = 64 << 10
 _AHEAD_BYTES = 4096
 """Read at once where no message is in motion: all of a short one, little of a long one, because
@@ -51,20 +50,6 @@ _MAX_STREAM = 1 << 30
 _PREFIX = struct.Struct(">BI")
 
 _STATUS_CODES = {str(code.value[0]): code for code in grpc.StatusCode}
-
-
-class MessageSink(Protocol):
-    """Takes the messages of a stream, one after the other."""
-
-    def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
-        """A message of `num_bytes` begins with `head`, its first 64 bytes (or all of it). Where
-        the rest shall be written, exactly."""
-
-    def fill(self, part: memoryview) -> None:
-        """The next bytes of the rest are written; they are still in the processor's cache."""
-
-    def end(self) -> None:
-        """The rest is there. What is raised ends the call."""
 
 
 class CallRefused(Exception):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
-from kv_transfer.h2.tls_socket import TlsSocket
+from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
 from kv_transfer.wire.out_message import Buffer, OutMessage
 
 Sent = int | OSError

@@ -15,9 +15,9 @@ import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 
-from kv_transfer.h2.send_threads import Connection, SendThreads
-from kv_transfer.h2.server_connection import H2ServerConnection, Judge, welcome
-from kv_transfer.h2.tls_socket import TlsSocket
+from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads
+from kv_transfer.transports.stream.h2.server_connection import H2ServerConnection, Judge, welcome
+from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
 from kv_transfer.wire.rpc_method import RpcMethod
 
 _BACKLOG = 512

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Protocol
 
-from kv_transfer.h2 import frames as h2
-from kv_transfer.h2.send_threads import Connection, SendThreads, Sent, send_now
+from kv_transfer.transports.stream.h2 import frames as h2
+from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads, Sent, send_now
 from kv_transfer.wire.out_message import Buffer, OutMessage
 
 _AHEAD_BYTES = 2 << 20

@@ -21,8 +21,8 @@ LARGE = layout(num_layers=8, block_size=1024)
 @pytest.fixture
 def no_puller_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy this machine is, nothing is staged after all, nor once the puller has gone."""
-    monkeypatch.setattr("kv_transfer.producer.straight_sends.SLOW_S", 60.0)
-    monkeypatch.setattr("kv_transfer.producer.stager._WAIT_FOR_PULL_S", 60.0)
+    monkeypatch.setattr("kv_transfer.transports.stream.zero_copy_sends.SLOW_S", 60.0)
+    monkeypatch.setattr("kv_transfer.transports.stream.stager._WAIT_FOR_PULL_S", 60.0)
 
 
 def computed_later(producer: LoopbackProducer, num_tokens: int) -> tuple[str, list[int]]:

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from kv_transfer.memory.block_holds import BlockHolds, HoldsFile
+from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases, ReadLeasesFile
 
 
 def test_a_hold_lasts_until_it_is_let_go() -> None:
-    holds = BlockHolds()
+    holds = ReadLeases()
     first, second = holds.hold(), holds.hold()
     assert first.slot != second.slot and first.number != second.number
     assert all(holds.file.is_held(hold.slot, hold.number) for hold in (first, second))
@@ -22,7 +22,7 @@ def test_a_hold_lasts_until_it_is_let_go() -> None:
 
 
 def test_the_next_one_in_a_slot_is_another() -> None:
-    holds = BlockHolds()
+    holds = ReadLeases()
     first = holds.hold()
     first.let_go()
     second = holds.hold()
@@ -36,13 +36,13 @@ def test_the_next_one_in_a_slot_is_another() -> None:
 
 def test_other_processes_hold_other_numbers() -> None:
     """A slot of a process that took the place of a dead one says nothing about the dead one."""
-    assert len({BlockHolds().hold().number for _ in range(8)}) > 1
+    assert len({ReadLeases().hold().number for _ in range(8)}) > 1
 
 
 HOLDER = """
 import sys
-from kv_transfer.memory.block_holds import BlockHolds
-holds = BlockHolds()
+from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
+holds = ReadLeases()
 hold = holds.hold()
 print(holds.file.fd, hold.slot, hold.number, flush=True)
 sys.stdin.read()
@@ -55,7 +55,7 @@ def test_a_process_that_died_holds_nothing() -> None:
         try:
             assert holder.stdout is not None
             fd, slot, number = map(int, holder.stdout.readline().split())
-            file = HoldsFile(holder.pid, fd)
+            file = ReadLeasesFile(holder.pid, fd)
             assert file.is_held(slot, number)
             assert not file.is_held(slot, number + 1)
             holder.kill()

@@ -6,7 +6,7 @@
     3. `staged`   the copy is done, which on a device is later than it was issued: the chunk can be
                   sent, or is dropped because its transfer has ended meanwhile
 
-Not staged are chunks that a puller takes from the blocks (`straight_sends`), or copies itself on
+Not staged are chunks that a puller takes from the blocks (`zero_copy_sends`), or copies itself on
 the same host; and for a moment nothing of a transfer whose puller may want one of these.
 """
 
@@ -19,10 +19,10 @@ from collections.abc import Callable
 from kv_transfer.errors import KVTransferError
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.staging import StagedChunk, StagingPool
-from kv_transfer.producer.chunk_messages import ChunkMessages
 from kv_transfer.producer.send_transfer import SendTransfer
-from kv_transfer.producer.straight_sends import SLOW_S, StraightSends
 from kv_transfer.state import TransferTable
+from kv_transfer.transports.stream.chunk_messages import ChunkMessages
+from kv_transfer.transports.stream.zero_copy_sends import SLOW_S, ZeroCopySends
 from kv_transfer.wire.chunk import HEADER, fill_header
 from kv_transfer.wire.chunk_grid import ChunkPlace
 
@@ -39,7 +39,7 @@ class Stager:
         cache: KVCacheView,
         pool: StagingPool,
         messages: ChunkMessages,
-        straight: StraightSends,
+        straight: ZeroCopySends,
         staged: Callable[[SendTransfer], None],
         fail: Callable[[SendTransfer, str], None],
     ) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_transfer.consumer.group_target import GroupTarget, NamedBlocks
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import PageShape
 from kv_transfer.memory.block_views import BlockViews
@@ -27,6 +26,7 @@ from kv_transfer.memory.cache_view import CacheMap, KVCacheView
 from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.memory.inbox import Inbox
 from kv_transfer.metadata import RecvMeta
+from kv_transfer.transports.group_target import GroupTarget, NamedBlocks
 from kv_transfer.wire.chunk import ByteArray, Chunk, ChunkHeader, ChunkKind, shape_code
 from kv_transfer.wire.chunk_grid import ChunkGrid, ChunkPlace, GroupGrid
 

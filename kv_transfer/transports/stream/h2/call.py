@@ -17,8 +17,8 @@ from typing import NoReturn
 
 import grpc
 
-from kv_transfer.h2 import frames as h2
-from kv_transfer.h2.writer import H2Writer, Segment
+from kv_transfer.transports.stream.h2 import frames as h2
+from kv_transfer.transports.stream.h2.writer import H2Writer, Segment
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 

@@ -5,7 +5,7 @@ holder's transfer process has memory in which it takes back its word before it t
 
     words[slot] = number of the hold; 0: nobody's
 
-1. producer `BlockHolds()`; process and descriptor go with the handshake
+1. producer `ReadLeases()`; process and descriptor go with the handshake
 2. `hold()`       before blocks of a transfer are named; slot and number go with the names
 3. `let_go()`     when the transfer ends, before its blocks can serve another
 4. puller `is_held(...)` when its copies are done: if it is, all that they read was right. A process
@@ -31,7 +31,7 @@ _RANGE = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class HoldsFile:
+class ReadLeasesFile:
     """Where a puller finds the holds of a transfer process."""
 
     pid: int
@@ -51,7 +51,7 @@ class HoldsFile:
 class Hold:
     """Of one transfer; `number` tells it from all others that have had the slot."""
 
-    holds: BlockHolds
+    holds: ReadLeases
     slot: int
     number: int
 
@@ -60,7 +60,7 @@ class Hold:
         self.holds.end(self)
 
 
-class BlockHolds:
+class ReadLeases:
     """Of one transfer process that names blocks."""
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class BlockHolds:
         self._numbers = count(secrets.randbelow(_RANGE))
 
     @property
-    def file(self) -> HoldsFile:
-        return HoldsFile(self._memory.pid, self._memory.fd)
+    def file(self) -> ReadLeasesFile:
+        return ReadLeasesFile(self._memory.pid, self._memory.fd)
 
     @property
     def num_held(self) -> int:

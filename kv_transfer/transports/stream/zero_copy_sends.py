@@ -23,8 +23,8 @@ from kv_transfer.layout import PageShape
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.staging import StagingPool
-from kv_transfer.producer.chunk_messages import ChunkMessages
-from kv_transfer.producer.send_transfer import Pull, SendTransfer, SentChunk, StraightChunk
+from kv_transfer.producer.send_transfer import Pull, SendTransfer, SentChunk, ZeroCopyChunk
+from kv_transfer.transports.stream.chunk_messages import ChunkMessages
 from kv_transfer.wire.chunk import HEADER, chunk_head
 from kv_transfer.wire.chunk_grid import ChunkGrid
 from kv_transfer.wire.out_message import OutMessage
@@ -33,7 +33,7 @@ from kv_transfer.wire.pull_wish import PullWish
 SLOW_S = 0.02
 
 
-class StraightSends:
+class ZeroCopySends:
     """`was_sent(pull, entry if it was staged, payload bytes)`; `on_left(transfer)`: a chunk has
     left the blocks, or has to be staged after all."""
 
@@ -123,7 +123,7 @@ class StraightSends:
                 message.when_unread(one_less)
         one_less()
 
-    def _ended(self, pull: Pull, straight: StraightChunk, is_sent: bool) -> None:
+    def _ended(self, pull: Pull, straight: ZeroCopyChunk, is_sent: bool) -> None:
         transfer, message = pull.transfer, straight.message
         assert message is not None
         transfer.straight.discard(straight)
@@ -139,7 +139,7 @@ class StraightSends:
             transfer.put_back(straight)
         self._on_left(transfer)
 
-    def _stage(self, transfer: SendTransfer, straight: StraightChunk) -> None:
+    def _stage(self, transfer: SendTransfer, straight: ZeroCopyChunk) -> None:
         """A copy takes the place of the blocks, if there is room for one."""
         message = straight.message
         if message is None or straight.staged is not None or self._pool.num_slots == 0:
@@ -154,7 +154,7 @@ class StraightSends:
         message.replace(chunk.buffer.data)
         message.when_unread(lambda: self._is_staged(transfer, straight))
 
-    def _is_staged(self, transfer: SendTransfer, straight: StraightChunk) -> None:
+    def _is_staged(self, transfer: SendTransfer, straight: ZeroCopyChunk) -> None:
         assert straight.staged is not None
         if transfer.end_reason:
             self._pool.drop(straight.staged)

@@ -14,13 +14,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kv_transfer.consumer.chunk_assembler import ChunkAssembler
-from kv_transfer.consumer.pull_transport import PullTransport
 from kv_transfer.errors import CorruptChunk, PeerLost
-from kv_transfer.memory.block_holds import HoldsFile
 from kv_transfer.memory.cache_view import CacheMap
 from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import RecvMeta
+from kv_transfer.transports.chunk_assembler import ChunkAssembler
+from kv_transfer.transports.cuda_ipc.read_leases import ReadLeasesFile
 from kv_transfer.wire.chunk import (
     ByteArray,
     Checksum,
@@ -29,6 +28,7 @@ from kv_transfer.wire.chunk import (
     decode_chunk,
     decode_head,
 )
+from kv_transfer.wire.pull_client import PullClient
 from tandem_pb import kv_transfer_pb2 as pb
 
 _MAX_REFUSED = 16
@@ -55,7 +55,7 @@ class PullStream:
         """Pinned memory of the message that is arriving."""
         self._meta = meta
         self._assembler = assembler
-        self._holds: HoldsFile | None = None
+        self._holds: ReadLeasesFile | None = None
         self._on_bytes = on_bytes
         self._on_refused = on_refused
         self._num_refused = 0
@@ -71,7 +71,7 @@ class PullStream:
         """Where chunks may be copied from without the network."""
         return self._assembler.peer_cache
 
-    def use_peer_cache(self, cache: CacheMap, holds: HoldsFile) -> None:
+    def use_peer_cache(self, cache: CacheMap, holds: ReadLeasesFile) -> None:
         """Before `run`."""
         self._assembler.peer_cache = cache
         self._holds = holds
@@ -107,7 +107,7 @@ class PullStream:
         if not is_held:
             raise PeerLost(f"{self.address} let go of its blocks while they were copied")
 
-    async def run(self, transport: PullTransport) -> None:
+    async def run(self, transport: PullClient) -> None:
         """Raises a KVTransferError that says why the stream could not be completed."""
         missing = await self._receive(transport, [])
         if missing:
@@ -116,7 +116,7 @@ class PullStream:
             raise CorruptChunk(f"{len(missing)} chunks arrived damaged twice")
         self.is_done = True
 
-    async def _receive(self, transport: PullTransport, repeat: list[int]) -> list[int]:
+    async def _receive(self, transport: PullClient, repeat: list[int]) -> list[int]:
         """One call. Chunks that are missing after it."""
         self.last_heard_at = time.monotonic()
         self._num_refused = 0

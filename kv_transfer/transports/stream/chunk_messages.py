@@ -12,8 +12,8 @@ import numpy as np
 
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import KVLayout, PageShape
-from kv_transfer.memory.block_holds import BlockHolds
 from kv_transfer.producer.send_transfer import Pull, SendTransfer, SentChunk
+from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
 from kv_transfer.wire.chunk import (
     ByteArray,
     ChunkHeader,
@@ -29,7 +29,7 @@ from kv_transfer.wire.out_message import Buffer
 class ChunkMessages:
     """The messages of one rank."""
 
-    def __init__(self, layout: KVLayout, rank: int, chunk_bytes: int, holds: BlockHolds) -> None:
+    def __init__(self, layout: KVLayout, rank: int, chunk_bytes: int, holds: ReadLeases) -> None:
         self._holds = holds
         self._chunk_bytes = chunk_bytes
         self._pages = tuple(layout.page(group, rank) for group in range(len(layout.groups)))

@@ -1,4 +1,4 @@
-"""PullKV calls over connections of our own (`kv_transfer.h2.connection`)."""
+"""PullKV calls over connections of our own (`kv_transfer.transports.stream.h2.connection`)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from collections import defaultdict
 
 from edge.security.credentials import Credentials
-from kv_transfer.consumer.pull_transport import PullTransport, refusal
-from kv_transfer.h2.connection import CallRefused, H2Connection, MessageSink
-from kv_transfer.producer.pull_service import PULL_PATH
+from kv_transfer.transports.stream.h2.connection import CallRefused, H2Connection
+from kv_transfer.wire.pull_client import MessageSink, PullClient, refusal
+from kv_transfer.wire.rpc_method import PULL_PATH
 from tandem_pb import kv_transfer_pb2 as pb
 
 
-class H2PullTransport(PullTransport):
+class H2PullClient(PullClient):
     """As many connections to an address as there were streams at the same time. `source`: our
     address that they leave from; empty: any."""
 
