@@ -388,7 +388,6 @@ BAD_PREFILLS: list[dict[str, Any]] = [
     {"sampling": {"logit_bias": {2**32 - 1: 1.0}}},
     {"sampling": {"logit_bias": {1: float("inf")}}},
     {"sampling": {"stop_token_ids": (2**31,)}},
-    {"spec": b""},
     {"spec": b"\x01" + b"\xdd\xff\xff\xff\xff"},
 ]
 
@@ -404,6 +403,9 @@ async def test_bad_prefill_calls(cluster: Any, bystander: Bystander, demo_checkp
             assert await status_of(prefill(prefill_request(epoch, **changes))) is invalid, changes
         other = await status_of(prefill(prefill_request(epoch + 1)))
         assert other is grpc.StatusCode.FAILED_PRECONDITION
+        for spec in (b"", b"\xff"):
+            unknown = await status_of(prefill(prefill_request(epoch, spec=spec)))
+            assert unknown is grpc.StatusCode.FAILED_PRECONDITION, "a version that is not known"
         for raw in (b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f"):
             assert await status_of(prefill(raw)) is not grpc.StatusCode.OK
         huge = prefill_request(epoch, prompt_token_ids=[2**31] * (8 << 20))
