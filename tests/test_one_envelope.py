@@ -1,0 +1,123 @@
+"""A field of a request is named where it comes in, in its envelope and where it is used.
+
+Whatever lies between carries the envelope whole; a new sampling parameter costs three edits.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("decode_node", "prefill_node", "engine", "kv_transfer", "cli")
+EDGE = "decode_node/protocol.py"
+ENVELOPE = "engine/sampling_params.py"
+SAMPLER = "engine/sample"
+"""One place of use, whatever its files."""
+WARM_UP = "engine/worker/dummy_steps.py"
+"""Asks for everything that the sampler can do."""
+
+SEVERAL_USES = {
+    "max_tokens": {
+        "decode_node/proxy.py",  # room for the answer
+        "decode_node/serving.py",  # for the request's record
+        "engine/frontend/input_processor.py",  # what is left of the context
+        "engine/frontend/output_processor.py",  # the first token may be the last
+        "engine/request_spec.py",
+        "engine/sched/request_limits.py",
+        "prefill_node/service.py",  # one token
+    },
+    "min_tokens": {
+        "engine/frontend/output_processor.py",  # stop strings
+        "engine/sample",
+        "engine/sched/scheduler.py",  # stop tokens
+        "prefill_node/service.py",  # one token
+    },
+    "stop": {"engine/frontend/output_processor.py", "engine/request_spec.py"},
+    "stop_token_ids": {
+        "engine/frontend/output_processor.py",  # the first token may be the last
+        "engine/sample",  # before min_tokens
+        "engine/sched/row.py",
+        "engine/sched/scheduler.py",
+    },
+    "ignore_eos": {
+        "engine/frontend/output_processor.py",
+        "engine/sched/row.py",
+        "engine/sched/scheduler.py",
+    },
+    "seed": {"decode_node/serving.py", "engine/sample"},
+    "logprobs": {"decode_node/prefill_events.py", "engine/sample"},  # a peer gives as many
+    "prompt_logprobs": {
+        "decode_node/answer.py",  # an answer that echoes waits for them
+        "decode_node/prefill_events.py",  # a peer gives as many
+        "decode_node/proxy.py",  # nothing of the prompt comes from a cache
+        "decode_node/serving.py",  # a client that has them is resumed without
+        "engine/request.py",
+        "engine/sample",
+    },
+}
+"""What decides something besides the sampler. Nobody is here who only hands a field on."""
+
+
+def _is_sampling(node: ast.expr) -> bool:
+    """Whether an expression is called as sampling parameters are."""
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name.strip("_") in ("sampling", "params", "sampling_params")
+
+
+def _makes_sampling(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    of_sampling = bool(call.args) and _is_sampling(call.args[0])
+    return name in ("SamplingParams", "with_sampling") or (name == "replace" and of_sampling)
+
+
+def _named(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_sampling(node.value):
+            yield node.attr
+        elif isinstance(node, ast.Call) and _makes_sampling(node):
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+
+
+@cache
+def users_of_fields() -> dict[str, frozenset[str]]:
+    """Field to the places that name it, but for its edge, its envelope and the warm-up."""
+    found = defaultdict(set)
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix()
+            place = SAMPLER if name.startswith(SAMPLER + "/") else name
+            if name not in (EDGE, ENVELOPE, WARM_UP):
+                for field in _named(ast.parse(path.read_text(encoding="utf-8"))):
+                    found[field].add(place)
+    return {field: frozenset(names) for field, names in found.items()}
+
+
+@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
+def test_a_sampling_field_is_named_at_its_edge_in_its_envelope_and_where_it_is_used(
+    field: str,
+) -> None:
+    users = users_of_fields().get(field, frozenset())
+    if field in SEVERAL_USES:
+        assert users == SEVERAL_USES[field], f"{field}: see SEVERAL_USES"
+    else:
+        assert len(users) == 1, f"{field} is named in {sorted(users)}; carry the spec whole"
+
+
+def test_the_envelope_is_made_in_one_place() -> None:
+    makers = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == RequestSpec.__name__
+    }
+    assert makers == {"decode_node/serving.py"}
