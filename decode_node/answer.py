@@ -26,14 +26,16 @@ from decode_node.timeline import Timeline
 from engine.frontend.output_processor import RequestOutput
 
 JOURNAL_INTERVAL_S = 0.25
-"""Between entries for a client that waits for all: tokens that are not told yet cost a node that
-goes on a moment, and nobody has seen them."""
+"""Seconds between entries for a client that waits for all: tokens that are not told yet cost a node
+that goes on a moment, and nobody has seen them."""
 _MANY_LOGPROBS = 256
-"""Positions. More are written in a thread of their own."""
+"""Positions of log probabilities that are written in the event loop; more are written in a thread.
+written in a thread of their own."""
 
 
 class Answer:
-    """`journal` None: nobody keeps one. `is_usage_told`: by the node before."""
+    """Carries one answer. `journal` is None when nobody keeps one; `is_usage_told` says that
+    another node has told usage already. `is_usage_told`: by the node before."""
 
     def __init__(
         self,
@@ -53,11 +55,11 @@ class Answer:
         self._tells_usage = include_usage and not is_usage_told
         self._wants_timeline = wants_timeline
         self._begun: set[int] = set()
-        """Choices that the journal knows."""
+        """Choices that the journal has entries of."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """For a client that wants a stream. The timeline rides on the last chunk: the usage
-        chunk, where there is one. Raises `HttpError`."""
+        """Yields the events for a client that wants a stream. The timeline rides on the last chunk:
+        the usage chunk, where there is one. Raises `HttpError`."""
         running = len(self._generation.choices)
         try:
             async with aclosing(self._generation.outputs()) as outputs:
@@ -80,7 +82,7 @@ class Answer:
             self._metrics.observe(self._generation.choices)
 
     async def body(self) -> bytes:
-        """For a client that wants it whole. Raises `HttpError`."""
+        """Returns the body for a client that wants it whole. Raises `HttpError`."""
         try:
             results = await self._generation.collect()
             return await self._body(results)
@@ -88,7 +90,7 @@ class Answer:
             self._metrics.observe(self._generation.choices)
 
     async def body_events(self) -> AsyncGenerator[bytes, None]:
-        """Entries of the journal from time to time, then the body. Raises `HttpError`.
+        """Yields entries of the journal from time to time, then the body. Raises `HttpError`.
 
         A choice with log probabilities of its prompt is not noted: they are much, and cannot be
         had without computing the prompt, so another node begins it again, with the same seed.
@@ -128,7 +130,7 @@ class Answer:
     async def _chunk(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType
     ) -> bytes | None:
-        """Log probabilities of a long prompt take seconds to write: beside the event loop."""
+        """Writes log probabilities of a long prompt, which takes seconds, beside the event loop."""
         if not output.prompt_logprobs:
             return self._form.chunk(choice, output, timeline)
         return await asyncio.to_thread(self._form.chunk, choice, output, timeline)

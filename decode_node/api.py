@@ -1,4 +1,4 @@
-"""Routes. Each is a few lines: read, check, hand over."""
+"""The routes of a decode node. Each takes a few lines: read, check, hand over."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class NodeState:
-    """Whether this node takes requests. `unhealthy`: why it cannot serve, or empty."""
+    """Says whether this node takes requests. `unhealthy` holds why it cannot serve, and is empty
+    when it can."""
 
     draining: bool = False
     unhealthy: str = ""
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
 
     def check_accepting(self) -> None:
-        """Raises `Unavailable`."""
+        """Raises `Unavailable` unless new requests are welcome."""
         if self.unhealthy:
             raise Unavailable(f"this node cannot serve: {self.unhealthy}")
         if self.draining:
@@ -57,7 +58,7 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What the routes work with."""
+    """Holds what the routes work with."""
 
     settings: DecodeNodeSettings
     model: ModelConfig
@@ -67,7 +68,7 @@ class Api:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
-        """Raises `HttpError`."""
+        """Reads the body and the headers of a request. Raises `HttpError`."""
         received_at = time.monotonic()
         self.state.check_accepting()
         headers = request_headers(request.scope)
@@ -130,14 +131,14 @@ def create_router(api: Api) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """Alive: the process answers and its engine works."""
+        """Answers 200 while the process answers and its engine works."""
         if api.state.unhealthy:
             raise Unavailable(f"this node cannot serve: {api.state.unhealthy}")
         return Response(status_code=200)
 
     @router.get("/ready")
     async def ready() -> Response:
-        """New requests are welcome."""
+        """Answers 200 while new requests are welcome."""
         api.state.check_accepting()
         return Response(status_code=200)
 

@@ -17,7 +17,8 @@ from edge.http.errors import BadRequest, HttpError
 
 
 def create_app(api: Api, callers: CallerCheck) -> ASGIApp:
-    """Needs no lifespan: whoever makes `api` also starts and stops what is in it."""
+    """Returns the application. It needs no lifespan: whoever makes `api` also starts and stops what
+    is in it."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(create_router(api))
     app.add_exception_handler(HttpError, _on_api_error)
@@ -37,7 +38,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Raised by the framework: no such path, or not with this method."""
+    """Answers what the framework raises: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     known: HttpError

@@ -19,18 +19,18 @@ from edge.security.credentials import CallerRefused, Credentials
 
 _ROUTERS = frozenset({Role.ROUTER})
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""For probes and scrapers."""
+"""Paths that are open to everybody, for probes and scrapers."""
 
 
 class Caller(Enum):
-    """`TRUSTED`: a router, as far as we are to know."""
+    """Who sends a request. `TRUSTED` is a router, or counts as one."""
 
     TRUSTED = "trusted"
     API_CLIENT = "api client"
 
 
 class ApiKeys:
-    """Keys that clients may use; none: everybody may. Only digests are kept."""
+    """Holds the keys that clients may use; without any, everybody may. Only digests are kept."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys if key]
@@ -39,7 +39,7 @@ class ApiKeys:
         return len(self._digests)
 
     def check(self, authorization: str) -> None:
-        """Raises `Unauthorized`. Takes the same time for every wrong key."""
+        """Raises `Unauthorized` for an unknown key. Takes the same time for every wrong key."""
         if not self._digests:
             return
         scheme, _, key = authorization.partition(" ")

@@ -18,11 +18,12 @@ from collections import deque
 from dataclasses import dataclass
 
 _RESERVED_OUTPUT_TOKENS = 64
-"""Part of the first claim, so that running requests rarely outgrow it and evict each other."""
+"""Output tokens that are part of the first claim, so that running requests rarely outgrow it and
+evict each other."""
 
 
 class Claim:
-    """Blocks and one seat that a request holds. `release` is idempotent."""
+    """The blocks and the seat that one request holds. `release` is idempotent."""
 
     __slots__ = ("_credits", "_num_tokens", "_released", "num_blocks")
 
@@ -52,7 +53,7 @@ class _Waiter:
 
 
 class KVCredits:
-    """Claims on `num_blocks` blocks by at most `max_claims` requests at once."""
+    """Hands out claims on `num_blocks` blocks by at most `max_claims` requests at once."""
 
     def __init__(self, num_blocks: int, block_size: int, max_claims: int) -> None:
         self.num_blocks = num_blocks
@@ -64,7 +65,7 @@ class KVCredits:
 
     @property
     def num_free(self) -> int:
-        """Negative when requests outgrew their claims."""
+        """Blocks that nobody claims; negative when requests outgrew their claims."""
         return self.num_blocks - self._num_claimed
 
     @property
@@ -88,13 +89,13 @@ class KVCredits:
         return Claim(self, num_blocks)
 
     def claim_now(self, num_prompt_tokens: int, max_tokens: int) -> Claim:
-        """Never waits."""
+        """Claims without waiting, whatever is free."""
         num_blocks = self._first_claim(num_prompt_tokens, max_tokens)
         self._admit(num_blocks)
         return Claim(self, num_blocks)
 
     def refuse_waiters(self, error: Exception) -> None:
-        """Every `acquire` that waits raises `error`."""
+        """Makes every `acquire` that waits raise `error`."""
         for waiter in self._waiters:
             if not waiter.admitted.done():
                 waiter.admitted.set_exception(error)
@@ -104,7 +105,7 @@ class KVCredits:
         self._num_claimed += num_blocks
 
     def give_back(self, num_blocks: int) -> None:
-        """A claim ends."""
+        """Takes the blocks and the seat of a claim back."""
         self._num_claimed -= num_blocks
         self._num_claims -= 1
         self._admit_waiters()

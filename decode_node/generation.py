@@ -1,4 +1,4 @@
-"""One HTTP request's work: one or several choices, each a request of its own to the engine.
+"""The work of one HTTP request: one or several choices, each a request of its own to the engine.
 
 prompts × n  ──▶  choices, numbered prompt by prompt  ──▶  outputs, as they come
 """
@@ -22,7 +22,7 @@ from engine.outputs import PromptLogprobs, TokenLogprobs
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. `is_first_of_prompt`: counts the prompt in `usage`.
+    """One answer. `is_first_of_prompt` marks the choice that counts the prompt in `usage`.
 
     One that another node began has what that one found in its cache (`num_cached`), and either
     goes on (`request` knows from where) or is complete: then `replay` is all of it.
@@ -33,10 +33,10 @@ class Choice:
     record: RequestRecord
     is_first_of_prompt: bool
     prompt_text: str = ""
-    """For `echo`."""
+    """The prompt's text, when the answer begins with it (`echo`)."""
     echoes_logprobs: bool = False
     is_prompt_only: bool = False
-    """What is generated is not part of the answer."""
+    """The answer is only about the prompt: what is generated is not part of it."""
     num_cached: int | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None
     replay: RequestOutput | None = None
@@ -48,14 +48,14 @@ class Choice:
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """A complete answer."""
+    """Collects one choice until it is complete."""
 
     choice: Choice
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """From the prompt's second token on."""
+    """The prompt's, from its second token on."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -73,7 +73,7 @@ def unpacked(parts: list[PromptLogprobs] | None) -> list[TokenLogprobs]:
 
 
 class Generation:
-    """Runs all choices of one HTTP request. `prefill_nodes` None: the proxy's own."""
+    """Runs all choices of one HTTP request. `prefill_nodes` None stands for the proxy's own."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Generation:
         self._prefill_nodes = prefill_nodes
 
     async def outputs(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-        """Outputs of all choices as they come; closing it aborts what is left.
+        """Yields the outputs of all choices as they come; closing it aborts what is left.
 
         Raises `GenerationFailed` or `Unavailable` when one choice cannot be completed.
         """
@@ -100,7 +100,7 @@ class Generation:
                 raise Unavailable(f"the engine of this node has died: {error}") from error
 
     async def collect(self) -> list[ChoiceResult]:
-        """All choices, complete."""
+        """Returns all choices, complete."""
         results = [ChoiceResult(choice) for choice in self.choices]
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for choice, output in outputs:
@@ -117,7 +117,7 @@ class Generation:
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
     def timeline(self) -> Timeline:
-        """Of the first choice."""
+        """Returns the timeline of the first choice."""
         return self.choices[0].record.timeline()
 
     async def _run(self, choice: Choice) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
@@ -137,7 +137,7 @@ class Generation:
                 yield choice, _without_output(output) if choice.is_prompt_only else output
 
     async def _merge(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-        """One task for each choice; the first failure ends all."""
+        """Runs a task for each choice; the first failure ends all."""
         merged: asyncio.Queue[tuple[Choice, RequestOutput] | Exception | None] = asyncio.Queue()
 
         async def pump(choice: Choice) -> None:
@@ -171,7 +171,7 @@ class Generation:
 
 
 def _without_output(output: RequestOutput) -> RequestOutput:
-    """The end of a request that generated its only token for nobody."""
+    """Returns the end of a request that generated its only token for nobody."""
     return replace(
         output, token_ids=[], text="", logprobs=None, finish_reason="length", stop_reason=None
     )

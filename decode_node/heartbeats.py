@@ -1,4 +1,4 @@
-"""Signs of life on answers that have nothing new, so that a router can tell slow from frozen.
+"""Puts signs of life on answers that have nothing new, so that a router can tell slow from frozen.
 
 1. `watch`   an answer is being sent
 2. `sending` marks when something of it goes out, and while the client is not taking it
@@ -19,11 +19,11 @@ from starlette.types import Send
 from decode_node.journal import HEARTBEAT
 
 _SEND_TIMEOUT_S = 0.05
-"""Who takes nothing for so long has a full buffer, and needs no sign of life."""
+"""A client that takes nothing for so many seconds has a full buffer, and needs no sign of life."""
 
 
 class Pulse:
-    """One answer."""
+    """The pulse of one answer."""
 
     __slots__ = ("is_sending", "send", "sent_at")
 

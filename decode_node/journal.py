@@ -1,4 +1,5 @@
-"""What another node needs to continue an answer exactly, told to the router as it happens.
+"""The journal tells the router, as it happens, what another node needs to continue an answer
+exactly.
 
 A router that sends `x-tandem-journal: 1` gets the answer as events, whatever the client asked
 for, with comment lines in front of the data:
@@ -62,7 +63,7 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens"):
 
 
 class Logprobs(msgspec.Struct, array_like=True, tag="logprobs"):
-    """Of the tokens just told; only when they are not yet with the client."""
+    """Log probabilities of the tokens just told; only when they are not yet with the client."""
 
     choice: int
     logprobs: list[TokenLogprobs]
@@ -85,7 +86,8 @@ _decode = msgspec.json.Decoder(list[Entry]).decode
 
 
 class JournalWriter:
-    """Entries of one answer. `keeps_logprobs`: the client gets nothing before the end."""
+    """Writes the entries of one answer. `keeps_logprobs` says that the client gets nothing before
+    the end."""
 
     def __init__(self, first_number: int = 0, *, keeps_logprobs: bool = False) -> None:
         self._number = first_number
@@ -113,8 +115,8 @@ class JournalWriter:
         self._of_all.append(UsageTold())
 
     def take(self, choice: int | None = None) -> bytes:
-        """Lines for what was noted of the whole and of `choice`, and not taken yet. What other
-        choices have in store waits for a chunk of their own."""
+        """Returns lines for what was noted of the whole and of `choice`, and not taken yet. What
+        other choices have in store waits for a chunk of their own."""
         entries, self._of_all = self._of_all, []
         if choice is not None:
             entries += self._of_choices.pop(choice, ())
@@ -130,7 +132,7 @@ class JournalWriter:
 
 @dataclass(slots=True)
 class ResumedChoice:
-    """Where one choice stands."""
+    """Says where one choice stands."""
 
     seed: int
     token_ids: list[int] = field(default_factory=list)
@@ -141,7 +143,7 @@ class ResumedChoice:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where an answer stands."""
+    """Says where an answer stands."""
 
     created: int
     choices: list[ResumedChoice]
@@ -150,7 +152,7 @@ class Resume:
 
 
 def read_resume(data: bytes) -> Resume:
-    """From what a router kept. Raises `BadRequest`."""
+    """Reads what a router kept. Raises `BadRequest`."""
     try:
         start, *entries = _decode(data)
         if not isinstance(start, Start):

@@ -23,7 +23,7 @@ _LOWEST = -9999.0
 
 
 class TokenTexts(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is needed here."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -39,7 +39,8 @@ def _finite(logprob: float) -> float:
 def completion_logprobs(
     tokenizer: TokenTexts, logprobs: list[TokenLogprobs], text_offset: int
 ) -> CompletionLogprobs:
-    """`text_offset`: characters of the answer before the first of these tokens."""
+    """Returns log probabilities as completions have them. `text_offset` counts the characters of
+    the answer before the first of these tokens."""
     result = CompletionLogprobs([], [], [], [])
     for position in logprobs:
         tokens = [tokenizer.token_bytes(token_id) for token_id in position.token_ids]
@@ -55,20 +56,20 @@ def completion_logprobs(
 
 
 def text_length(tokenizer: TokenTexts, token_ids: list[int]) -> int:
-    """Characters that begin in these tokens."""
+    """Returns how many characters begin in these tokens."""
     return sum(_num_chars(tokenizer.token_bytes(token_id)) for token_id in token_ids)
 
 
 def _num_chars(token: bytes) -> int:
-    """A character counts where it begins, so that parts of one are counted once."""
+    """Counts a character where it begins, so that parts of one are counted once."""
     return sum(byte & 0xC0 != 0x80 for byte in token)
 
 
 def echoed_logprobs(
     tokenizer: TokenTexts, prompt: list[int], text: str, logprobs: list[TokenLogprobs]
 ) -> CompletionLogprobs:
-    """Of the tokens of `prompt`, which the answer repeats as `text`; `logprobs` begin with the
-    second."""
+    """Returns log probabilities of the tokens of `prompt`, which the answer repeats as `text`;
+    `logprobs` begin with the second."""
     first = _text(tokenizer.token_bytes(prompt[0]))
     result = CompletionLogprobs([first], [None], [None], [])
     result.extend(completion_logprobs(tokenizer, logprobs, 0))
@@ -77,8 +78,8 @@ def echoed_logprobs(
 
 
 def _offsets(tokenizer: TokenTexts, token_ids: list[int], text: str) -> list[int]:
-    """Where each token begins in `text`, in characters. What the tokenizer adds, like a token for
-    the beginning or a space in front, is not in the text and takes no room."""
+    """Returns where each token begins in `text`, in characters. What the tokenizer adds, like a
+    token for the beginning or a space in front, is not in the text and takes no room."""
     rest = memoryview(text.encode("utf-8", "replace"))
     offsets, offset = [], 0
     for token_id in token_ids:
@@ -93,7 +94,7 @@ def _offsets(tokenizer: TokenTexts, token_ids: list[int], text: str) -> list[int
 
 
 def prompt_logprobs(tokenizer: TokenTexts, logprobs: list[TokenLogprobs]) -> PromptLogprobList:
-    """`logprobs` begin with the second token of the prompt."""
+    """Returns log probabilities of a prompt; `logprobs` begin with its second token."""
     result: PromptLogprobList = [None]
     for position in logprobs:
         ranks = [position.rank, *range(1, len(position.token_ids))]

@@ -1,4 +1,4 @@
-"""What a decode node counts about requests, besides the state of its engine."""
+"""The metrics of a decode node about requests, besides the state of its engine."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _MEASURES = (
 
 
 class DecodeMetrics:
-    """Owns the node's registry. `observe` once for each HTTP request, at its end; its trace goes to
-    `traces`."""
+    """Owns the node's registry. Call `observe` once for each HTTP request, at its end; its trace
+    goes to `traces`."""
 
     def __init__(self, config: EngineConfig, traces: TraceFile | None = None) -> None:
         self.registry = CollectorRegistry()
@@ -82,7 +82,7 @@ class DecodeMetrics:
         self._labels = labels
 
     def watch_proxy(self, proxy: DisaggProxy) -> None:
-        """Gauges of what is open now."""
+        """Adds gauges of what is open now."""
         for name, text, read in (
             ("tandem_open_requests", "Requests being served.", lambda: proxy.open.count),
             ("tandem_remote_prefills", "Calls to prefill nodes.", lambda: proxy.num_remote),
@@ -103,7 +103,7 @@ class DecodeMetrics:
                     self._traces.write(choice.request.trace, spans_of(choice.record))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _observe_record(self, record: RequestRecord) -> None:

@@ -48,7 +48,7 @@ _CHANNEL_OPTIONS = (
 )
 AVOIDED = "avoided"
 _AVOID_S = 1.0
-"""A node that could not be greeted is not asked again for so long."""
+"""A node that could not be reached is not asked again for so many seconds."""
 _GREET_AGAIN = {
     "failed_precondition",
     "unavailable",
@@ -60,7 +60,7 @@ _GREET_AGAIN = {
 
 
 class _Node:
-    """One prefill node's channel and what it said of itself."""
+    """Holds one prefill node's channel and what it said of itself."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.channel = RenewedChannel(
@@ -71,7 +71,7 @@ class _Node:
         self.greeting = asyncio.Lock()
 
     def stub(self) -> prefill_pb2_grpc.PrefillStub:
-        """For one call. Raises `PrefillError` if the node must not be dialled."""
+        """Returns a stub for one call. Raises `PrefillError` if the node must not be dialled."""
         try:
             channel = self.channel.get()
         except (PlaintextRefused, ValueError) as error:
@@ -80,8 +80,9 @@ class _Node:
 
 
 class PrefillClient:
-    """`us` is what prefill nodes learn of this node, `credentials` what it shows them. What they
-    say is believed only where it fits `us` and a vocabulary of `vocab_size`. `close` at the end."""
+    """Talks to all prefill nodes. `us` is what prefill nodes learn of this node, `credentials` what
+    it shows them. What they say is believed only where it fits `us` and a vocabulary of
+    `vocab_size`. `close` at the end."""
 
     def __init__(
         self, us: KVPeer, vocab_size: int, greet_timeout_s: float, credentials: Credentials
@@ -93,7 +94,8 @@ class PrefillClient:
         self._nodes: dict[str, _Node] = {}
 
     async def greet(self, address: str) -> KVPeer:
-        """Raises `PrefillError`: unreachable, stopping, or its KV does not fit ours."""
+        """Returns what a prefill node says of itself. Raises `PrefillError` when it is unreachable,
+        stopping, or its KV does not fit ours."""
         node = self._nodes.get(address)
         if node is None:
             node = self._nodes[address] = _Node(address, self._credentials)
@@ -104,14 +106,15 @@ class PrefillClient:
         return node.peer
 
     def forget(self, address: str) -> None:
-        """KV of this node could not be pulled: where it is pulled may have changed."""
+        """Forgets what a node said of itself, after its KV could not be pulled: where it is pulled
+        may have changed."""
         if address in self._nodes:
             self._nodes[address].peer = None
 
     async def prefill(
         self, address: str, request: GenerationRequest, params: KVTransferParams
     ) -> AsyncGenerator[PrefillEvent, None]:
-        """Events of one attempt. Ends after `KVTaken`; raises `PrefillError`."""
+        """Yields the events of one attempt. Ends after `KVTaken`; raises `PrefillError`."""
         node = self._nodes[address]
         trace = request.trace.child_headers() if request.trace is not None else {}
         metadata = (*trace.items(), *self._credentials.metadata())
@@ -134,7 +137,8 @@ class PrefillClient:
         self._nodes.clear()
 
     def _disappointed(self, node: _Node, code: str, message: str) -> PrefillError:
-        """What to raise. The node may not be who it was: greet it before it gets more work."""
+        """Returns what to raise. The node may not be who it was: greet it before it gets more
+        work."""
         if code in _GREET_AGAIN:
             node.peer = None
         return PrefillError(code, message)

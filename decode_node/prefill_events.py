@@ -27,7 +27,7 @@ _CODES = frozenset(
     ("unavailable", "failed_precondition", "invalid_argument", "resource_exhausted", "ended",
      "engine_dead", "kv_transfer", "given_up")
 )  # fmt: skip
-"""What a prefill node may call a failure: they are labels of metrics."""
+"""Names that a prefill node may give a failure: they are labels of metrics."""
 
 
 class PrefillError(Exception):
@@ -40,7 +40,7 @@ class PrefillError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """`queue_s`, `prefill_s`: measured on the prefill node."""
+    """The first token of an answer. `queue_s` and `prefill_s` are measured on the prefill node."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -171,7 +171,8 @@ def _check(holds: bool, what: str) -> None:
 
 
 def _check_numbers(logprobs: Sequence[float]) -> None:
-    """A probability may be 0, and rounding may make one a little larger than 1."""
+    """Refuses numbers that are no log probabilities. A probability may be 0, and rounding may make
+    one a little larger than 1."""
     _check(
         all(value <= 1e-3 for value in logprobs),
         "log probabilities that are none",
@@ -179,5 +180,5 @@ def _check_numbers(logprobs: Sequence[float]) -> None:
 
 
 def _seconds(value: float) -> float:
-    """A time that makes no sense is none."""
+    """Returns a time in seconds; one that makes no sense is none."""
     return value if math.isfinite(value) and value > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What the router learns of a request's prefill, in the head of the answer.
+"""Headers of an answer that tell the router how its prompt was prefilled.
 
     x-tandem-prefill-node: 10.0.0.7:5001                                  (`local`: this node)
     x-tandem-prefill-work: prompt=1234;cached=1024;queue=0.012;compute=0.031
@@ -14,7 +14,7 @@ from edge.http import headers as names
 
 
 def prefill_headers(record: RequestRecord) -> dict[str, str]:
-    """Of a request whose first token is known."""
+    """Returns the headers for a request whose first token is known."""
     headers = {names.PREFILL_NODE: record.prefill_node or "local"}
     if record.prefill_node is not None and record.remote_queue_s is not None:
         headers[names.PREFILL_WORK] = (

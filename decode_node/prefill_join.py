@@ -107,7 +107,7 @@ _TABLE: dict[JoinState, dict[JoinInput, JoinState]] = {
 
 
 def following(state: JoinState, came: JoinInput) -> JoinState:
-    """Raises ValueError for what cannot come in `state`."""
+    """Returns the state that follows. Raises ValueError for what cannot come in `state`."""
     try:
         return _TABLE[state][came]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Which prefixes our engine probably still has in its KV cache.
+"""Guesses which prefixes our engine still has in its KV cache.
 
 The engine knows exactly, in another process. For the choice between prefill here and elsewhere a
 guess at hand is better: this remembers the blocks of requests that ended here, as many as the
@@ -18,7 +18,8 @@ from engine.request_spec import RequestSpec
 
 
 class PrefixIndex:
-    """Blocks by the hash of all tokens up to their end. `capacity` 0: nothing is remembered."""
+    """Remembers blocks by the hash of all tokens up to their end. With `capacity` 0 nothing is
+    remembered."""
 
     def __init__(self, capacity: int, block_size: int) -> None:
         self._capacity = capacity

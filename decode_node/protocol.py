@@ -20,20 +20,22 @@ from engine.sampling_params import SamplingParams
 
 MAX_MESSAGES = 4096
 _MAX_PARTS = 4096
-"""Text parts of all messages together."""
+"""Limit of text parts of all messages together."""
 _MAX_KEYS = 2048
-"""Of any object in a body."""
+"""Limit of keys of any object in a body."""
 _MAX_ITEMS = 4096
-"""Of any list in a body but messages and prompts."""
+"""Limit of items of any list in a body but messages and prompts."""
 _MAX_STRING = 512
-"""Of fields that are names."""
+"""Limit of characters of fields that are names."""
 
 LONG_BODY = 16 << 10
-"""Bytes. What is shorter is read sooner than a thread begins."""
+"""Bytes from which a body is read beside the event loop: what is shorter is read sooner than a
+thread begins."""
 
 Name = Annotated[str, Field(max_length=_MAX_STRING)]
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-"""What messages between processes can carry; tighter limits follow where a field is used."""
+"""Integers that messages between processes can carry; tighter limits follow where a field is
+used."""
 
 
 class _Body(BaseModel):
@@ -48,7 +50,7 @@ class StreamOptions(_Body):
 
 
 class _GenerationBody(_Body):
-    """What both APIs share; from `top_k` on, extensions with vLLM's names."""
+    """The fields that both APIs share; from `top_k` on, extensions with vLLM's names."""
 
     model: Name | None = None
     max_tokens: Int | None = None
@@ -99,21 +101,22 @@ class _GenerationBody(_Body):
     @property
     @abstractmethod
     def wanted_logprobs(self) -> int | None:
-        """How many of the most likely tokens are asked for; None for no log probabilities."""
+        """The number of most likely tokens that are asked for; None when no log probabilities
+        are."""
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """The same number for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether log probabilities of the answer begin with those of the prompt."""
+        """Says whether log probabilities of the answer begin with those of the prompt."""
         return False
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the answer is what can be said of the prompt."""
+        """Says whether the answer is only about the prompt."""
         return False
 
     def check_supported(self) -> None:
@@ -152,7 +155,7 @@ class _GenerationBody(_Body):
 
 
 class CompletionRequest(_GenerationBody):
-    """POST /v1/completions. `prompt`: a text, token ids, or a list of either."""
+    """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
     prompt: Any = None
     echo: bool | None = None
@@ -176,12 +179,12 @@ class CompletionRequest(_GenerationBody):
 
     @property
     def is_prompt_only(self) -> bool:
-        """With `max_tokens` 0."""
+        """Says whether `max_tokens` is 0, which asks about the prompt alone."""
         return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
 
     @property
     def wanted_max_tokens(self) -> int | None:
-        """Engines give one token at least."""
+        """`max_tokens`, but at least the one token that engines always give."""
         return 1 if self.is_prompt_only else self.max_tokens
 
     def check_supported(self) -> None:
@@ -193,7 +196,7 @@ class CompletionRequest(_GenerationBody):
 
     @property
     def num_prompts(self) -> int:
-        """Counted by the list alone, before anybody looks at its items."""
+        """The number of prompts, counted by the list alone, before anybody looks at its items."""
         return len(self.prompt) if self._has_several else 1
 
     @property
@@ -235,7 +238,7 @@ class ChatMessage(BaseModel):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Text parts become one text, a line each."""
+        """Returns the message as templates take it: text parts become one text, a line each."""
         message = {k: v for k, v in self.model_dump(exclude_none=True).items() if v != []}
         if isinstance(self.content, list):
             message["content"] = "\n".join(part.text for part in self.content)
@@ -243,7 +246,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(_GenerationBody):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Int | None = None
@@ -290,7 +293,8 @@ BodyT = TypeVar("BodyT", bound=_GenerationBody)
 
 
 def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
-    """Raises `BadRequest`: no JSON, NaN, half characters, too deep, wrong types, unknown names."""
+    """Parses a body. Raises `BadRequest` for what is no JSON, NaN, half characters, what is nested
+    too deeply, wrong types and unknown names."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -334,7 +338,8 @@ def _check_sizes(content: dict[str, Any]) -> None:
 
 
 def _describe(error: ValidationError) -> HttpError:
-    """The most exact fault, in the API's own words; values of the client are not repeated."""
+    """Returns the most exact fault, in the API's own words; values of the client are not
+    repeated."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     unknown = sorted(_param(f["loc"]) for f in faults if f["type"] == "extra_forbidden")
     if unknown:
@@ -350,7 +355,8 @@ def _describe(error: ValidationError) -> HttpError:
 
 
 def _param(loc: tuple[int | str, ...]) -> str:
-    """`messages.0.content`. Pydantic also names the members of unions that it tried."""
+    """Returns a place as `messages.0.content`. Pydantic also names the members of unions that it
+    tried."""
     parts = [str(part) for part in loc]
     return ".".join(part for part in parts if not _UNION_MEMBER.fullmatch(part))[:_MAX_STRING]
 
@@ -371,7 +377,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:
-    """JSON has no integer keys."""
+    """Returns `bias` with token ids as keys: JSON has no integer keys."""
     if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in bias):
         raise BadRequest("logit_bias: keys must be token ids", param="logit_bias")
     return {int(key): value for key, value in bias.items()}

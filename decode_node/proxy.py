@@ -1,4 +1,5 @@
-"""Where a decode node decides how each request is served, and follows it to its end.
+"""A decode node's proxy decides how each request is served, and follows it to its end. how each
+request is served, and follows it to its end.
 
     1. ADMIT    local or remote? Short prompts, and long ones whose beginning is probably cached
                 here, stay. A remote prompt waits, in order of arrival, until its KV has room
@@ -39,7 +40,7 @@ from engine.outputs import SchedulerStats
 
 
 class Engine(RemoteEngine, Protocol):
-    """What is needed of `AsyncLLM`."""
+    """The part of `AsyncLLM` that the proxy needs."""
 
     @property
     def stats(self) -> SchedulerStats: ...
@@ -48,7 +49,8 @@ class Engine(RemoteEngine, Protocol):
 
 
 class DisaggProxy:
-    """`default_prefill_nodes`: for requests that name none, best first."""
+    """Serves each request here or with a prefill node. `default_prefill_nodes` are for requests
+    that name none, best first."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class DisaggProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_engine: set[str] = set()
         self.open = OpenRequests()
-        """Between ADMIT and END."""
+        """Requests between ADMIT and END."""
 
     @property
     def num_waiting(self) -> int:
@@ -110,7 +112,8 @@ class DisaggProxy:
         record: RequestRecord,
         prefill_nodes: Sequence[str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of `request`; close the generator to abort it. `prefill_nodes` None: ours.
+        """Yields the outputs of `request`; close the generator to abort it. `prefill_nodes` None
+        stands for ours.
 
         Raises EngineDeadError, and `Unavailable` when the node stops before the request begins.
         """
@@ -166,7 +169,8 @@ class DisaggProxy:
     def _choose_addresses(
         self, request: GenerationRequest, prefill_nodes: Sequence[str] | None
     ) -> Sequence[str]:
-        """None when the part of the prompt that is not cached here is short enough."""
+        """Returns the nodes to ask, none when the part of the prompt that is not cached here is
+        short enough."""
         spec = request.spec
         prompt = spec.prompt_token_ids
         num_cached = 0
@@ -177,8 +181,8 @@ class DisaggProxy:
         return self._default_prefill_nodes if prefill_nodes is None else prefill_nodes
 
     async def _admit(self, request: GenerationRequest, *, is_remote: bool) -> Claim:
-        """A request that our engine computes waits in the engine's own queue, but does not
-        overtake those that wait here."""
+        """Claims room. A request that our engine computes waits in the engine's own queue, but does
+        not overtake those that wait here."""
         if is_remote and request.spec.needs_one_token:
             return self._credits.claim_now(0, 0)
         prompt, limit = len(request.spec.prompt_token_ids), request.spec.sampling.max_tokens

@@ -1,4 +1,5 @@
-"""One request's prompt, computed on another node: attempts, and what follows failures.
+"""Follows one request whose prompt is computed on another node: attempts, and what follows
+failures.
 
 Each attempt has two sources of news, the `Prefill` call and the KV transfer, in any order;
 `decode_node/prefill_join.py` draws what they lead to.
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillNodes(Protocol):
-    """What is needed of `PrefillClient`."""
+    """The part of `PrefillClient` that is needed here."""
 
     async def greet(self, address: str) -> KVPeer: ...
     def forget(self, address: str) -> None: ...
@@ -47,7 +48,7 @@ class PrefillNodes(Protocol):
 
 
 class RemoteEngine(Protocol):
-    """What is needed of `AsyncLLM` to steer a request whose KV comes from elsewhere."""
+    """The part of `AsyncLLM` that is needed to steer a request whose KV comes from elsewhere."""
 
     def supply_first_token(
         self,
@@ -63,7 +64,7 @@ class RemoteEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemotePrefillLimits:
-    """Attempts, and seconds of each phase.
+    """Limits of attempts, and of the seconds of each phase.
 
     Attributes:
         first_token_s: From the call to the first token.
@@ -91,8 +92,8 @@ News = PrefillEvent | KVTransferResult | PrefillError | EngineDeadError
 
 
 class RemotePrefill:
-    """`choose` a node before the engine gets the request; then `run` until all is joined. `state`
-    changes in `take` alone."""
+    """Follows one prompt: `choose` a node before the engine gets the request; then `run` until all
+    is joined. `state` changes in `take` alone."""
 
     def __init__(
         self,
@@ -143,7 +144,8 @@ class RemotePrefill:
         return None
 
     async def run(self, params: KVTransferParams) -> None:
-        """Returns when the engine has KV and first token, or has to compute the prompt itself."""
+        """Follows attempts until the engine has KV and first token, or has to compute the prompt
+        itself."""
         request_id = self._request.request_id
         while True:
             try:
@@ -169,7 +171,7 @@ class RemotePrefill:
             self._engine.retry_remote(request_id, params)
 
     async def _run_attempt(self, params: KVTransferParams) -> None:
-        """Raises `PrefillError` when this attempt will bring nothing more."""
+        """Runs one attempt. Raises `PrefillError` when this attempt will bring nothing more."""
         news: asyncio.Queue[News] = asyncio.Queue()
         call = asyncio.create_task(self._listen_to_call(params, news))
         tasks = [call]
@@ -200,7 +202,8 @@ class RemotePrefill:
             raise PrefillError("timeout", f"{self._address}: no {state.lacks} in time") from None
 
     def take_news(self, news: News) -> None:
-        """Raises `PrefillError` when the attempt has failed with it, EngineDeadError."""
+        """Takes one piece of news. Raises `PrefillError` when the attempt has failed with it, and
+        EngineDeadError."""
         match news:
             case PromptLogprobs():
                 self._of_prompt.append(news)
@@ -226,7 +229,7 @@ class RemotePrefill:
                 return
 
     def take(self, came: JoinInput) -> None:
-        """The only place where `state` changes. Raises ValueError for what cannot come."""
+        """Changes `state`, and nothing else does. Raises ValueError for what cannot come."""
         self.state = following(self.state, came)
 
     def _supply(self, token: FirstToken) -> bool:
@@ -257,7 +260,8 @@ class RemotePrefill:
             news.put_nowait(PrefillError("internal", repr(error)))
 
     async def _listen_to_kv(self, attempt: int, news: asyncio.Queue[News]) -> None:
-        """At most one result of each older attempt can still come, and means nothing now."""
+        """Waits for the KV of this attempt. At most one result of each older attempt can still
+        come, and means nothing now."""
         request_id = self._request.request_id
         try:
             for _ in range(attempt + 1):

@@ -17,7 +17,7 @@ from edge.tracing.file import Span
 
 
 def spans_of(record: RequestRecord) -> list[Span]:
-    """The request first. Parts that never happened are left out."""
+    """Returns the spans, the request's first. Parts that never happened are left out."""
     end = max(record.last_token_at, record.first_token_at, record.received_at)
     attributes: dict[str, str | int] = {
         "prompt_tokens": record.num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""Outputs of a generation as bodies of the two APIs: whole, or chunk by chunk."""
+"""Forms outputs of a generation into bodies of the two APIs: whole, or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from engine.outputs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatOptions:
-    """What a request wants to be told besides its text."""
+    """Options of a request: what it wants to be told besides its text."""
 
     include_usage: bool
     return_token_ids: bool
@@ -48,7 +48,7 @@ class FormatOptions:
 
 
 class ResponseFormat(ABC):
-    """Bodies for one HTTP request; keeps what later chunks depend on.
+    """Forms the bodies of one HTTP request, and keeps what later chunks depend on.
 
     `chunk` gives None when an output has nothing to show. The last chunk of a choice has its
     finish reason.
@@ -62,7 +62,7 @@ class ResponseFormat(ABC):
         self.id = f"{self.id_prefix}-{request_id}"
         self.model = model
         self.created = int(time.time())
-        """Unix seconds. An answer that is resumed keeps its own."""
+        """When the answer was created, in Unix seconds. An answer that is resumed keeps its own."""
         self._tokenizer = tokenizer
         self._options = options
         self._no_usage: UnsetType | None = None if options.include_usage else UNSET
@@ -75,7 +75,7 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def resume(self, choice: Choice, output: RequestOutput) -> None:
-        """Another node has sent chunks for all of `output`."""
+        """Notes that another node has sent chunks for all of `output`."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes: ...
@@ -103,7 +103,7 @@ class ResponseFormat(ABC):
 
 
 class CompletionFormat(ResponseFormat):
-    """/v1/completions."""
+    """Forms bodies of /v1/completions."""
 
     id_prefix = "cmpl"
 
@@ -112,7 +112,8 @@ class CompletionFormat(ResponseFormat):
     ) -> None:
         super().__init__(request_id, model, tokenizer, options)
         self._offsets: dict[int, int] = {}
-        """Where the text of the next token begins, by choice; only of those that have begun."""
+        """The place where the text of the next token begins, by choice; only of those that have
+        begun."""
 
     def chunk(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
@@ -175,7 +176,7 @@ class CompletionFormat(ResponseFormat):
     def _logprobs(
         self, choice: Choice, logprobs: list[TokenLogprobs], of_prompt: list[TokenLogprobs]
     ) -> CompletionLogprobs | None:
-        """From the beginning of the answer."""
+        """Returns log probabilities from the beginning of the answer."""
         generated = completion_logprobs(self._tokenizer, logprobs, len(choice.prompt_text))
         if not choice.echoes_logprobs:
             return generated if logprobs else None
@@ -203,7 +204,7 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """/v1/chat/completions."""
+    """Forms bodies of /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
 

@@ -23,7 +23,7 @@ class Usage(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry a token in each list. `text_offset`: where its text begins in the answer. With
+    """Each list has one entry a token. `text_offset` says where its text begins in the answer. With
     `echo` the first token is the prompt's first, of which nothing is known: null."""
 
     tokens: list[str]
@@ -39,7 +39,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """`rank`: 1 for the most likely token."""
+    """One token's log probability; `rank` is 1 for the most likely token."""
 
     logprob: float
     rank: int
@@ -47,7 +47,8 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobList = list[dict[str, PromptLogprob] | None]
-"""One entry a token of the prompt: by token id, it and the most likely ones; null for the first."""
+"""Has one entry a token of the prompt: by token id, it and the most likely ones; null for the
+first."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -62,7 +63,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """A whole answer, or one chunk of it."""
+    """The body of a whole answer, or of one chunk of it."""
 
     id: str
     object: str = "text_completion"

@@ -1,4 +1,4 @@
-"""A decode node's life.
+"""Runs a decode node.
 
 1. ports are taken, the checkpoint read, the engine started (progress on standard output)
 2. ready: one JSON line with the addresses; /ready says 200, gRPC health SERVING
@@ -46,12 +46,13 @@ from tandem_pb import node_pb2
 _WATCH_S = 0.5
 _STALL_MARGIN_S = 1.0
 _KEEP_ALIVE_S = 75
-"""Longer than HTTP clients keep idle connections (the router 4 s, others 5 to 15 s): if we closed
-first, a request that was just being sent would be lost with the connection."""
+"""Seconds that an idle connection stays open: longer than HTTP clients keep idle connections (the
+router 4 s, others 5 to 15 s): if we closed first, a request that was just being sent would be lost
+with the connection."""
 
 
 class DecodeNode:
-    """Everything of a running node. `start` → `run` → `close`."""
+    """Holds everything of a running node. `start` → `run` → `close`."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class DecodeNode:
         )
 
     async def run(self, stop: StopSignal) -> int:
-        """Serves until told to stop or until the engine dies; the exit code."""
+        """Serves until told to stop or until the engine dies; returns the exit code."""
         await self._ports.grpc.start(self._status)
         if self._ports.probes is not None:
             self._ports.probes.start(self._status, self._metrics.text)
@@ -147,7 +148,7 @@ class DecodeNode:
 
 @dataclass(frozen=True, slots=True)
 class NodePorts:
-    """What a node listens on. `take` before anything that needs time."""
+    """The ports that a node listens on. Call `take` before anything that needs time."""
 
     http: socket.socket
     grpc: NodeGrpcServer
@@ -155,7 +156,7 @@ class NodePorts:
 
     @classmethod
     def take(cls, settings: DecodeNodeSettings, credentials: Credentials) -> NodePorts:
-        """Raises `PortInUse`, `PlaintextRefused`."""
+        """Takes the ports. Raises `PortInUse`, `PlaintextRefused`."""
         host = settings.host
         credentials.check_listen(host)
         return cls(
@@ -260,7 +261,8 @@ def connection_limits(settings: DecodeNodeSettings) -> ConnectionLimits:
 
 
 def read_api_keys(settings: DecodeNodeSettings) -> ApiKeys:
-    """Raises OSError when the key file cannot be read: no node starts open by accident."""
+    """Returns the keys of clients. Raises OSError when the key file cannot be read: no node starts
+    open by accident."""
     keys = settings.api_keys.get_secret_value().split(",")
     if settings.api_key_file is not None:
         keys += settings.api_key_file.read_text(encoding="utf-8").splitlines()

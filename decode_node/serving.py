@@ -1,4 +1,4 @@
-"""From a parsed body to an answer: prompts to tokens, choices, usage, timeline.
+"""Leads from a parsed body to an answer: prompts to tokens, choices, usage, timeline.
 
 1. check the model's name and what is asked for
 2. tokenise: the only time in the life of a request
@@ -46,9 +46,9 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What comes with a request besides its body. `prefill_nodes` None: none were named.
-    `resume`: another node has begun the answer. `is_long`: so is the body, and what is done to all
-    of it happens beside the event loop."""
+    """Holds what comes with a request besides its body. `prefill_nodes` is None when none were
+    named, `resume` is set when another node has begun the answer. With `is_long` the body is long,
+    and what is done to all of it happens beside the event loop."""
 
     request_id: str
     received_at: float
@@ -58,14 +58,14 @@ class RequestContext:
     wants_journal: bool = False
     resume: Resume | None = None
     cache_salt: str = ""
-    """Of the tenant: what the request's own salt can narrow and never leave."""
+    """The tenant's salt, which the request's own can narrow and never leave."""
     trace: TraceContext | None = None
     prefix_hash: int = 0
-    """What the router calls the prompt's beginning."""
+    """The name that routers give to the prompt's beginning."""
 
 
 class OpenAIServing:
-    """The generating endpoints of the OpenAI API, over one engine."""
+    """Serves the generating endpoints of the OpenAI API, over one engine."""
 
     def __init__(
         self,
@@ -206,8 +206,8 @@ class OpenAIServing:
     async def _spec(
         self, body: CompletionRequest | ChatCompletionRequest, context: RequestContext
     ) -> RequestSpec:
-        """The envelope of the request, without a prompt: the only place where one is made. Raises
-        `BadRequest`."""
+        """Makes the envelope of the request, without a prompt: the only place where one is made.
+        Raises `BadRequest`."""
         make = partial(body.sampling, self._tokenizer.encode_all)
         with _as_bad_request():
             return RequestSpec(
@@ -276,7 +276,7 @@ class OpenAIServing:
     async def _encode(
         self, text: str, context: RequestContext, *, is_rendered: bool = False
     ) -> list[int]:
-        """A rendered chat has its special tokens written out."""
+        """Returns the tokens of `text`. A rendered chat has its special tokens written out."""
         self._check_length(text)
         limit = self._model.max_model_len
         encode = partial(
@@ -295,7 +295,7 @@ class OpenAIServing:
         return await _run(context.is_long, partial(self._tokenizer.decode, prompt))
 
     def _check_length(self, text: str) -> None:
-        """No text of so many characters fits; say so before spending seconds on it."""
+        """Refuses a text that cannot fit for its length, before seconds are spent on it."""
         context = self._model.max_model_len
         if len(text) > context * self._tokenizer.max_token_length:
             raise BadRequest(
@@ -306,7 +306,7 @@ class OpenAIServing:
             )
 
     def check_model(self, name: str | None) -> None:
-        """Raises `NotFound`."""
+        """Raises `NotFound` for a model that is not served here."""
         served = self._model.served_model_name
         if name not in (None, served):
             raise NotFound(
@@ -332,7 +332,8 @@ async def _run(is_long: bool, work: Callable[[], _Result]) -> _Result:
 
 @contextmanager
 def _as_bad_request() -> Iterator[None]:
-    """What the engine's edge refuses is the client's mistake."""
+    """Turns what the engine's edge refuses into an answer to the client: it is the client's
+    mistake."""
     try:
         yield
     except InvalidRequest as error:

@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 Headers = Callable[[], Mapping[str, str]]
-"""Asked when the answer begins: some are known only then."""
+"""Headers that are asked for when the answer begins: some are known only then."""
 
 
 def event(data: bytes) -> bytes:
-    """One event. `data` is JSON, which has no line breaks."""
+    """Returns one event. `data` is JSON, which has no line breaks."""
     return b"data: " + data + b"\n\n"
 
 
@@ -48,7 +48,7 @@ async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> Non
 
 
 class JsonResponse(Response):
-    """`work` makes the body. Nothing is sent before it is complete."""
+    """Answers with the body that `work` makes. Nothing is sent before it is complete."""
 
     def __init__(self, work: Callable[[], Awaitable[bytes]], headers: Headers) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class JsonResponse(Response):
 
 
 class EventStreamResponse(Response):
-    """`events` are framed; ends them with `[DONE]`, or with an error event."""
+    """Frames `events`, and ends them with `[DONE]`, or with an error event."""
 
     content_type = "text/event-stream; charset=utf-8"
 
@@ -118,7 +118,7 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
-        """Raises TimeoutError: the client takes nothing."""
+        """Sends, and raises TimeoutError when the client takes nothing."""
         async with asyncio.timeout(self._send_timeout_s):
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -127,7 +127,7 @@ class EventStreamResponse(Response):
 
 
 class JournaledResponse(EventStreamResponse):
-    """For a router that keeps a journal. `content_type`: what the client will get."""
+    """Answers a router that keeps a journal. `content_type` is what the client will get."""
 
     def __init__(
         self,

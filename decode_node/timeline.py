@@ -1,4 +1,4 @@
-"""When things happened to one request.
+"""The timeline says when things happened to one request.
 
     received ── admitted ─────────────── first token ── second token ─ … ─ finished
                   └ prefill node: queue_s ── prefill_s ┘
@@ -22,7 +22,7 @@ Path = Literal["remote", "local"]
 
 
 class Timeline(msgspec.Struct, kw_only=True):
-    """What a client may ask to see, in seconds since the decode node received the request.
+    """Times that a client may ask to see, in seconds since the decode node received the request.
 
     Attributes:
         queue_s: Waiting, here and on the prefill node, before the prompt was begun.
@@ -50,7 +50,8 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled by the proxy while a request runs; read for usage, timeline and metrics."""
+    """Facts about one request, filled by the proxy while it runs; read for usage, timeline and
+    metrics."""
 
     num_prompt_tokens: int
     max_tokens: int = 0
@@ -60,7 +61,7 @@ class RequestRecord:
     second_token_at: float = 0.0
     last_token_at: float = 0.0
     token_gaps_s: list[float] = field(default_factory=list)
-    """Between outputs after the first."""
+    """Seconds between outputs after the first."""
     num_output_tokens: int = 0
     num_cached_tokens: int | None = None
     remote_queue_s: float | None = None
@@ -113,7 +114,7 @@ class RequestRecord:
 
     @property
     def joined_at(self) -> float:
-        """When KV from elsewhere and token one were both here; 0.0 if no KV came."""
+        """The time when KV from elsewhere and token one were both here; 0.0 if no KV came."""
         if self.kv is None or not self.kv.num_bytes:
             return 0.0
         return max(self.first_token_at, self.kv.last_byte_at)

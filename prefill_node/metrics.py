@@ -1,4 +1,4 @@
-"""What a prefill node counts about prompts, besides the state of its engine."""
+"""The metrics of a prefill node about prompts, besides the state of its engine."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class PrefillMetrics:
         )
 
     def ended(self, outcome: str) -> None:
-        """`done`; `cancelled` by the caller, or `given_up` by who pulled its KV; or the code of a
-        failure."""
+        """Counts a call that has ended: `done`; `cancelled` by the caller, or `given_up` by who
+        pulled its KV; or the code of a failure."""
         self._ended.labels(*self._labels, outcome).inc()
 
     def first_token(self, num_prompt_tokens: int, queue_s: float, prefill_s: float) -> None:
@@ -71,7 +71,7 @@ class PrefillMetrics:
                 self._layer_save.observe(max(0.0, saved - ready))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

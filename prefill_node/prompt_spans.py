@@ -16,7 +16,8 @@ from kv_transfer.metadata import TransferStats
 def spans_of(
     received_at: float, queue_s: float, token_at: float, released_at: float, kv: TransferStats
 ) -> list[Span]:
-    """The request first. All times but `queue_s`: CLOCK_MONOTONIC."""
+    """Returns the spans, the request's first. All times but `queue_s` are CLOCK_MONOTONIC
+    seconds."""
     begun = received_at + queue_s
     return [
         Span("request", received_at, released_at, {"bytes": kv.num_bytes}),

@@ -1,4 +1,4 @@
-"""A prefill node's life.
+"""Runs a prefill node.
 
 1. the ports are taken, the checkpoint read, the engine started (progress on standard output)
 2. ready: one JSON line with the address; gRPC health says SERVING
@@ -103,7 +103,7 @@ async def _serve_engine(
 
 
 async def _let_go_of_frozen(status: NodeStatus, servicer: PrefillServicer) -> None:
-    """Until cancelled: fails open calls when the engine is frozen."""
+    """Fails open calls when the engine is frozen, until cancelled."""
     while True:
         if status.is_frozen and servicer.open.count:
             logger.error("%d calls fail: %s", servicer.open.count, status.fault())

@@ -55,7 +55,7 @@ PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb
 
 
 class Engine(Protocol):
-    """What is needed of `AsyncLLM`."""
+    """The part of `AsyncLLM` that the service needs."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -69,7 +69,7 @@ class Engine(Protocol):
 
 
 class Refused(Exception):
-    """A call that is not begun."""
+    """A call is not begun."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -78,7 +78,8 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class _Call:
-    """`outcome`: how it ends, as far as is known. Times: CLOCK_MONOTONIC seconds."""
+    """One call. `outcome` says how it ends, as far as is known. Times are in CLOCK_MONOTONIC
+    seconds."""
 
     work: GenerationRequest
     outcome: str = "cancelled"
@@ -159,7 +160,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._leave(call.outcome)
 
     async def _serve(self, call: _Call) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """Events after acceptance."""
+        """Yields the events after acceptance."""
         work = call.work
         self._status.work.num_computing += 1
         is_computing = True
@@ -194,7 +195,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._write_trace(call, call.token_at, TransferStats())
 
     async def _kv_event(self, call: _Call) -> prefill_pb2.PrefillEvent:
-        """The last one: what became of the KV. Raises `EngineDeadError`."""
+        """Returns the last event: what became of the KV. Raises `EngineDeadError`."""
         if call.work.kv_transfer_params is None:
             return self._done(0)
         result = await self._engine.wait_kv_result(call.work.request_id)
@@ -210,7 +211,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         return self._done(result.stats.num_bytes)
 
     def _accept(self, request: prefill_pb2.PrefillRequest) -> GenerationRequest:
-        """Raises `Refused`."""
+        """Returns the request that the engine gets. Raises `Refused`."""
         if self._status.work.draining:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "this prefill node is stopping")
         if fault := self._status.fault():

@@ -48,7 +48,8 @@ OnProgress = Callable[[LoadProgress], None]
 
 
 class AsyncLLM:
-    """Use `start`. `tokenizer` None: streams carry tokens and no text."""
+    """Runs one engine; make it with `start`. Without a `tokenizer` streams carry tokens and no
+    text."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class AsyncLLM:
     ) -> None:
         self.config = config
         self.stats = SchedulerStats()
-        """The latest."""
+        """The engine's latest statistics."""
         self.dead_reason = ""
         self._on_progress = on_progress
         self._tokenizer = tokenizer
@@ -69,7 +70,7 @@ class AsyncLLM:
         self._kv_results: dict[str, KVResults] = {}
         """Requests whose KV is or was in motion, by request id."""
         self._resets: list[asyncio.Future[bool]] = []
-        """Asked for and not answered, oldest first."""
+        """Resets that were asked for and not answered, oldest first."""
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
@@ -96,12 +97,12 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine said when it had started, with the endpoints of now."""
+        """The engine's report of its start, with the endpoints of now."""
         return self._ready.result()
 
     @property
     def silence(self) -> Silence:
-        """Who of the engine core and the workers has given no sign of life for longest."""
+        """Tells who of the engine core and the workers has given no sign of life for longest."""
         return self._client.life.longest()
 
     @property
@@ -111,7 +112,7 @@ class AsyncLLM:
 
     @property
     def is_dead(self) -> bool:
-        """The engine has died or was shut down."""
+        """Whether the engine has died or was shut down."""
         return self._dead.is_set()
 
     async def wait_dead(self) -> str:
@@ -157,9 +158,9 @@ class AsyncLLM:
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> bool:
-        """The prefill node's token goes to the stream at once, and to the engine core unless it
-        is the last. Ignored when the stream has a token already, or has ended. Whether it goes
-        on."""
+        """Puts the prefill node's token into the stream at once, and into the engine core unless it
+        is the last. Nothing happens when the stream has a token already, or has ended. Returns
+        whether it goes on."""
         state = self._states.get(request_id)
         if state is None:
             return False
@@ -176,12 +177,12 @@ class AsyncLLM:
         return not output.finished
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
-        """Pull again, from another peer or with a new attempt."""
+        """Pulls again, from another peer or with a new attempt."""
         if request_id in self._states and request_id not in self._outside:
             self._client.send(RetryRemotePrefill(request_id, params))
 
     def prefill_locally(self, request_id: str) -> None:
-        """Give up on the prefill nodes and compute the prompt here."""
+        """Gives up on the prefill nodes and computes the prompt here."""
         request = self._outside.pop(request_id, None)
         if request is not None:
             request.kv_transfer_params = None
@@ -190,7 +191,7 @@ class AsyncLLM:
             self._client.send(PrefillLocally(request_id))
 
     async def wait_kv_result(self, request_id: str) -> KVTransferResult:
-        """What became of the next attempt of this request. Raises EngineDeadError.
+        """Returns what became of the next attempt of this request. Raises EngineDeadError.
 
         On a decode node results end with the stream. On a prefill node exactly one comes, mostly
         after the stream: wait for it or `abort`. For a request that has ended the answer is a
@@ -206,7 +207,8 @@ class AsyncLLM:
         return result
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. False: running requests hold blocks; try again later."""
+        """Forgets all cached prefixes. Returns False when running requests hold blocks; try again
+        later."""
         self._check_alive()
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._resets.append(answer)
@@ -214,8 +216,8 @@ class AsyncLLM:
         return await answer
 
     def give_up(self, reason: str) -> None:
-        """From now on the engine counts as dead: streams raise EngineDeadError. For one that
-        hangs; `shutdown` ends its processes."""
+        """Declares the engine dead: streams raise EngineDeadError. This is for one that hangs;
+        `shutdown` ends its processes."""
         self._on_dead(reason)
 
     async def shutdown(self) -> None:
@@ -233,7 +235,7 @@ class AsyncLLM:
             self.abort(state.request_id)
 
     def _end_in_core(self, state: RequestState, why: str = "the request has ended") -> None:
-        """Before the engine core has ended it."""
+        """Ends a request that the engine core has not ended."""
         request_id = state.request_id
         is_outside = self._outside.pop(request_id, None) is not None
         self._forget(state)
@@ -242,7 +244,7 @@ class AsyncLLM:
             self._client.send(AbortRequests([request_id]))
 
     def _forget(self, state: RequestState) -> None:
-        """The engine core is, or soon will be, done with the request."""
+        """Forgets a request with which the engine core is, or soon will be, done."""
         del self._states[state.request_id]
         results = self._kv_results.get(state.request_id)
         if results is not None and not results.outlive_stream:
@@ -324,8 +326,9 @@ class AsyncLLM:
 
 
 def _num_known_tokens(state: RequestState, output: EngineCoreOutput) -> int:
-    """Leading tokens of `output` that the stream has: the peer's first token and our engine's own
-    may cross on their way when the prompt is computed on both sides. They are the same token."""
+    """Returns how many leading tokens of `output` the stream has: the peer's first token and our
+    engine's own may cross on their way when the prompt is computed on both sides. They are the same
+    token."""
     if output.num_cached_tokens is None:
         return 0
     return max(0, state.processor.num_new_tokens - output.num_output_tokens_before)

@@ -1,4 +1,5 @@
-"""A model's chat template: messages to one prompt string, as the checkpoint's author meant it.
+"""Renders a model's chat template: messages become one prompt string, as the checkpoint's author
+meant it.
 
 Templates come from the checkpoint, never from a client, and run in Jinja's sandbox with the
 functions and the `generation` block that templates on the hub rely on.
@@ -18,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 ChatMessage = Mapping[str, Any]
-"""`role`, `content` and what else a template may read."""
+"""A message: `role`, `content` and what else a template may read."""
 
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -42,7 +43,7 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens`: bos_token, eos_token and so on, as variables."""
+    """One compiled template. `special_tokens` are its variables bos_token, eos_token and so on."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -66,7 +67,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, special tokens included. Raises `ChatTemplateError`."""
+        """Returns the prompt's text, special tokens included. Raises `ChatTemplateError`."""
         extra = {k: v for k, v in (variables or {}).items() if k not in RESERVED_VARIABLES}
         try:
             return self._template.render(
@@ -89,5 +90,5 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    """Unlike Jinja's own filter, without HTML escapes."""
+    """Writes JSON without HTML escapes, unlike Jinja's own filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent)

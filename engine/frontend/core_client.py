@@ -24,12 +24,13 @@ from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import bind_socket
 
 _LAST_WORDS_S = 0.3
-"""A process that has ended may have said why, and the message may still be on its way."""
+"""Seconds to wait for last words: a process that has ended may have said why, and the message may
+still be on its way."""
 _SHUTDOWN_TIMEOUT_S = 15.0
 
 
 class EngineCoreClient:
-    """Must be made inside the event loop that it serves."""
+    """Starts the engine core and talks to it. Must be made inside the event loop that it serves."""
 
     def __init__(
         self,
@@ -60,13 +61,13 @@ class EngineCoreClient:
         )
         self.pid = self._child.pid
         self.life = LifeWatch(signs, names_of_step_makers(config))
-        """Of the processes without which no step ends."""
+        """Watches the processes without which no step ends."""
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._loop.add_reader(self._child.sentinel, self._on_end)
 
     def send(self, message: ToEngineCore) -> None:
-        """Returns at once. A dead engine hears nothing, nor one that died a moment ago, of whose
-        end we have not heard yet."""
+        """Sends a message and returns at once. A dead engine hears nothing, nor one that died a
+        moment ago, of whose end we have not heard yet."""
         if self._is_dead:
             return
         try:

@@ -1,4 +1,4 @@
-"""Token ids to text, one by one, and stop strings.
+"""Turns token ids into text, one by one, and finds stop strings.
 
 `Detokenizer` never gives half a character and never takes a character back. It decodes a short
 window of the last tokens again with each token and gives what is new at the end of the text:
@@ -23,17 +23,18 @@ REPLACEMENT = "\ufffd"
 _WINDOW = 16
 """Tokens in the window before it begins anew."""
 _MAX_WINDOW = 64
-"""Tokens without any complete text: this is no text, so do not wait for its end."""
+"""Tokens after which a window without any complete text is no text, so that nobody waits for its
+end."""
 
 
 class Decoder(Protocol):
-    """What a detokenizer needs of a tokenizer."""
+    """The part of a tokenizer that a detokenizer needs."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class Detokenizer:
-    """Text of one request's output, piece by piece."""
+    """Forms the text of one request's output, piece by piece."""
 
     def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
         self._decoder = decoder
@@ -45,7 +46,7 @@ class Detokenizer:
         """Tokens of the window at whose end the text was complete before the last one."""
 
     def push(self, token_id: int) -> str:
-        """New text, possibly none."""
+        """Takes one token and returns the new text, possibly none."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT):
@@ -61,7 +62,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What was kept back: no more tokens will come."""
+        """Returns what was kept back: no more tokens will come."""
         text = self._decode(self._window)
         return self._take(text, len(text))
 
@@ -96,7 +97,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Text that is certainly no part of a stop string."""
+        """Takes text and returns what is certainly no part of a stop string."""
         if not self._stop:
             return text
         if self.matched is not None:
@@ -111,12 +112,12 @@ class StopStringMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was kept back: no more text will come."""
+        """Returns what was kept back: no more text will come."""
         kept, self._kept = self._kept, ""
         return kept
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the one that ends first."""
+        """Returns (start, stop string) of the one that ends first."""
         found = [(start + len(s), start, s) for s in self._stop if (start := text.find(s)) >= 0]
         if not found:
             return None
@@ -124,7 +125,7 @@ class StopStringMatcher:
         return start, stop
 
     def _num_to_keep(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
+        """Returns the length of the longest end of `text` with which a stop string begins."""
         longest = min(len(self._stop[0]) - 1, len(text))
         for length in range(longest, 0, -1):
             tail = text[len(text) - length :]

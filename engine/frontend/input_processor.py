@@ -1,4 +1,4 @@
-"""What a client asks for, checked and completed into a `GenerationRequest`.
+"""Checks what a client asks for and completes it into a `GenerationRequest`.
 
 Everything that can be wrong with a request is found here, before an engine sees it: the engine
 takes what it gets as correct.
@@ -30,7 +30,7 @@ class GenerationRequest:
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
     arrival_time: float = field(default_factory=time.monotonic)
-    """CLOCK_MONOTONIC seconds."""
+    """When the request arrived, in CLOCK_MONOTONIC seconds."""
 
 
 class InputProcessor:
@@ -65,7 +65,7 @@ class InputProcessor:
         return spec
 
     def _check_prompt(self, spec: RequestSpec) -> None:
-        """Ids are in range, and the prompt fits into one step if it has to."""
+        """Refuses ids out of range, and a prompt that has to fit into one step and does not."""
         token_ids, vocab_size = spec.prompt_token_ids, self._model.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(i for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)

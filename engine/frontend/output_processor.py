@@ -1,4 +1,4 @@
-"""Tokens of one request as they leave the engine, to what a client reads.
+"""Turns the tokens of one request into what a client reads.
 
 One `OutputProcessor` for each request:
 
@@ -22,7 +22,7 @@ from engine.outputs import PromptLogprobs, TokenLogprobs
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What is new since the last one.
+    """The news of one request since its last output.
 
     Attributes:
         text: Certain text only: never half a character, never a part of a stop string.
@@ -55,7 +55,7 @@ class RequestOutput:
 
 
 class OutputStream(Protocol):
-    """Outputs of one request, in order; the last is `finished`."""
+    """Gives the outputs of one request, in order; the last is `finished`."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
     async def __anext__(self) -> RequestOutput: ...
@@ -64,7 +64,8 @@ class OutputStream(Protocol):
 
 
 class OutputProcessor:
-    """Text and end of one request. `tokenizer` None: no text, and stop strings never match."""
+    """Finds the text and the end of one request. Without a `tokenizer` there is no text, and stop
+    strings never match."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Decoder | None) -> None:
         self.request_id = request.request_id
@@ -74,25 +75,26 @@ class OutputProcessor:
         self._matcher = StopStringMatcher(sampling.stop)
         self._num_resumed_tokens = request.spec.num_resumed_tokens
         self._prompt_logprobs: list[PromptLogprobs] = []
-        """Until they are given."""
+        """Log probabilities of the prompt, until they are given."""
         self.num_output_tokens = 0
         self.finished = False
 
     @property
     def num_new_tokens(self) -> int:
-        """Output of this node."""
+        """The number of output tokens of this node."""
         return self.num_output_tokens - self._num_resumed_tokens
 
     def replay(self, token_ids: list[int]) -> RequestOutput:
-        """Takes in what was given already; before anything else. The text that follows is the
+        """Takes in what was given already. Comes before anything else. The text that follows is the
         same as if all tokens had come from here."""
         output = self.process(token_ids)
         output.is_replay = True
         return output
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Parts come in order. One that begins with the prompt begins anew: the prompt is computed
-        again, after a preemption or by another node. After the first token they mean nothing."""
+        """Takes a part of the prompt's log probabilities. Parts come in order; one that begins with
+        the prompt begins anew: the prompt is computed again, after a preemption or by another node.
+        After the first token they mean nothing."""
         if part.first_position == 1:
             self._prompt_logprobs = []
         if self.num_new_tokens == 0:
@@ -109,7 +111,8 @@ class OutputProcessor:
         queue_s: float = 0.0,
         error: str = "",
     ) -> RequestOutput:
-        """`finish_reason` empty: not the end yet, as far as the core knows."""
+        """Takes in new tokens and returns what is new. An empty `finish_reason` means that it is
+        not the end yet, as far as the core knows."""
         used, text = self._add_text(token_ids, ends_with_stop_token=finish_reason == "stop")
         if finish_reason and self._matcher.matched is None:
             text += self._flush()
@@ -135,8 +138,8 @@ class OutputProcessor:
     def process_first_token(
         self, token_id: int, logprobs: TokenLogprobs | None = None
     ) -> RequestOutput:
-        """Token one from a prefill node, before the core knows it. `finished` when it is also
-        the last: an end-of-sequence token, a stop token, or the only one allowed."""
+        """Takes in token one from a prefill node, before the core knows it. `finished` when it is
+        also the last: an end-of-sequence token, a stop token, or the only one allowed."""
         sampling = self._sampling
         finish_reason, stop_reason = "", None
         if token_id in self._eos_token_ids:
@@ -153,7 +156,7 @@ class OutputProcessor:
         )
 
     def _add_text(self, token_ids: list[int], *, ends_with_stop_token: bool) -> tuple[int, str]:
-        """(tokens used, text): fewer than given when a stop string ends the text before.
+        """Returns (tokens used, text): fewer than given when a stop string ends the text before.
 
         A stop token itself has no text. Before `min_tokens` stop strings do not count.
         """
@@ -173,6 +176,6 @@ class OutputProcessor:
         return len(token_ids), text
 
     def _flush(self) -> str:
-        """The rest of the text. A stop string may still become complete in it."""
+        """Returns the rest of the text. A stop string may still become complete in it."""
         rest = self._detokenizer.flush() if self._detokenizer is not None else ""
         return self._matcher.push(rest) + self._matcher.flush()

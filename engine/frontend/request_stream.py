@@ -1,4 +1,4 @@
-"""One request's way from the engine to whoever reads it.
+"""Carries the outputs of one request from the engine to whoever reads them.
 
 1. `AsyncLLM.generate` makes a `RequestState` (kept by AsyncLLM) and a `RequestStream` around
    it (given to the reader)
@@ -19,7 +19,7 @@ from kv_transfer.metadata import KVTransferParams
 
 
 class RequestState:
-    """What AsyncLLM keeps of a request while the engine core works on it."""
+    """The state that AsyncLLM keeps of a request while the engine core works on it."""
 
     __slots__ = ("processor", "queue", "request_id")
 
@@ -30,7 +30,7 @@ class RequestState:
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """Outputs of one request in order; the last one is `finished`."""
+    """Gives the outputs of one request in order; the last one is `finished`."""
 
     def __init__(self, state: RequestState, on_close: Callable[[RequestState], None]) -> None:
         self._state = state
@@ -42,7 +42,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return self._state.request_id
 
     async def __anext__(self) -> RequestOutput:
-        """Raises EngineDeadError when the engine has died."""
+        """Returns the next output. Raises EngineDeadError when the engine has died."""
         if not self._is_open:
             raise StopAsyncIteration
         try:
@@ -71,7 +71,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
 
 class KVResults:
-    """What became of a request's transfers, attempt by attempt, until somebody asks."""
+    """Keeps what became of a request's transfers, attempt by attempt, until somebody asks."""
 
     __slots__ = ("_params", "_results")
 
@@ -81,7 +81,8 @@ class KVResults:
 
     @property
     def outlive_stream(self) -> bool:
-        """A prefill node's KV is taken after its one token was given."""
+        """Says whether results come after the stream: a prefill node's KV is taken after its one
+        token was given."""
         return self._params.do_remote_decode
 
     def put(self, result: KVTransferResult | Exception) -> None:
