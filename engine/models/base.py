@@ -1,4 +1,4 @@
-"""What the engine and a model say to each other."""
+"""The contract between the engine and a model."""
 
 from __future__ import annotations
 

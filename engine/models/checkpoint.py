@@ -203,7 +203,7 @@ def _stored_dtype(folder: Path, file: ConfigFile, weights: WeightFiles | None) -
 
 
 def _model_hash(facts: tuple[object, ...], weights: WeightFiles | None) -> str:
-    """Of everything that the KV depends on, but the dtype, which peers compare by name."""
+    """Hashes everything that the KV depends on, but the dtype, which peers compare by name."""
     digest = xxhash.xxh3_128(repr(facts).encode())
     digest.update(b"dummy" if weights is None else weights.fingerprint())
     return digest.hexdigest()

@@ -36,8 +36,8 @@ class RopeFields(msgspec.Struct):
 
 
 class ConfigFile(msgspec.Struct):
-    """What `config.json` says, with the defaults that transformers gives absent keys where these
-    are the same for all architectures."""
+    """Holds what `config.json` says, with the defaults that transformers gives absent keys where
+    these are the same for all architectures."""
 
     vocab_size: int
     hidden_size: int

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint folder."""
+"""Faults of a checkpoint folder."""
 
 from __future__ import annotations
 

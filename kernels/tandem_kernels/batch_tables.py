@@ -39,7 +39,7 @@ class RowTables:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model and the attention read in one step.
+    """Holds what the model and the attention read in one step.
 
     Attributes:
         input_ids: [max_tokens] int32, indexed by token of the step.

@@ -1,4 +1,4 @@
-"""What launchers ask the device."""
+"""Questions that launchers ask the device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def num_programs(device: torch.device, programs_per_sm: int) -> int:
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start before its predecessor has drained (Hopper and later)."""
+    """Returns whether a kernel may start before its predecessor has drained (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether tensor descriptors load through the bulk copy engine (Hopper and later)."""
+    """Returns whether tensor descriptors load through the bulk copy engine (Hopper and later)."""
     return supports_pdl(device)
 
 
 def has_warpgroup_mma(device: torch.device) -> bool:
-    """Whether four warps multiply together, from shared memory (Hopper alone)."""
+    """Returns whether four warps multiply together, from shared memory (Hopper alone)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -33,12 +33,12 @@ _pdl_enabled = True
 
 
 def enable_pdl(enabled: bool) -> None:
-    """For measurements: whether the small kernels of a layer overlap their predecessors, too, when
-    a step has few tokens. With many there is nothing to gain."""
+    """Sets whether the small kernels of a layer overlap their predecessors, too, when a step has
+    few tokens. With many there is nothing to gain."""
     global _pdl_enabled
     _pdl_enabled = enabled
 
 
 def uses_pdl(device: torch.device, num_tokens: int) -> bool:
-    """Whether a small kernel is launched before its predecessor has drained."""
+    """Returns whether a small kernel is launched before its predecessor has drained."""
     return _pdl_enabled and num_tokens <= MAX_ROWS and supports_pdl(device)

@@ -9,7 +9,7 @@ _INNER_MULTIPLE = 64
 _LEAST_INNER = 256
 _OUTPUTS_MULTIPLE = 256
 _ALIGNED_BYTES = 16
-"""Of rows of x, which the copy engine reads."""
+"""The copy engine reads rows of x, which must begin so."""
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What changes logits before sampling: penalties, their counts, sparse additions."""
+"""Changes of logits before sampling: penalties, their counts, sparse additions."""
 
 from __future__ import annotations
 

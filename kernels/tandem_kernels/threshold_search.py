@@ -34,7 +34,7 @@ def one_round(
 def _weight(
     x: tl.tensor, peak: tl.tensor, inverse_t: tl.tensor, chosen: tl.tensor, BY_MASS: tl.constexpr
 ) -> tl.tensor:
-    """What tokens weigh in the search: their probability times a constant, or one each."""
+    """The weight of tokens in the search: their probability times a constant, or one each."""
     if BY_MASS:
         return tl.where(chosen, tl.exp((x - peak) * inverse_t), 0.0)
     return tl.where(chosen, 1.0, 0.0)
@@ -60,7 +60,7 @@ def weigh(
     IN_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """What the tokens at or above each eighth of [lo, hi] weigh: [16], entries 0 to 8."""
+    """Returns the weight of tokens at or above each eighth of [lo, hi]: [16], entries 0 to 8."""
     w0 = tl.zeros([BLOCK], tl.float32)
     w1 = tl.zeros([BLOCK], tl.float32)
     w2 = tl.zeros([BLOCK], tl.float32)

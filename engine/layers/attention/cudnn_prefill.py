@@ -26,7 +26,7 @@ class CudnnPrefill(DensePrefill):
 
     @staticmethod
     def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-        """Whether it is the faster one here: on Hopper and later, in half precision."""
+        """Returns whether it is the faster one here: on Hopper and later, in half precision."""
         return (
             device.type == "cuda"
             and dtype in (torch.float16, torch.bfloat16)

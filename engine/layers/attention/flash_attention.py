@@ -30,7 +30,7 @@ def is_installed(package: str = PACKAGE) -> bool:
 
 
 def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether its kernels are made for this."""
+    """Returns whether its kernels are made for this."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)

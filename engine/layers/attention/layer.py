@@ -14,7 +14,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What all layers of one step share.
+    """Holds what all layers of one step share.
 
     Attributes:
         positions: [T] int64.

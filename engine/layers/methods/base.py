@@ -40,7 +40,7 @@ class LinearPart:
 
 
 class LinearLayer(nn.Module):
-    """What methods find on a layer: `weight` [out, in] and `bias` [out]."""
+    """Holds what methods give it: `weight` [out, in] and `bias` [out]."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

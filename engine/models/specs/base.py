@@ -30,7 +30,7 @@ class UnsupportedField(ValueError):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the architecture itself reads of a checkpoint's config.json."""
+    """Holds what only the architecture itself reads of a checkpoint's config.json."""
 
     @classmethod
     @abstractmethod

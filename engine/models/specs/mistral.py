@@ -8,7 +8,7 @@ from engine.models.config_file import ConfigFile
 from engine.models.specs.dense import DenseSpec, check_full_window
 
 _DEFAULT_WINDOW = 4096
-"""What transformers takes when config.json says nothing; releases without a window say null."""
+"""transformers takes it when config.json says nothing; releases without a window say null."""
 
 
 class MistralSpec(DenseSpec, frozen=True, kw_only=True):

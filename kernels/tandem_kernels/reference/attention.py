@@ -147,7 +147,7 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) 
 
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """What `_prefill` computes, each token on nothing but what it sees."""
+    """Computes what `_prefill` does, each token on nothing but what it sees."""
     rows = []
     for row, end in zip(q, range(k.shape[1] - len(q) + 1, k.shape[1] + 1), strict=True):
         seen = slice(0 if window is None else max(0, end - window), end)

@@ -44,8 +44,9 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _PAIR_FACTORS = [1.0, 1.1, 1.3, 1.7, 2.2, 2.8, 3.5, 4.3]
-"""One for each pair of a head. transformers takes the short ones up to the original context and
-the long ones beyond it; here both are alike, so that prompts of all lengths can be compared."""
+"""One for each pair of a head. transformers takes the short ones for a sequence within the
+original context, ours the long ones where any could outgrow it; so both are alike here. No sequence
+crosses the border: some releases of transformers then compute their cache anew, others do not."""
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -87,7 +88,7 @@ FAMILIES = {
         {
             **_PHI3,
             "rope_parameters": _LONGROPE,
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": 150,
             "tie_word_embeddings": True,
         },
     ),

@@ -312,7 +312,7 @@ def test_a_window_that_no_sequence_outgrows_is_none(copy: Callable[[str], Path])
         load_model_config(folder)
 
 
-@pytest.mark.parametrize(("max_model_len", "name"), [(64, "short_factor"), (65, "long_factor")])
+@pytest.mark.parametrize(("max_model_len", "name"), [(150, "short_factor"), (151, "long_factor")])
 def test_longrope_is_chosen_by_the_longest_sequence(
     max_model_len: int, name: str, copy: Callable[[str], Path]
 ) -> None:
@@ -330,7 +330,7 @@ def test_longrope_is_chosen_by_the_longest_sequence(
     table = cos_sin_cache(16, 3, 10_000.0, scaling)
     expected = torch.cat((frequencies.cos(), frequencies.sin())) * attention_factor
     torch.testing.assert_close(table[1], expected)
-    hashes = {load_model_config(folder, max_model_len=n).model_hash for n in (64, 65, 66)}
+    hashes = {load_model_config(folder, max_model_len=n).model_hash for n in (150, 151, 152)}
     assert len(hashes) == 2, "nodes that rotate alike have the same hash"
 
 
