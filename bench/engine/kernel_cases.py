@@ -249,7 +249,7 @@ def batch_cases() -> Iterator[Case]:
     )
     mapping = torch.randperm(rows, device="cuda")[:256].int()
     bounds = torch.arange(257, **ints)
-    sampled = torch.full((256,), -1, device="cuda")
+    sampled = torch.full((256, 1), -1, device="cuda")
     prepare = [partial(ops.prepare_inputs, mapping, bounds, tables, out)]
     yield Case("prepare inputs", "256 decodes", prepare, 256 * 100)
     update = [partial(ops.post_update, mapping, bounds, sampled, tables)]

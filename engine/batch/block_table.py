@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch.buffer_utils import CarriedTensor, StagedWriteTensor
@@ -18,10 +19,17 @@ class BlockTables:
     """`block_table[row, logical block]` on the device; `num_blocks_np[row]` are valid."""
 
     def __init__(
-        self, max_num_reqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        max_drafts: int = 0,
     ) -> None:
+        """`max_drafts`: tokens that a row may compute behind its known ones."""
         self.block_size = block_size
-        max_num_blocks = -(-max_model_len // block_size)
+        self.max_drafts = max_drafts
+        max_num_blocks = -(-(max_model_len + max_drafts) // block_size)
         self._block_table = StagedWriteTensor((max_num_reqs, max_num_blocks), np.int32, device)
         self.num_blocks_np = np.zeros(max_num_reqs, np.int32)
 
@@ -40,6 +48,11 @@ class BlockTables:
     def carried(self) -> list[CarriedTensor]:
         """To be carried over before a step."""
         return [self._block_table]
+
+    def num_slots(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Returns, for each of `rows`, how many tokens its blocks hold."""
+        slots: npt.NDArray[np.int32] = self.num_blocks_np[rows] * self.block_size
+        return slots
 
     def remove_request(self, row: int) -> None:
         self.num_blocks_np[row] = 0

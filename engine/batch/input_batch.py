@@ -9,29 +9,29 @@
 Order of requests, so that every group is a slice:
 
     0 ............... num_decodes ......... num_sampled ............ num_reqs
-    |  one token each  | chunks that end     | chunks that leave       |
-    |  (all sample)    | a prefill (sample)  | a rest (do not sample)  |
+    |  decodes: as     | chunks that end     | chunks that leave       |
+    |  many tokens     | a prefill (sample)  | a rest (do not sample)  |
+    |  each (sample)   |                     |                         |
 
-Within its group, the attention backend puts the chunks in order.
+Within its group, the attention backend puts the chunks in order. A decode computes its row's last
+token and `decode_query_len - 1` drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from engine.batch.buffer_utils import upload
+from engine.batch.buffer_utils import to_device, upload
+from engine.batch.places import Int32Array as Int32Array
+from engine.batch.places import Places
 from engine.batch.states import RequestState
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
 from tandem_kernels.batch_tables import RowTables, StepInputs
-
-Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 _NO_ROW = -1
 _ALIGNED_INTS = 4
@@ -45,9 +45,14 @@ class BatchOrder:
     """batch position -> row."""
     query_lens: Int32Array
     seq_lens: Int32Array
-    """Context with this step's tokens."""
+    """Context with this step's tokens; with drafts an upper bound."""
     num_decodes: int
     num_sampled: int
+    decode_query_len: int = 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decodes * self.decode_query_len
 
 
 def order_batch(
@@ -55,9 +60,10 @@ def order_batch(
     prefill_chunks: list[tuple[int, int]],
     states: RequestState,
     attention: AttentionBackend,
+    decode_query_len: int = 1,
 ) -> BatchOrder:
-    """Decodes first. A chunk of one token that ends its prefill runs as a decode: so does the
-    first step of a request whose KV came from a peer.
+    """Decodes first. Without drafts, a chunk of one token that ends its prefill runs as a decode:
+    so does the first step of a request whose KV came from a peer.
 
     Raises:
         RowError: A chunk is empty, goes beyond its prefill, or belongs to nobody.
@@ -70,7 +76,7 @@ def order_batch(
         chunk = PrefillChunk(row, length, int(states.num_computed_np[row]))
         if length < states.num_uncomputed_prefill(row):
             leaving.append(chunk)
-        elif length == 1:
+        elif length == decode_query_len == 1:
             as_decode.append(row)
         else:
             ending.append(chunk)
@@ -78,13 +84,15 @@ def order_batch(
     in_order = attention.order(ending) + attention.order(leaving)
     chunks = np.array(in_order, np.int32).reshape(-1, 3)
     rows = np.concatenate([decode_rows, np.array(as_decode, np.int32), chunks[:, 0]])
-    query_lens = np.concatenate([np.ones(num_decodes, np.int32), chunks[:, 1]])
+    of_decodes = np.full(num_decodes, decode_query_len, np.int32)
+    query_lens = np.concatenate([of_decodes, chunks[:, 1]])
     return BatchOrder(
         rows=rows,
         query_lens=query_lens,
         seq_lens=states.num_computed_np[rows] + query_lens,
         num_decodes=num_decodes,
         num_sampled=num_decodes + len(ending),
+        decode_query_len=decode_query_len,
     )
 
 
@@ -120,8 +128,32 @@ class InputBatch:
 
     @property
     def logits_indices(self) -> torch.Tensor:
-        """[num_sampled], the last token of each request that samples."""
-        return self.query_start_loc[1 : self.order.num_sampled + 1] - 1
+        """[L], the token in front of each place: all those of decodes, and the last one of each
+        prefill that ends."""
+        order = self.order
+        if order.decode_query_len == 1:
+            return self.query_start_loc[1 : order.num_sampled + 1] - 1
+        of_decodes = torch.arange(order.num_decode_tokens, device=self.query_start_loc.device)
+        ends = self.query_start_loc[order.num_decodes + 1 : order.num_sampled + 1] - 1
+        return torch.cat([of_decodes.int(), ends])
+
+    def places(self) -> Places:
+        """Returns where the step chooses tokens."""
+        order = self.order
+        num_sampled, num_decodes, width = (
+            order.num_sampled,
+            order.num_decodes,
+            order.decode_query_len,
+        )
+        rows, max_seq_lens = order.rows[:num_sampled], order.seq_lens[:num_sampled]
+        idx_mapping, seq_lens = self.idx_mapping[:num_sampled], self.seq_lens[:num_sampled]
+        if width > 1:
+            repeats = np.ones(num_sampled, np.int32)
+            repeats[:num_decodes] = width
+            rows, max_seq_lens = np.repeat(rows, repeats), np.repeat(max_seq_lens, repeats)
+            idx_mapping = to_device(rows, idx_mapping.device)
+            seq_lens = self.positions[self.logits_indices].int() + 1
+        return Places(num_decodes, width, rows, max_seq_lens, idx_mapping, seq_lens, self.input_ids)
 
 
 class InputBuffers:
@@ -198,15 +230,21 @@ class InputBuffers:
         self._upload(order.rows, bounds)
         return self._batch(order, num_reqs, num_tokens)
 
-    def load_padding(self, num_reqs: int, num_tokens: int) -> InputBatch:
-        """Requests that are nobody's: what a graph is recorded with. As many tokens as requests:
-        decodes; else prompts, any of which may have nearly all tokens."""
+    def load_padding(self, num_reqs: int, num_tokens: int, decode_query_len: int = 0) -> InputBatch:
+        """Requests that are nobody's: what a graph is recorded with. `decode_query_len`: tokens of
+        each, which decode; 0: prompts, any of which may have nearly all tokens."""
         self._upload(np.zeros(0, np.int32), np.zeros(num_reqs + 1, np.int32))
         nobody = np.full(num_reqs, _NO_ROW, np.int32)
-        query_lens = np.ones(num_reqs, np.int32)
-        query_lens[-1] += num_tokens - num_reqs
-        num_decodes = num_reqs if num_reqs == num_tokens else 0
-        order = BatchOrder(nobody, query_lens, query_lens, num_decodes, num_reqs)
+        query_lens = np.full(num_reqs, max(decode_query_len, 1), np.int32)
+        query_lens[-1] += num_tokens - int(query_lens.sum())
+        order = BatchOrder(
+            nobody,
+            query_lens,
+            query_lens,
+            num_decodes=num_reqs if decode_query_len else 0,
+            num_sampled=num_reqs,
+            decode_query_len=max(decode_query_len, 1),
+        )
         return self._batch(order, num_reqs, num_tokens)
 
     def gather(self, num_reqs: int, tables: Sequence[RowTables]) -> None:

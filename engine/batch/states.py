@@ -4,7 +4,7 @@ Life of a row:
     1. `add_request` stages the known tokens and counts; the row is live.
     2. what `carried` hold of it is carried to the device, once for all requests of a step.
     3. Each step computes `n` tokens of the row: `advance` notes it on the host, and on the device
-       `ops.post_update` moves `num_computed` by `n` and appends the sampled token.
+       `ops.post_update` appends what was sampled and moves `num_computed` by what stays of the `n`.
     4. `remove_request`: it finished, was aborted, or is preempted. Coming back is 1 again, with
        the tokens generated so far as part of its prefill.
 
@@ -13,6 +13,8 @@ Life of a row:
                      |               | the row was taken |                     |
                      0 ............................. num_computed ...
                      |        KV is in the cache     | still to compute
+
+Drafts of the next tokens, if any, lie behind `total_len`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class RequestState:
         self.is_live_np = np.zeros(rows, np.bool_)
         self.num_computed_np = np.zeros(rows, np.int32)
         """Once all given steps have run. Exact while a decoding row computes one token a step;
-        with draft tokens it would be an upper bound. Sizes things, decides nothing on a token."""
+        with drafts an upper bound. Sizes things, decides nothing on a token."""
 
     def add_request(self, new: NewRequestData) -> None:
         """Raises `RowError` when the row is not free."""
@@ -93,6 +95,10 @@ class RequestState:
         """A step computes `query_lens[i]` tokens of `rows[i]`."""
         self.num_computed_np[rows] += query_lens
 
+    def limit(self, rows: npt.NDArray[np.int32], num_slots: npt.NDArray[np.int32]) -> None:
+        """Blocks are given for what a row may have: `num_slots[i]` tokens of `rows[i]` at most."""
+        self.num_computed_np[rows] = np.minimum(self.num_computed_np[rows], num_slots)
+
     def row_tables(self, block_tables: BlockTables) -> RowTables:
         """What the batch kernels read and write."""
         return RowTables(
@@ -103,6 +109,7 @@ class RequestState:
             max_len=self.max_len.tensor,
             block_table=block_tables.tensor,
             block_size=block_tables.block_size,
+            max_drafts=block_tables.max_drafts,
         )
 
     def _check(self, row: int, live: bool) -> None:

@@ -12,15 +12,19 @@ step that needs them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.batch.buffer_utils import to_device_together
-from engine.batch.input_batch import Int32Array
+from engine.batch.places import Int32Array, Places
 from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
+
+_ALWAYS = 2**31 - 1
+"""No sequence is so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +67,30 @@ class LogitBiasStates:
         """Whether any of `rows` may have something to add."""
         return bool(self._has_bias[rows].any())
 
-    def apply(self, logits: torch.Tensor, rows: Int32Array, seq_lens: Int32Array) -> None:
-        """Changes `logits` [S, V]; `rows` and `seq_lens` (tokens known so far) are [S]."""
-        positions: list[npt.NDArray[np.int32]] = []
+    def apply(self, logits: torch.Tensor, places: Places) -> None:
+        """Changes `logits` [L, V] of all places. With drafts only the device knows how many tokens
+        are before a place, so it decides which ending tokens come too early."""
+        index: list[npt.NDArray[np.int32]] = []
         token_ids: list[npt.NDArray[np.int32]] = []
         amounts: list[npt.NDArray[np.float32]] = []
+        min_lens: list[npt.NDArray[np.int32]] = []
 
-        def add(position: int, ids: npt.NDArray[np.int32], values: npt.NDArray[np.float32]) -> None:
+        def add(place: int, ids: npt.NDArray[np.int32], values: Any, min_len: int) -> None:
             if len(ids):
-                positions.append(np.full(len(ids), position, np.int32))
+                index.append(np.full(len(ids), place, np.int32))
                 token_ids.append(ids)
-                amounts.append(values)
+                amounts.append(np.broadcast_to(np.float32(values), len(ids)))
+                min_lens.append(np.full(len(ids), min_len, np.int32))
 
-        for position in np.flatnonzero(self._has_bias[rows]).tolist():
-            bias = self._biases[int(rows[position])]
-            add(position, bias.token_ids, bias.amounts)
-            if seq_lens[position] < bias.min_len:
-                masked = np.full(len(bias.ending_ids), -np.inf, np.float32)
-                add(position, bias.ending_ids, masked)
-        if not positions:
+        for place in np.flatnonzero(self._has_bias[places.rows]).tolist():
+            bias = self._biases[int(places.rows[place])]
+            add(place, bias.token_ids, bias.amounts, _ALWAYS)
+            if places.has_drafts or places.max_seq_lens[place] < bias.min_len:
+                add(place, bias.ending_ids, -np.inf, bias.min_len)
+        if not index:
             return
-        entries = [np.concatenate(parts) for parts in (positions, token_ids, amounts)]
-        ops.add_sparse(logits, *to_device_together(entries, self._device))
+        entries = [np.concatenate(parts) for parts in (index, token_ids, amounts, min_lens)]
+        at, ids, values, until = to_device_together(entries, self._device)
+        if places.has_drafts:
+            values = torch.where(places.seq_lens.index_select(0, at) < until, values, 0.0)
+        ops.add_sparse(logits, at, ids, values)

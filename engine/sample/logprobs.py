@@ -1,8 +1,8 @@
 """Log probabilities of sampled tokens, from the logits as the model gave them.
 
-1. `LogprobsRequest` notes, on the host, which requests of a batch want how many, and keeps
+1. `LogprobsRequest` notes, on the host, which places of a batch want how many, and keeps
    their raw logits before the sampler changes them.
-2. `compute` looks up the sampled tokens and the likeliest ones.
+2. `compute` looks up the chosen tokens and the likeliest ones.
 3. `LogprobsTensors` goes to the host with the step's tokens and is cut to what each asked.
 """
 
@@ -22,10 +22,10 @@ from tandem_kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """N requests that asked; K is the largest number of top tokens among them."""
+    """N places of requests that asked; K is the largest number of top tokens among them."""
 
-    positions: list[int]
-    """[N], position in the batch."""
+    cells: list[int]
+    """[N], where the chosen token may be among those of the batch: see `Places.cells`."""
     num_top: list[int]
     """[N], top tokens that each asked for."""
     token_ids: torch.Tensor
@@ -38,42 +38,44 @@ class LogprobsTensors:
     def to_host(self) -> LogprobsTensors:
         """Starts the copies, without waiting."""
         return LogprobsTensors(
-            positions=self.positions,
+            cells=self.cells,
             num_top=self.num_top,
             token_ids=self.token_ids.to("cpu", non_blocking=True),
             logprobs=self.logprobs.to("cpu", non_blocking=True),
             ranks=self.ranks.to("cpu", non_blocking=True),
         )
 
-    def by_position(self) -> dict[int, TokenLogprobs]:
-        """After the copies have ended. Returns them by position in the batch."""
+    def by_cell(self) -> dict[int, TokenLogprobs]:
+        """After the copies have ended."""
         token_ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
         ranks = self.ranks.tolist()
         return {
-            position: TokenLogprobs(
+            cell: TokenLogprobs(
                 token_ids=token_ids[i][: 1 + num_top],
                 logprobs=logprobs[i][: 1 + num_top],
                 rank=ranks[i],
             )
-            for i, (position, num_top) in enumerate(zip(self.positions, self.num_top, strict=True))
+            for i, (cell, num_top) in enumerate(zip(self.cells, self.num_top, strict=True))
         }
 
 
 class LogprobsRequest:
     """The part of a batch that wants log probabilities; at least one request does."""
 
-    def __init__(self, logits: torch.Tensor, wanted: Int32Array, keep: bool) -> None:
-        """`wanted`: [S], `NO_LOGPROBS` or how many. `keep`: `logits` [S, V] will be changed."""
+    def __init__(
+        self, logits: torch.Tensor, wanted: Int32Array, cells: Int32Array, keep: bool
+    ) -> None:
+        """`wanted`: [L], `NO_LOGPROBS` or how many. `keep`: `logits` [L, V] will be changed."""
         chosen = np.flatnonzero(wanted != NO_LOGPROBS)
-        self._positions: list[int] = chosen.tolist()
+        self._cells: list[int] = cells[chosen].tolist()
         self._num_top: list[int] = wanted[chosen].tolist()
         self._index = to_device(chosen, logits.device)
         whole_batch = len(chosen) == len(wanted) and not keep
         self._logits = logits if whole_batch else logits.index_select(0, self._index)
 
     def compute(self, token_ids: torch.Tensor) -> LogprobsTensors:
-        """`token_ids`: [S], sampled."""
+        """`token_ids`: [L], chosen."""
         ids, logprobs, ranks = ops.topk_logprobs(
             self._logits, token_ids.index_select(0, self._index), max(self._num_top)
         )
-        return LogprobsTensors(self._positions, self._num_top, ids, logprobs, ranks)
+        return LogprobsTensors(self._cells, self._num_top, ids, logprobs, ranks)

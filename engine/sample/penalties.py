@@ -6,7 +6,7 @@ borrow an entry of a pool, which grows by doubling and starts empty.
     1. `add_request` gives the row an entry and counts what is known: the prompt as a bit mask,
        output that exists already (a resumed request has some) as counts.
     2. row -> entry and the parameters are carried to the device with `carried`.
-    3. `apply` changes the logits of a batch; `count` adds the tokens sampled from them.
+    3. `apply` changes the logits of a batch; `count` adds the tokens that became output.
     4. `remove_request` returns the entry.
 """
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, to_device, with_rows
-from engine.batch.input_batch import Int32Array
+from engine.batch.places import Int32Array, Places
 from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
 
@@ -79,8 +79,9 @@ class PenaltyStates:
         """Whether any of `rows` has penalties."""
         return bool((self._entries.np[rows] != _NO_ENTRY).any())
 
-    def apply(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> None:
-        """Changes `logits` [S, V] of the rows `idx_mapping` [S]."""
+    def apply(self, logits: torch.Tensor, places: Places) -> None:
+        """Changes `logits` [L, V] of all places: drafts before a place count as output."""
+        idx_mapping = places.idx_mapping
         params = self._params.tensor.index_select(1, idx_mapping)
         ops.apply_penalties(
             logits,
@@ -90,12 +91,15 @@ class PenaltyStates:
             params[_REPETITION],
             params[_PRESENCE],
             params[_FREQUENCY],
+            places.drafts_before(),
         )
 
     def count(self, token_ids: torch.Tensor, idx_mapping: torch.Tensor) -> None:
-        """`token_ids` [S] became output of the rows `idx_mapping` [S]."""
+        """`token_ids` [S, W] became output of the rows `idx_mapping` [S]; -1: nothing did."""
         entries = self._entries.tensor.index_select(0, idx_mapping)
-        ops.count_tokens(self._output_counts, entries, token_ids)
+        if token_ids.shape[1] > 1:
+            entries = entries.repeat_interleave(token_ids.shape[1])
+        ops.count_tokens(self._output_counts, entries, token_ids.flatten())
 
     def _take_entry(self) -> int:
         if not self._free:

@@ -1,4 +1,4 @@
-"""From logits to the next token of each request.
+"""From logits to the next tokens of each request.
 
 Rows come and go with the same verbs as all state of the worker. One step:
 
@@ -7,12 +7,12 @@ Rows come and go with the same verbs as all state of the worker. One step:
     3. penalties
     4. -inf on tokens that are not allowed, then on those that complete a bad word
     5. temperature, min-p, top-k, top-p, and the draw keyed by (seed, position): one operation
-    6. count the new tokens of requests with penalties
+    6. count the new tokens of requests with penalties: drafts that were right, and one more
     7. log probabilities
 
-Steps 1 to 4, 6 and 7 cost nothing in a batch where no request needs them. The host decides that
-from its own copy of the parameters. `draw` alone is step 5: it needs nothing of the host, so a
-CUDA graph may hold it.
+Steps 1 to 5 choose a token at each place (see `engine.batch.places`). Steps 1 to 4, 6 and 7 cost
+nothing in a batch where no request needs them. The host decides that from its own copy of the
+parameters. `draw` alone is step 5: it needs nothing of the host, so a CUDA graph may hold it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from engine.batch.buffer_utils import CarriedTensor
-from engine.batch.input_batch import InputBatch, Int32Array
+from engine.batch.input_batch import InputBatch
+from engine.batch.places import Int32Array, Places
 from engine.sample.allowed_tokens import AllowedTokenStates
 from engine.sample.bad_words import BadWordStates
 from engine.sample.logit_bias import LogitBiasStates
@@ -39,7 +40,7 @@ class SamplerOutput:
     """Of the S requests of a batch that sample. On the device."""
 
     token_ids: torch.Tensor
-    """[S] int64."""
+    """[S, W] int64, what each of them gets, then -1. W is `decode_query_len`."""
     logprobs: LogprobsTensors | None
     """None when nobody asked."""
 
@@ -86,22 +87,22 @@ class Sampler:
         self._bad_words.remove_request(row)
 
     def __call__(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
-        """`logits` [S, V] float32 of the first S requests of `batch`; may be changed."""
-        num_sampled = batch.order.num_sampled
-        rows = batch.order.rows[:num_sampled]
-        idx_mapping = batch.idx_mapping[:num_sampled]
+        """`logits` [L, V] float32 of the places of `batch`; may be changed."""
+        places = batch.places()
+        rows = places.rows
         changes = self._changes_logits(rows)
         wanted = self._params.logprobs_wanted(rows)
         logprobs = None
         if (wanted != NO_LOGPROBS).any():
-            logprobs = LogprobsRequest(logits, wanted, keep=changes)
+            logprobs = LogprobsRequest(logits, wanted, places.cells(), keep=changes)
         if changes:
-            self._change_logits(logits, batch, rows, idx_mapping)
+            self._change_logits(logits, places)
         has_filters = self._params.has_filters(rows)
-        token_ids = self.draw(logits, idx_mapping, batch.seq_lens[:num_sampled], has_filters)
+        chosen = self.draw(logits, places.idx_mapping, places.seq_lens, has_filters)
+        token_ids = places.accept(chosen)
         if self.penalties.needed_by(rows):
-            self.penalties.count(token_ids, idx_mapping)
-        return SamplerOutput(token_ids, None if logprobs is None else logprobs.compute(token_ids))
+            self.penalties.count(token_ids, batch.idx_mapping[: len(token_ids)])
+        return SamplerOutput(token_ids, None if logprobs is None else logprobs.compute(chosen))
 
     def only_draws(self, rows: Int32Array) -> bool:
         """Whether `draw` is all that `rows` need."""
@@ -113,18 +114,17 @@ class Sampler:
         states = (self._logit_bias, self.penalties, self._allowed, self._bad_words)
         return any(state.needed_by(rows) for state in states)
 
-    def _change_logits(
-        self, logits: torch.Tensor, batch: InputBatch, rows: Int32Array, idx_mapping: torch.Tensor
-    ) -> None:
+    def _change_logits(self, logits: torch.Tensor, places: Places) -> None:
         """Bad words come last: they ask whether anything else is left."""
+        rows = places.rows
         if self._logit_bias.needed_by(rows):
-            self._logit_bias.apply(logits, rows, batch.order.seq_lens[: len(rows)])
+            self._logit_bias.apply(logits, places)
         if self.penalties.needed_by(rows):
-            self.penalties.apply(logits, idx_mapping)
+            self.penalties.apply(logits, places)
         if self._allowed.needed_by(rows):
             self._allowed.apply(logits, rows)
         if self._bad_words.needed_by(rows):
-            self._bad_words.apply(logits, rows, batch.seq_lens[: len(rows)])
+            self._bad_words.apply(logits, rows, places.seq_lens)
 
     def draw(
         self,
@@ -133,8 +133,8 @@ class Sampler:
         seq_lens: torch.Tensor,
         has_filters: bool = True,
     ) -> torch.Tensor:
-        """[S] int64 from `logits` [S, V] of the rows `idx_mapping` [S], whose contexts are
-        `seq_lens` [S] long: a new token's index, as all tokens before it are in the context.
+        """[L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], with `seq_lens` [L] tokens
+        before each place: a new token's index.
         `has_filters`: False promises that no row cuts its distribution."""
         params = self._params.gather(idx_mapping)
         return ops.sample(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch.input_batch import Int32Array
+from engine.batch.places import NO_TOKEN, Int32Array
 from engine.outputs import ModelRunnerOutput
 from engine.sample.logprobs import LogprobsTensors
 from engine.sample.prompt_logprobs import PromptLogprobsTensors
@@ -24,7 +24,7 @@ class StepTensors:
     """What a step found, on the device or on the host."""
 
     token_ids: torch.Tensor | None
-    """[num_sampled] int64; None when nobody sampled."""
+    """[num_sampled, W] int64, of each request, then -1; None when nobody sampled."""
     logprobs: LogprobsTensors | None
     prompt_logprobs: list[PromptLogprobsTensors]
 
@@ -107,8 +107,21 @@ class AsyncOutput:
             event.synchronize()
         self._found = None
         if on_host.token_ids is not None:
-            output.token_ids = on_host.token_ids.tolist()
-        if on_host.logprobs is not None:
-            output.logprobs = on_host.logprobs.by_position()
+            _add_tokens(output, on_host.token_ids, on_host.logprobs)
         output.prompt_logprobs = [part.packed() for part in on_host.prompt_logprobs]
         return output
+
+
+def _add_tokens(
+    output: ModelRunnerOutput, token_ids: torch.Tensor, logprobs: LogprobsTensors | None
+) -> None:
+    """`token_ids` is [num_sampled, W]."""
+    cells: list[int] = token_ids.flatten().tolist()
+    found = {} if logprobs is None else logprobs.by_cell()
+    if token_ids.shape[1] == 1:
+        output.token_ids, output.logprobs = cells, found
+        return
+    kept = [cell for cell, token_id in enumerate(cells) if token_id != NO_TOKEN]
+    output.token_ids = [cells[cell] for cell in kept]
+    output.counts = (token_ids != NO_TOKEN).sum(dim=1).tolist()
+    output.logprobs = {index: found[cell] for index, cell in enumerate(kept) if cell in found}

@@ -41,17 +41,24 @@ class GraphCaptureError(CannotStartError):
 
 
 class GraphKey(NamedTuple):
-    """What one graph computes: a step of `num_reqs` requests with `num_tokens` tokens in all, each
-    of which gets one more. As many tokens as requests: decodes. `samples`: also their next tokens
-    and the advance of their rows; without, it ends with their logits."""
+    """What one graph computes: a step of `num_reqs` requests with `num_tokens` tokens in all.
+    `decode_query_len`: all of them decode, with so many tokens each; 0: prompts, each of which
+    ends. `samples`: also their next tokens and the advance of their rows; without, it ends with
+    their logits."""
 
     num_reqs: int
     num_tokens: int
     samples: bool
+    decode_query_len: int = 0
+
+    @classmethod
+    def of_decodes(cls, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey:
+        """Returns the key of a step with decodes alone."""
+        return cls(num_reqs, num_reqs * decode_query_len, samples, decode_query_len)
 
     @property
     def decodes(self) -> bool:
-        return self.num_reqs == self.num_tokens
+        return self.decode_query_len > 0
 
     def describe(self) -> str:
         what = "decodes of" if self.decodes else f"{self.num_tokens} tokens of prompts of"
@@ -88,17 +95,24 @@ def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
 
 
 class CudaGraphManager:
-    """Records and launches. `capture_sizes`: of decode batches, in any order; `prompts`: of steps
-    with prompts, smallest first."""
+    """Records and launches.
+
+    Args:
+        capture_sizes: Requests of decode batches, in any order.
+        prompts: Steps with prompts, smallest first.
+        decode_query_lens: Tokens of each decode; decodes of other lengths have no graphs.
+    """
 
     def __init__(
         self,
         capture_sizes: tuple[int, ...],
         device: torch.device,
         prompts: list[GraphKey] | None = None,
+        decode_query_lens: tuple[int, ...] = (1,),
     ) -> None:
         self.capture_sizes = sorted(set(capture_sizes))
         self._prompts = prompts or []
+        self._decode_query_lens = decode_query_lens
         self._device = device
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
@@ -110,7 +124,8 @@ class CudaGraphManager:
             torch.OutOfMemoryError: The graphs do not fit.
         """
         keys = self._prompts[::-1] + [
-            GraphKey(size, size, samples)
+            GraphKey.of_decodes(size, query_len, samples)
+            for query_len in self._decode_query_lens
             for size in reversed(self.capture_sizes)
             for samples in (True, False)
         ]
@@ -140,12 +155,14 @@ class CudaGraphManager:
             (torch.cuda.memory_reserved(self._device) - reserved) / (1 << 20),
         )
 
-    def dispatch(self, num_reqs: int) -> int | None:
-        """The size to pad `num_reqs` decodes to; None: no graph is large enough."""
-        if not self._graphs:
+    def dispatch(self, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey | None:
+        """The smallest graph that holds `num_reqs` decodes; None: no graph does."""
+        if not self._graphs or decode_query_len not in self._decode_query_lens:
             return None
         index = bisect.bisect_left(self.capture_sizes, num_reqs)
-        return self.capture_sizes[index] if index < len(self.capture_sizes) else None
+        if index == len(self.capture_sizes):
+            return None
+        return GraphKey.of_decodes(self.capture_sizes[index], decode_query_len, samples)
 
     def dispatch_prompts(self, num_reqs: int, num_tokens: int) -> GraphKey | None:
         """The smallest graph that holds a step with prompts; None: no graph does."""

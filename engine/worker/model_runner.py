@@ -6,9 +6,10 @@ One step, in this order (see also `engine.sched.output`):
     2. staged writes go to the device, once for all of them
     3. the batch is gathered from rows
     4. the model runs; after each layer the connector may hand its KV on
-    5. the requests whose known tokens are now all computed sample one token each; prompts that
-       want it have their log probabilities looked up
-    6. the copy of the result to the host starts, rows advance on the device
+    5. the requests whose known tokens are now all computed sample: one token each, and another one
+       for each draft that was right; prompts that want it have their log probabilities looked up
+    6. the copy of the result to the host starts, rows advance on the device, and drafts of what
+       follows are written, if there is a drafter
 
 On a GPU, 3 to 6 of a step with decodes only are one CUDA graph, but for the copy, and but for the
 sampling when a request wants more than a draw from its logits. So they may be of a step with few
@@ -24,9 +25,10 @@ from collections.abc import Callable
 import torch
 
 from engine.batch.block_table import BlockTables
-from engine.batch.buffer_utils import CarriedTensor, carry_over
+from engine.batch.buffer_utils import CarriedTensor, carry_over, to_device
 from engine.batch.decode_set import DecodeSet
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
+from engine.batch.places import NO_TOKEN
 from engine.batch.states import RequestState, RowError
 from engine.config import EngineConfig
 from engine.layers.attention.selection import choose_attention
@@ -42,18 +44,17 @@ from engine.worker.cudagraph_utils import (
     default_capture_sizes,
     prompt_keys,
 )
+from engine.worker.drafter import Drafter
 from engine.worker.dummy_steps import DummyStep, dummy_lengths, everything, warm_up_steps
 from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
-
-_NO_TOKEN = -1
 
 
 class ModelRunner:
     """Owns the rows of one rank. `kv_caches` are set once, before the first step."""
 
     _graph_token_ids: torch.Tensor
-    """[largest size] int64, written by graphs that sample."""
+    """[largest size, 1] int64, written by graphs that sample."""
     _graph_logits: torch.Tensor
     """[largest size, V] float32, written by graphs that do not."""
 
@@ -71,9 +72,11 @@ class ModelRunner:
         self._connector = connector
         self._device = device
         self.states = RequestState(rows, max_model_len, device)
+        self._decode_query_len = config.decode_query_len
         self._groups = config.kv_layout.groups
         self._block_tables = [
-            BlockTables(rows, max_model_len, group.block_size, device) for group in self._groups
+            BlockTables(rows, max_model_len, group.block_size, device, config.decode_query_len - 1)
+            for group in self._groups
         ]
         self._decode_set = DecodeSet(rows)
         self.sampler = Sampler(
@@ -100,6 +103,8 @@ class ModelRunner:
         self._output_stream = OutputStream(device)
         self._attention = choose_attention(config, device)
         self._graphs: CudaGraphManager | None = None
+        self.drafter: Drafter | None = None
+        """Asked after each step, if decodes have more than one token."""
         self.kv_caches: list[torch.Tensor] = []
         """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
 
@@ -116,6 +121,7 @@ class ModelRunner:
             step.prefill_chunks,
             self.states,
             self._attention,
+            self._decode_query_len,
         )
         rows = order.rows[: order.num_sampled]
         epochs = self.states.epoch_np[rows].tolist()
@@ -132,6 +138,9 @@ class ModelRunner:
         else:
             sampled = self._run_graph(order, key, on_layer)
         self.states.advance(order.rows, order.query_lens)
+        if self._decode_query_len > 1:
+            self.states.limit(order.rows, self._block_tables[0].num_slots(order.rows))
+            self._draft(order)
         return AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._output_stream)
 
     @torch.inference_mode()
@@ -148,7 +157,7 @@ class ModelRunner:
         )
         largest = max([graphs.capture_sizes[-1], *(key.num_reqs for key in prompts)])
         vocab_size = self._config.model.vocab_size
-        self._graph_token_ids = torch.empty(largest, dtype=torch.int64, device=self._device)
+        self._graph_token_ids = torch.empty((largest, 1), dtype=torch.int64, device=self._device)
         self._graph_logits = torch.empty(
             (largest, vocab_size), dtype=torch.float32, device=self._device
         )
@@ -252,8 +261,7 @@ class ModelRunner:
         num_reqs = len(order.rows)
         samples = self.sampler.only_draws(order.rows)
         if order.num_decodes == num_reqs:
-            size = self._graphs.dispatch(num_reqs)
-            return None if size is None else GraphKey(size, size, samples)
+            return self._graphs.dispatch(num_reqs, order.decode_query_len, samples)
         if not samples or order.num_sampled < num_reqs or not self._attention.graph_ok(order):
             return None
         if self._prompt_logprobs.needed_by(order):
@@ -287,8 +295,9 @@ class ModelRunner:
         return sampled
 
     def _record_step(self, key: GraphKey) -> None:
-        """What a graph holds. Runs for nobody: rows are -1, lengths 0."""
-        batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens)
+        """What a graph holds, of decodes with one token each or of prompts. Runs for nobody: rows
+        are -1, lengths 0."""
+        batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens, key.decode_query_len)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
         hidden = self._forward(batch, _no_layer)
         if not key.decodes:
@@ -298,7 +307,7 @@ class ModelRunner:
             self._graph_logits[: key.num_reqs].copy_(logits)
             return
         rows = batch.idx_mapping.clamp(min=0)
-        token_ids = self.sampler.draw(logits, rows, batch.seq_lens)
+        token_ids = self.sampler.draw(logits, rows, batch.seq_lens).unsqueeze(1)
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
         self._graph_token_ids[: key.num_reqs].copy_(token_ids)
 
@@ -326,10 +335,20 @@ class ModelRunner:
         return self.sampler(logits, batch)
 
     def _advance_rows(self, batch: InputBatch, sampled: SamplerOutput | None) -> None:
-        token_ids = torch.full((batch.num_reqs,), _NO_TOKEN, dtype=torch.int64, device=self._device)
+        shape = (batch.num_reqs, batch.order.decode_query_len)
+        token_ids = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self._device)
         if sampled is not None:
             token_ids[: batch.order.num_sampled] = sampled.token_ids
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
+
+    def _draft(self, order: BatchOrder) -> None:
+        """Asks for drafts of the rows that got tokens."""
+        if self.drafter is None or order.num_sampled == 0:
+            return
+        rows = to_device(order.rows[: order.num_sampled], self._device)
+        tables = self._row_tables[0]
+        drafts = self.drafter.propose(rows, tables)
+        ops.write_drafts(rows, drafts, self._config.model.vocab_size, tables)
 
 
 def _no_layer(layer: int) -> None:

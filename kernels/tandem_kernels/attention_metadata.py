@@ -11,8 +11,8 @@ from torch import Tensor
 class AttentionMetadata:
     """Ragged batch of R requests over a paged KV cache.
 
-    The first `num_decodes` requests have exactly one query token each. A request's query tokens
-    are the last of its context: query token i of request r sits at position
+    The first `num_decodes` requests have exactly `decode_query_len` query tokens each. A request's
+    query tokens are the last of its context: query token i of request r sits at position
     `seq_lens[r] - query_len[r] + i` and sees everything up to and including itself, or with a
     window the last `window` positions of that.
 
@@ -23,12 +23,13 @@ class AttentionMetadata:
         query_start_loc: [R + 1] int32, request r owns query rows
             `query_start_loc[r] : query_start_loc[r + 1]`.
         seq_lens: [R] int32, context length including this step's tokens. 0 marks a padding row.
-        num_decodes: Leading requests with exactly one query token.
+        num_decodes: Leading requests that decode.
         max_query_len: Upper bound of the query lengths, known on the host.
         max_seq_len: Upper bound of `seq_lens`, known on the host.
         fixed_order: What a query token attends to is added up in one order, whatever else is in
             the batch, and however its request's tokens are cut into steps.
         window: Positions that a query token sees at most, its own included; None: all.
+        decode_query_len: Query tokens of each decode: its last token, and drafts behind it.
     """
 
     block_tables: Tensor
@@ -39,3 +40,9 @@ class AttentionMetadata:
     max_seq_len: int
     fixed_order: bool = False
     window: int | None = None
+    decode_query_len: int = 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Leading query rows that belong to decodes."""
+        return self.num_decodes * self.decode_query_len

@@ -32,7 +32,11 @@ def _prepare_padding(
     tl.store(out_seq_lens + place, tl.zeros([CHUNK], tl.int32), mask=no_request)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "max_tokens", "max_reqs", "token_stride", "max_len"])
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs", "max_tokens", "max_reqs", "token_stride", "max_len", "max_drafts"
+    ]
+)  # fmt: skip
 def prepare_inputs_kernel(
     idx_mapping: tl.tensor,
     query_start_loc: tl.tensor,
@@ -50,6 +54,7 @@ def prepare_inputs_kernel(
     max_reqs: tl.tensor,
     token_stride: tl.tensor,
     max_len: tl.tensor,
+    max_drafts: tl.tensor,
     max_blocks: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -78,6 +83,8 @@ def prepare_inputs_kernel(
     query_len = tl.load(query_start_loc + r + 1) - start
     computed = tl.load(num_computed + row)
     limit = tl.load(row_max_len + row)
+    runs = computed < limit
+    limit += max_drafts
     seq_len = tl.minimum(computed + query_len, limit)
     tl.store(out_seq_lens + r, seq_len)
 
@@ -86,11 +93,12 @@ def prepare_inputs_kernel(
     for offset in range(0, query_len, CHUNK):
         i = offset + lane
         inside = i < query_len
-        position = tl.minimum(computed + i, max_len - 1)
+        place = computed + i
+        position = tl.minimum(place, max_len - 1)
         token = tl.load(token_ids + row * token_stride + position, mask=inside, other=0)
-        owned = inside & (computed + i < limit)
-        block = tl.load(blocks + position // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
-        slot = tl.where(owned, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        owned = inside & runs & (place < limit)
+        block = tl.load(blocks + place // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
+        slot = tl.where(owned, block * BLOCK_SIZE + place % BLOCK_SIZE, -1)
         tl.store(out_input_ids + start + i, token, mask=inside)
         tl.store(out_positions + start + i, position.to(tl.int64), mask=inside)
         tl.store(out_slot_mapping + start + i, slot, mask=inside)
@@ -130,6 +138,7 @@ def prepare_inputs(
         max_reqs,
         rows.token_ids.stride(0),
         rows.token_ids.shape[1],
+        rows.max_drafts,
         rows.block_table.shape[1],
         BLOCK_SIZE=rows.block_size,
         CHUNK=CHUNK,
@@ -149,6 +158,7 @@ def post_update_kernel(
     num_reqs: tl.tensor,
     token_stride: tl.tensor,
     REQUESTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> None:
     """One lane a request; rows of a step are all different."""
     r = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
@@ -156,21 +166,25 @@ def post_update_kernel(
     live = row >= 0
     query_len = tl.load(query_start_loc + r + 1, mask=live, other=0)
     query_len -= tl.load(query_start_loc + r, mask=live, other=0)
-    computed = tl.load(num_computed + row, mask=live, other=0)
-    tl.store(num_computed + row, computed + query_len, mask=live)
+    computed = tl.load(num_computed + row, mask=live, other=0) + query_len
 
-    token = tl.load(sampled + r, mask=live, other=-1)
     length = tl.load(total_len + row, mask=live, other=0)
-    appended = live & (token >= 0) & (length < tl.load(max_len + row, mask=live, other=0))
-    tl.store(token_ids + row * token_stride + length, token.to(tl.int32), mask=appended)
-    tl.store(total_len + row, length + 1, mask=appended)
+    limit = tl.load(max_len + row, mask=live, other=0)
+    for place in tl.static_range(WIDTH):
+        token = tl.load(sampled + r * WIDTH + place, mask=live, other=-1)
+        appended = live & (token >= 0) & (length < limit)
+        tl.store(token_ids + row * token_stride + length, token.to(tl.int32), mask=appended)
+        length += appended.to(tl.int32)
+    tl.store(total_len + row, length, mask=live)
+    computed = tl.where(length < limit, tl.minimum(computed, length - 1), limit)
+    tl.store(num_computed + row, computed, mask=live)
 
 
 def post_update(
     idx_mapping: Tensor, query_start_loc: Tensor, sampled: Tensor, rows: RowTables
 ) -> None:
     """See `reference.batch.post_update`."""
-    num_reqs = idx_mapping.shape[0]
+    num_reqs, width = sampled.shape
     post_update_kernel[(triton.cdiv(num_reqs, REQUESTS_PER_PROGRAM),)](
         idx_mapping,
         query_start_loc,
@@ -182,5 +196,50 @@ def post_update(
         num_reqs,
         rows.token_ids.stride(0),
         REQUESTS=REQUESTS_PER_PROGRAM,
+        WIDTH=width,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_reqs", "vocab_size", "token_stride", "max_len"])
+def write_drafts_kernel(
+    idx_mapping: tl.tensor,
+    drafts: tl.tensor,
+    token_ids: tl.tensor,
+    total_len: tl.tensor,
+    num_reqs: tl.tensor,
+    vocab_size: tl.tensor,
+    token_stride: tl.tensor,
+    max_len: tl.tensor,
+    REQUESTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """One lane a request."""
+    r = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
+    row = tl.load(idx_mapping + r, mask=r < num_reqs, other=-1).to(tl.int64)
+    live = row >= 0
+    length = tl.load(total_len + row, mask=live, other=0)
+    for place in tl.static_range(WIDTH):
+        token = tl.load(drafts + r * WIDTH + place, mask=live, other=0)
+        token = tl.where((token >= 0) & (token < vocab_size), token, 0)
+        inside = live & (length + place < max_len)
+        to = token_ids + row * token_stride + length + place
+        tl.store(to, token.to(tl.int32), mask=inside)
+
+
+def write_drafts(idx_mapping: Tensor, drafts: Tensor, vocab_size: int, rows: RowTables) -> None:
+    """See `reference.batch.write_drafts`."""
+    num_reqs, width = drafts.shape
+    write_drafts_kernel[(triton.cdiv(num_reqs, REQUESTS_PER_PROGRAM),)](
+        idx_mapping,
+        drafts,
+        rows.token_ids,
+        rows.total_len,
+        num_reqs,
+        vocab_size,
+        rows.token_ids.stride(0),
+        rows.token_ids.shape[1],
+        REQUESTS=REQUESTS_PER_PROGRAM,
+        WIDTH=width,
         num_warps=4,
     )

@@ -23,9 +23,13 @@ class RowTables:
         prefill_len: [rows] int32, tokens known when the request entered the row.
         num_computed: [rows] int32, leading positions whose KV is in the cache.
         total_len: [rows] int32, known tokens: those given at entry and those sampled since.
-        max_len: [rows] int32, the row writes neither KV nor tokens at or beyond this position.
-        block_table: [rows, max_blocks] int32, block ids in logical order.
+        max_len: [rows] int32, the row writes no tokens at or beyond this position, and KV of
+            `max_drafts` drafts at most.
+        block_table: [rows, max_blocks] int32, block ids in logical order, with room for the
+            longest sequence and its drafts.
         block_size: Tokens of a KV block.
+        max_drafts: Drafts that a decoding row computes behind its last token. They lie behind the
+            known tokens in `token_ids`.
     """
 
     token_ids: Tensor
@@ -35,6 +39,7 @@ class RowTables:
     max_len: Tensor
     block_table: Tensor
     block_size: int
+    max_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,15 @@ def paged_attention(
 
     In fixed order all queries go through the kernel of long ones with one size of tiles: it walks
     a context from its beginning, and what lies behind a query's own position adds nothing. With a
-    window they do so too: there is too little to see to share it out over programs.
+    window they do so too: there is too little to see to share it out over programs. So do decodes
+    with drafts.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if metadata.fixed_order:
         tuning = fixed_tuning(q.shape[-1], kv_cache.dtype)
         prefill_attention(q, kv_cache, replace(metadata, num_decodes=0), scale, out, tuning)
         return out
-    if metadata.window is not None:
+    if metadata.window is not None or metadata.decode_query_len > 1:
         prefill_attention(q, kv_cache, replace(metadata, num_decodes=0), scale, out)
         return out
     if metadata.num_decodes > 0:

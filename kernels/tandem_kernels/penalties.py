@@ -86,11 +86,13 @@ def apply_penalties_kernel(
     repetition: tl.tensor,
     presence: tl.tensor,
     frequency: tl.tensor,
+    drafts: tl.tensor,
     logits_stride: tl.tensor,
     mask_stride: tl.tensor,
     counts_stride: tl.tensor,
     vocab_size: tl.tensor,
     BLOCK: tl.constexpr,
+    NUM_DRAFTS: tl.constexpr,
 ) -> None:
     """Program (s, j): tokens j * BLOCK and on of row s."""
     s = tl.program_id(0).to(tl.int64)
@@ -102,6 +104,8 @@ def apply_penalties_kernel(
     place = logits + s * logits_stride + token
     x = tl.load(place, mask=inside, other=0.0)
     count = tl.load(output_counts + row * counts_stride + token, mask=inside, other=0)
+    for k in tl.static_range(NUM_DRAFTS):
+        count += (token == tl.load(drafts + s * NUM_DRAFTS + k)).to(tl.int32)
     words = tl.load(prompt_mask + row * mask_stride + token // 32, mask=inside, other=0)
     in_prompt = ((words >> (token % 32)) & 1) != 0
     factor = tl.where(in_prompt | (count > 0), tl.load(repetition + s), 1.0)
@@ -119,6 +123,7 @@ def apply_penalties(
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
+    drafts: Tensor,
 ) -> None:
     """See `reference.sampling.apply_penalties`."""
     num_rows, vocab_size = logits.shape
@@ -133,10 +138,12 @@ def apply_penalties(
         repetition,
         presence,
         frequency,
+        drafts,
         logits.stride(0),
         prompt_mask.stride(0),
         output_counts.stride(0),
         vocab_size,
         BLOCK=block,
+        NUM_DRAFTS=drafts.shape[1],
         num_warps=8,
     )

@@ -251,7 +251,7 @@ def batch_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*i32", "idx_mapping", "query_start_loc", "token_ids", "num_computed"),
         **named("*i32", "row_max_len", "max_len", "block_table", "out_input_ids", "total_len"),
-        **named("*i64", "out_positions", "out_slot_mapping", "sampled"),
+        **named("*i64", "out_positions", "out_slot_mapping", "sampled", "drafts"),
         **named("*i32", "out_seq_lens", "out_block_tables", "row_ids", "starts", "cu_lens"),
     }
     yield Case(
@@ -261,7 +261,14 @@ def batch_cases(capability: int) -> Iterator[Case]:
         {"BLOCK_SIZE": 64, "CHUNK": batch_prep.CHUNK},
     )
     requests = {"REQUESTS": batch_prep.REQUESTS_PER_PROGRAM}
-    yield Case(batch_prep.post_update_kernel, "", types, requests)
+    for width in (1, 4):
+        yield Case(batch_prep.post_update_kernel, f"{width}", types, {**requests, "WIDTH": width})
+    yield Case(
+        batch_prep.write_drafts_kernel,
+        "",
+        {**types, "max_len": "i32"},
+        {**requests, "WIDTH": 3},
+    )
     for dtype in ("i32", "fp32", "i64") if capability >= 90 else ("i32",):
         yield Case(
             staged_writes.staged_writes_kernel,
@@ -284,7 +291,9 @@ def sampling_cases(capability: int) -> Iterator[Case]:
             "values",
             "logprobs",
         ),
-        **named("*i32", "top_k", "best_ids", "rows", "cols", "penalty_rows", "prompt_mask"),
+        **named(
+            "*i32", "top_k", "best_ids", "rows", "cols", "penalty_rows", "prompt_mask", "drafts"
+        ),
         **named("*i64", "seeds", "positions", "sampled", "ids", "ranks", "token_ids"),
         "output_counts": "*i32",
     }
@@ -298,7 +307,14 @@ def sampling_cases(capability: int) -> Iterator[Case]:
     yield Case(sampling.row_argmax_kernel, "", types, {"BLOCKS": 128}, {"num_warps": 1})
     yield Case(penalties.add_sparse_kernel, "", types, {"ENTRIES": 256})
     yield Case(penalties.count_tokens_kernel, "", types, {"REQUESTS": 256})
-    yield Case(penalties.apply_penalties_kernel, "", types, {"BLOCK": 4096}, {"num_warps": 8})
+    for num_drafts in (0, 3):
+        yield Case(
+            penalties.apply_penalties_kernel,
+            f"{num_drafts}",
+            types,
+            {"BLOCK": 4096, "NUM_DRAFTS": num_drafts},
+            {"num_warps": 8},
+        )
     for dtype in ("fp32", "bf16") if capability >= 90 else ("fp32",):
         yield Case(
             logprobs.logprobs_kernel,

@@ -119,7 +119,8 @@ def test_paged_attention_through_a_window(window: int, fixed_order: bool) -> Non
 @pytest.mark.parametrize("seed", range(3))
 def test_batch_tables(seed: int) -> None:
     check.prepare_inputs(ops.prepare_inputs.kernel, [1, 9, 3, 1], 1, seed)
-    check.post_update(ops.post_update.kernel, [1, 9, 3, 1], seed)
+    check.post_update(ops.post_update.kernel, [1, 9, 3, 1], seed, 1 + seed % 4)
+    check.write_drafts(ops.write_drafts.kernel, 4, seed)
     pieces = [(0, 7), (3, 0), (100, 2500)]
     check.apply_staged_writes(ops.apply_staged_writes.kernel, pieces, 2700, seed)
 
@@ -161,5 +162,6 @@ def test_sample_among_equal_and_masked_logits() -> None:
 def test_logprobs_and_penalties() -> None:
     check.topk_logprobs(ops.topk_logprobs.kernel, torch.randn(3, 5000), 4)
     check.topk_logprobs(ops.topk_logprobs.kernel, torch.randn(3, 50).half(), 0)
-    check.apply_penalties(ops.apply_penalties.kernel, 5, 4200)
+    for num_drafts in (0, 3):
+        check.apply_penalties(ops.apply_penalties.kernel, 5, 4200, num_drafts)
     check.sparse_additions(ops.add_sparse.kernel, ops.count_tokens.kernel)

@@ -190,10 +190,12 @@ def attention_in_fixed_order(
 
 
 NUM_ROWS, MAX_LEN, MAX_TOKENS, BLOCK_SIZE = 6, 40, 64, 4
-MAX_BLOCKS = MAX_LEN // BLOCK_SIZE
+MAX_DRAFTS = 3
+MAX_BLOCKS = -(-(MAX_LEN + MAX_DRAFTS) // BLOCK_SIZE)
 
 
 def make_rows(seed: int, device: str = "cpu") -> RowTables:
+    """Half of them with drafts."""
     torch.manual_seed(seed)
     total_len = torch.randint(1, MAX_LEN, (NUM_ROWS,)).int()
     block_table = torch.randperm(NUM_ROWS * MAX_BLOCKS).view(NUM_ROWS, MAX_BLOCKS).int()
@@ -205,6 +207,7 @@ def make_rows(seed: int, device: str = "cpu") -> RowTables:
         max_len=torch.randint(1, MAX_LEN + 1, (NUM_ROWS,)).int().to(device),
         block_table=block_table.to(device),
         block_size=BLOCK_SIZE,
+        max_drafts=MAX_DRAFTS * (seed % 2),
     )
 
 
@@ -237,16 +240,17 @@ def prepare_inputs(
         for i in range(length):
             position = int(num_computed[row]) + i
             slot = -1
-            if position < limit:
+            if position < MAX_LEN:
                 assert got.positions[token] == position
                 assert got.input_ids[token] == token_ids[row, position]
+            if int(num_computed[row]) < limit and position < limit + rows.max_drafts:
                 slot = int(block_table[row, position // BLOCK_SIZE]) * BLOCK_SIZE
                 slot += position % BLOCK_SIZE
             assert got.slot_mapping[token] == slot
             assert 0 <= got.positions[token] < MAX_LEN
             assert 0 <= got.input_ids[token] < 1000
             token += 1
-        seq_len = min(int(num_computed[row]) + length, limit)
+        seq_len = min(int(num_computed[row]) + length, limit + rows.max_drafts)
         assert got.seq_lens[r] == seq_len
         used = -(-seq_len // BLOCK_SIZE)
         assert torch.equal(got.block_tables[r, :used], block_table[row, :used])
@@ -255,28 +259,50 @@ def prepare_inputs(
     assert (got.seq_lens[len(lengths) :] == 0).all()
 
 
-def post_update(op: Op, lengths: list[int], seed: int, device: str = "cpu") -> None:
-    """The last request is padding."""
+def post_update(op: Op, lengths: list[int], seed: int, width: int, device: str = "cpu") -> None:
+    """The last request is padding; the others get up to `width` tokens."""
     rows = make_rows(seed, device)
     mapping = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
     mapping[-1], lengths = -1, [*lengths[:-1], 0]
-    drawn = torch.randint(0, 1000, (len(lengths),))
-    sampled = torch.where(torch.rand(len(lengths)) < 0.5, drawn, -1)
+    sampled = torch.randint(0, 1000, (len(lengths), width))
+    counts = torch.randint(0, width + 1, (len(lengths), 1))
+    sampled[torch.arange(width) >= counts] = -1
     tokens, computed = rows.token_ids.tolist(), rows.num_computed.tolist()
     totals, limits = rows.total_len.tolist(), rows.max_len.tolist()
     for r, row in enumerate(mapping):
         if row < 0:
             continue
-        computed[row] += lengths[r]
-        if sampled[r] >= 0 and totals[row] < limits[row]:
-            tokens[row][totals[row]] = int(sampled[r])
-            totals[row] += 1
+        for token in sampled[r].tolist():
+            if token >= 0 and totals[row] < limits[row]:
+                tokens[row][totals[row]] = token
+                totals[row] += 1
+        computed[row] = min(computed[row] + lengths[r], totals[row] - 1)
+        if totals[row] >= limits[row]:
+            computed[row] = limits[row]
 
     idx_mapping = torch.tensor(mapping, dtype=torch.int32, device=device)
     op(idx_mapping, oracle.cumulative(lengths).to(device), sampled.to(device), rows)
     assert rows.token_ids.tolist() == tokens
     assert rows.num_computed.tolist() == computed
     assert rows.total_len.tolist() == totals
+
+
+def write_drafts(op: Op, num_reqs: int, seed: int, device: str = "cpu") -> None:
+    """Of one padding request and `num_reqs` others, some at the end of the table."""
+    rows = make_rows(seed, device)
+    rows.total_len[: NUM_ROWS // 2] = MAX_LEN - torch.arange(NUM_ROWS // 2).int().to(device)
+    mapping = [*torch.randperm(NUM_ROWS)[:num_reqs].tolist(), -1]
+    vocab_size = 1000
+    drafts = torch.randint(0, vocab_size, (num_reqs + 1, MAX_DRAFTS))
+    drafts[0, 0], drafts[-2, 1], drafts[-2, 2] = vocab_size, -5, 2**40
+    expected = rows.token_ids.tolist()
+    for row, proposed in zip(mapping[:-1], drafts.tolist(), strict=False):
+        for k, token in enumerate(proposed):
+            if int(rows.total_len[row]) + k < MAX_LEN:
+                expected[row][int(rows.total_len[row]) + k] = token if 0 <= token < 1000 else 0
+    idx_mapping = torch.tensor(mapping, dtype=torch.int32, device=device)
+    op(idx_mapping, drafts.to(device), vocab_size, rows)
+    assert rows.token_ids.tolist() == expected
 
 
 def apply_staged_writes(
@@ -375,7 +401,9 @@ def topk_logprobs(op: Op, logits: Tensor, k: int) -> None:
     assert torch.equal(ranks, 1 + (logits > own).sum(-1))
 
 
-def apply_penalties(op: Op, rows: int, vocab_size: int, device: str = "cpu") -> None:
+def apply_penalties(
+    op: Op, rows: int, vocab_size: int, num_drafts: int, device: str = "cpu"
+) -> None:
     tables = 3
     counts = torch.randint(0, 4, (tables, vocab_size), dtype=torch.int32)
     counts[torch.rand(tables, vocab_size) < 0.8] = 0
@@ -387,14 +415,19 @@ def apply_penalties(op: Op, rows: int, vocab_size: int, device: str = "cpu") -> 
     logits = torch.randn(rows, vocab_size)
     chosen = torch.randint(-1, tables, (rows,), dtype=torch.int32)
     repetition, presence, frequency = torch.rand(3, rows) + torch.tensor([[0.6], [-0.3], [-0.2]])
+    drafts = torch.randint(-1, 5, (rows, num_drafts), dtype=torch.int32)
 
     x, used = logits.double(), counts[chosen].double()
+    for s, draft in enumerate(drafts.tolist()):
+        for token in draft:
+            used[s, token] += token >= 0
     seen = in_prompt[chosen] | (used > 0)
     factor = torch.where(seen, repetition.double()[:, None], 1.0)
     expected = torch.where(x > 0, x / factor, x * factor)
     expected -= frequency.double()[:, None] * used + presence.double()[:, None] * (used > 0)
     expected[chosen < 0] = x[chosen < 0]
-    given = [t.to(device) for t in (logits, mask, counts, chosen, repetition, presence, frequency)]
+    params = (repetition, presence, frequency)
+    given = [t.to(device) for t in (logits, mask, counts, chosen, *params, drafts)]
     op(*given)
     assert oracle.relative_error(given[0].cpu(), expected) < 1e-6
 

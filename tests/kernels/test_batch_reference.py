@@ -21,9 +21,15 @@ def test_prepare_inputs(lengths: list[int], padding: int, seed: int) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=lengths_of_a_step, seed=seeds)
-def test_post_update(lengths: list[int], seed: int) -> None:
-    check.post_update(ops.post_update, lengths, seed)
+@given(lengths=lengths_of_a_step, seed=seeds, width=st.integers(1, 4))
+def test_post_update(lengths: list[int], seed: int, width: int) -> None:
+    check.post_update(ops.post_update, lengths, seed, width)
+
+
+@settings(max_examples=20, deadline=None)
+@given(num_reqs=st.integers(1, check.NUM_ROWS), seed=seeds)
+def test_write_drafts(num_reqs: int, seed: int) -> None:
+    check.write_drafts(ops.write_drafts, num_reqs, seed)
 
 
 def test_a_sampled_token_is_the_next_step_input() -> None:
@@ -32,7 +38,7 @@ def test_a_sampled_token_is_the_next_step_input() -> None:
     rows.total_len[2], rows.num_computed[2] = 7, 6
     mapping, bounds = torch.tensor([2], dtype=torch.int32), cumulative([1])
     ops.prepare_inputs(mapping, bounds, rows, inputs)
-    ops.post_update(mapping, bounds, torch.tensor([4242]), rows)
+    ops.post_update(mapping, bounds, torch.tensor([[4242]]), rows)
     ops.prepare_inputs(mapping, bounds, rows, inputs)
     assert (int(inputs.input_ids[0]), int(inputs.positions[0])) == (4242, 7)
 

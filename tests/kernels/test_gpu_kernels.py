@@ -202,7 +202,8 @@ def test_layers_of_one_allocation() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_batch_tables(seed: int) -> None:
     check.prepare_inputs(ops.prepare_inputs, [1, 9, 3, 1], 1, seed, "cuda")
-    check.post_update(ops.post_update, [1, 9, 3, 1], seed, "cuda")
+    check.post_update(ops.post_update, [1, 9, 3, 1], seed, 1 + seed % 4, "cuda")
+    check.write_drafts(ops.write_drafts, 4, seed, "cuda")
     pieces = [(0, 7), (3, 0), (100, 60000)]
     check.apply_staged_writes(ops.apply_staged_writes, pieces, 70000, seed, "cuda")
 
@@ -268,7 +269,8 @@ def test_plain_noise_picks_the_same_tokens_as_the_reference_noise() -> None:
 def test_logprobs_and_penalties(rows: int) -> None:
     check.topk_logprobs(ops.topk_logprobs, torch.randn(rows, 128256, device="cuda") * 4, 20)
     check.topk_logprobs(ops.topk_logprobs, torch.randn(rows, 657, device="cuda").bfloat16(), 0)
-    check.apply_penalties(ops.apply_penalties, rows, 128256, "cuda")
+    for num_drafts in (0, 3):
+        check.apply_penalties(ops.apply_penalties, rows, 128256, num_drafts, "cuda")
     check.sparse_additions(ops.add_sparse, ops.count_tokens, "cuda")
 
 

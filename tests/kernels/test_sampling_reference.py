@@ -190,7 +190,8 @@ def test_masked_and_broken_logits_stay_in_range() -> None:
 @pytest.mark.parametrize("vocab_size", [70, 96])
 def test_apply_penalties(vocab_size: int) -> None:
     torch.manual_seed(1)
-    check.apply_penalties(ops.apply_penalties, 6, vocab_size)
+    for num_drafts in (0, 3):
+        check.apply_penalties(ops.apply_penalties, 6, vocab_size, num_drafts)
 
 
 def test_count_tokens_and_add_sparse_add_up_repeats() -> None:

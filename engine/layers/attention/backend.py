@@ -48,6 +48,10 @@ class StepOrder(Protocol):
 
     @property
     def num_decodes(self) -> int: ...
+    @property
+    def decode_query_len(self) -> int:
+        """Tokens that each decode computes."""
+        ...
 
 
 class StepBatch(Protocol):

@@ -42,7 +42,7 @@ class CudnnPrefill(DensePrefill):
         if sum(lengths) == len(heads) and len(lengths) == 1:
             return _attend(heads, num_heads, scale)
         attended = torch.empty_like(heads[:, :num_heads], memory_format=torch.contiguous_format)
-        start = metadata.num_decodes
+        start = metadata.num_decode_tokens
         for length in lengths:
             end = start + length
             attended[start:end] = _attend(heads[start:end], num_heads, scale)

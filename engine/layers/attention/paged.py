@@ -51,6 +51,7 @@ class PagedBackend(AttentionBackend):
             max_seq_len=int(batch.order.seq_lens.max()),
             fixed_order=self.fixed_order,
             window=batch.window,
+            decode_query_len=batch.order.decode_query_len,
         )
 
     def attend(

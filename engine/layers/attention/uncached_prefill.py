@@ -45,7 +45,7 @@ class UncachedPrefillMetadata(AttentionMetadata):
     @property
     def end(self) -> int:
         """The query row behind the uncached prompts."""
-        return self.num_decodes + sum(self.prompt_lens)
+        return self.num_decode_tokens + sum(self.prompt_lens)
 
 
 class DensePrefill(ABC):
@@ -112,7 +112,7 @@ class UncachedPrefillBackend(AttentionBackend):
         if not isinstance(metadata, UncachedPrefillMetadata):
             return self.paged.attend(spec, heads, kv_cache, metadata)
         attended = self.dense.attend(spec, heads, metadata)
-        first, end = metadata.num_decodes, metadata.end
+        first, end = metadata.num_decode_tokens, metadata.end
         if metadata.decodes is not None:
             attended[:first] = self.paged.attend(spec, heads[:first], kv_cache, metadata.decodes)
         if metadata.others is not None:
@@ -144,14 +144,15 @@ def split_metadata(
             block_tables=metadata.block_tables[:first],
             query_start_loc=metadata.query_start_loc[: first + 1],
             seq_lens=metadata.seq_lens[:first],
-            max_query_len=1,
+            max_query_len=metadata.decode_query_len,
         )
     if end < len(metadata.seq_lens):
         # Copies, because kernels are compiled by how addresses are aligned.
         others = replace(
             metadata,
             block_tables=metadata.block_tables[end:].clone(),
-            query_start_loc=metadata.query_start_loc[end:] - (first + sum(prompt_lens)),
+            query_start_loc=metadata.query_start_loc[end:]
+            - (metadata.num_decode_tokens + sum(prompt_lens)),
             seq_lens=metadata.seq_lens[end:].clone(),
             num_decodes=0,
         )
@@ -163,6 +164,7 @@ def split_metadata(
         metadata.max_query_len,
         metadata.max_seq_len,
         metadata.fixed_order,
+        metadata.decode_query_len,
         prompt_lens=prompt_lens,
         decodes=decodes,
         others=others,

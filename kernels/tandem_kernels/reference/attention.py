@@ -36,7 +36,8 @@ def paged_attention(
     out = torch.zeros_like(q)
     seq_lens = metadata.seq_lens.tolist()
     window = metadata.window
-    num_decodes = 0 if metadata.fixed_order or window is not None else metadata.num_decodes
+    one_by_one = metadata.fixed_order or window is not None or metadata.decode_query_len > 1
+    num_decodes = 0 if one_by_one else metadata.num_decodes
     for requests in _similar_lengths(seq_lens[:num_decodes], kv_cache.shape[3]):
         _decode(out, q, kv_cache, metadata, requests, scale)
     if num_decodes < len(seq_lens):

@@ -14,9 +14,10 @@ def prepare_inputs(
     """Fill `out` for one step.
 
     Query token i of request r has position `num_computed[row] + i` and is the row's token of
-    that position. A position at or beyond the row's `max_len` reads some known token and gets
-    slot -1: a row that runs on after its end changes nothing. The context lengths stop at
-    `max_len` too, so that attention stays inside the row's blocks.
+    that position: a known one, or a draft. A position at or beyond `max_len + max_drafts` of the
+    row reads some known token and gets slot -1, and so do all of a row that has `max_len` tokens
+    computed: a row that runs on after its end changes nothing. The context lengths stop there
+    too, so that attention stays inside the block table.
 
     Everything behind the last request (or token) is padding: length 0, position 0, slot -1.
 
@@ -35,21 +36,23 @@ def prepare_inputs(
     token = torch.arange(num_tokens, device=idx_mapping.device)
     token_row = row[request]
 
-    position = rows.num_computed[token_row] + token - query_start_loc[request]
-    inside = position < rows.max_len[token_row]
-    position = position.clamp(max=rows.token_ids.shape[1] - 1).long()
+    computed, max_len = rows.num_computed[token_row], rows.max_len[token_row]
+    place = computed + token - query_start_loc[request]
+    inside = (computed < max_len) & (place < max_len + rows.max_drafts)
+    position = place.clamp(max=rows.token_ids.shape[1] - 1).long()
     out.input_ids[:num_tokens] = rows.token_ids[token_row, position]
     out.positions[:num_tokens] = position
     block_size = rows.block_size
-    block = torch.div(position, block_size, rounding_mode="floor")
+    block = torch.div(place, block_size, rounding_mode="floor")
     block = block.clamp(max=rows.block_table.shape[1] - 1)
-    slot = rows.block_table[token_row, block].long() * block_size + position % block_size
+    slot = rows.block_table[token_row, block].long() * block_size + place % block_size
     out.slot_mapping[:num_tokens] = torch.where(inside, slot, -1)
     out.positions[num_tokens:] = 0
     out.slot_mapping[num_tokens:] = -1
 
     num_reqs = idx_mapping.shape[0]
-    seq_len = torch.minimum(rows.num_computed[row] + query_lens, rows.max_len[row])
+    limit = rows.max_len[row] + rows.max_drafts
+    seq_len = torch.minimum(rows.num_computed[row] + query_lens, limit)
     out.seq_lens[:num_reqs] = torch.where(live, seq_len, 0)
     out.seq_lens[num_reqs:] = 0
     out.block_tables[:num_reqs] = rows.block_table[row]
@@ -58,24 +61,51 @@ def prepare_inputs(
 def post_update(
     idx_mapping: Tensor, query_start_loc: Tensor, sampled: Tensor, rows: RowTables
 ) -> None:
-    """Advance rows by one step: computed positions, and the sampled token where there is one.
+    """Advance rows by one step: the sampled tokens where there are any, and computed positions.
+
+    The KV of drafts that were not accepted does not count as computed: the last known token is
+    always still to be computed. A row with `max_len` tokens has nothing more to compute.
 
     Args:
         idx_mapping: [R] int32, request of the step -> row; -1 is skipped.
         query_start_loc: [R + 1] int32.
-        sampled: [R] int64, token for position `total_len[row]`; -1: the request sampled none.
-        rows: `num_computed`, `total_len` and `token_ids` are updated. A token at or beyond
-            `max_len` is dropped.
+        sampled: [R, W] int64, the tokens for positions `total_len[row]` and on, then -1; only -1:
+            the request sampled none.
+        rows: `num_computed`, `total_len` and `token_ids` are updated. Tokens at or beyond
+            `max_len` are dropped.
     """
     live = idx_mapping >= 0
     row = idx_mapping[live].long()
-    rows.num_computed[row] += query_start_loc.diff()[live]
-    token = sampled[live]
-    length = rows.total_len[row]
-    appended = (token >= 0) & (length < rows.max_len[row])
-    row, length, token = row[appended], length[appended], token[appended]
-    rows.token_ids[row, length.long()] = token.to(rows.token_ids.dtype)
-    rows.total_len[row] = length + 1
+    computed = rows.num_computed[row] + query_start_loc.diff()[live]
+    for token in sampled[live].unbind(1):
+        length, max_len = rows.total_len[row], rows.max_len[row]
+        appended = (token >= 0) & (length < max_len)
+        at = (row[appended], length[appended].long())
+        rows.token_ids[at] = token[appended].to(rows.token_ids.dtype)
+        rows.total_len[row] = length + appended.int()
+    length, max_len = rows.total_len[row], rows.max_len[row]
+    computed = torch.where(length < max_len, torch.minimum(computed, length - 1), max_len)
+    rows.num_computed[row] = computed
+
+
+def write_drafts(idx_mapping: Tensor, drafts: Tensor, vocab_size: int, rows: RowTables) -> None:
+    """Put drafts behind the known tokens of rows, for the next step to compute.
+
+    Args:
+        idx_mapping: [R] int32, request of the step -> row; -1 is skipped.
+        drafts: [R, K] int64, for positions `total_len[row]` and on; what no vocabulary has
+            becomes token 0.
+        vocab_size: Tokens that the model knows.
+        rows: `token_ids` is written, as far as it goes.
+    """
+    live = idx_mapping >= 0
+    row = idx_mapping[live].long()
+    for k, draft in enumerate(drafts[live].unbind(1)):
+        position = rows.total_len[row].long() + k
+        inside = position < rows.token_ids.shape[1]
+        token = torch.where((draft >= 0) & (draft < vocab_size), draft, 0)
+        at = (row[inside], position[inside])
+        rows.token_ids[at] = token[inside].to(rows.token_ids.dtype)
 
 
 def apply_staged_writes(

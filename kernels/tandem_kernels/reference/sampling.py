@@ -37,6 +37,7 @@ def apply_penalties(
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
+    drafts: Tensor,
 ) -> None:
     """Make tokens that occurred already less likely, in place.
 
@@ -53,12 +54,16 @@ def apply_penalties(
         repetition: [S] float32, 1 is neutral.
         presence: [S] float32, 0 is neutral.
         frequency: [S] float32, 0 is neutral.
+        drafts: [S, K] int32, tokens that the row of logits takes for output and that
+            `output_counts` does not have; -1: none. A row may name a token several times.
     """
     chosen = (penalty_rows >= 0).nonzero().squeeze(1)
     if chosen.numel() == 0:
         return
     table_row = penalty_rows[chosen].long()
     counts = output_counts[table_row]
+    for draft in drafts[chosen].long().unbind(1):
+        counts.scatter_add_(1, draft.clamp(min=0)[:, None], (draft >= 0).int()[:, None])
     bit = torch.arange(32, dtype=torch.int32, device=logits.device)
     in_prompt = ((prompt_mask[table_row].unsqueeze(-1) >> bit) & 1).bool()
     in_prompt = in_prompt.flatten(1)[:, : logits.shape[1]]

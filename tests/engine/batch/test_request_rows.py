@@ -103,11 +103,12 @@ class RowMachine(RuleBasedStateMachine):
         ops.post_update(
             torch.tensor([row], dtype=torch.int32),
             torch.tensor([0, query_len], dtype=torch.int32),
-            torch.tensor([sampled]),
+            torch.tensor([[sampled]]),
             self.states.row_tables(self.block_tables),
         )
         self.states.advance(np.array([row], np.int32), np.array([query_len], np.int32))
-        self.live[row] = ([*tokens, sampled], len(tokens), blocks)
+        is_done = len(tokens) + 1 == MAX_LEN
+        self.live[row] = ([*tokens, sampled], len(tokens) + is_done, blocks)
         self.decode_set.add_request(row)
         self.decoding.add(row)
 
@@ -124,7 +125,7 @@ class RowMachine(RuleBasedStateMachine):
             assert self.states.token_ids.tensor[row, : len(tokens)].tolist() == tokens
             assert int(self.states.total_len.tensor[row]) == len(tokens)
             assert int(self.states.num_computed.tensor[row]) == computed
-            assert int(self.states.num_computed_np[row]) == computed
+            assert int(self.states.num_computed_np[row]) == min(computed, MAX_LEN - 1)
             assert int(self.states.max_len.tensor[row]) == MAX_LEN
             assert int(self.states.epoch_np[row]) == self.epochs[row]
             assert self.block_tables.tensor[row, : len(blocks)].tolist() == blocks

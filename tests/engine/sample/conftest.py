@@ -78,7 +78,7 @@ class SamplerBench:
         ops.post_update(batch.idx_mapping, batch.query_start_loc, output.token_ids, tables)
         self.states.advance(order.rows, order.query_lens)
         self.last = output
-        return dict(zip(self.rows, output.token_ids.tolist(), strict=True))
+        return dict(zip(self.rows, output.token_ids[:, 0].tolist(), strict=True))
 
     def run(self, row: int, logits: torch.Tensor, steps: int) -> list[int]:
         """The same logits again and again."""
@@ -92,7 +92,7 @@ class SamplerBench:
         on_host = self.last.logprobs.to_host()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        return {self.rows[i]: found for i, found in on_host.by_position().items()}
+        return {self.rows[i]: found for i, found in on_host.by_cell().items()}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

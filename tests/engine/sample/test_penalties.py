@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.batch.buffer_utils import carry_over
 from engine.sample.penalties import PenaltyStates
 from engine.sampling_params import SamplingParams
+from tests.engine.batch.place_tables import places_of
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 41, 6
@@ -63,7 +64,7 @@ def test_logits_equal_the_definition(requests: list[tuple]) -> None:  # type: ig
     carry_over(states.carried, CPU)
     for row, (_, _, sampled, *_) in enumerate(requests):
         for token in sampled:
-            states.count(torch.tensor([token]), torch.tensor([row], dtype=torch.int32))
+            states.count(torch.tensor([[token, -1]]), torch.tensor([row], dtype=torch.int32))
 
     rows = np.arange(len(requests), dtype=np.int32)
     logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(0))
@@ -75,7 +76,7 @@ def test_logits_equal_the_definition(requests: list[tuple]) -> None:  # type: ig
     )
     assert states.needed_by(rows) == any(p.needs_penalties for p in all_params)
     if states.needed_by(rows):
-        states.apply(logits, torch.from_numpy(rows))
+        states.apply(logits, places_of([], rows.tolist()))
         torch.testing.assert_close(logits, expected)
     for row in range(len(requests)):
         states.remove_request(row)
@@ -92,9 +93,26 @@ def test_the_pool_grows_with_need_and_keeps_its_counts() -> None:
     carry_over(states.carried, CPU)
     assert len(states._output_counts) == ROWS
     logits = torch.zeros(ROWS, VOCAB)
-    states.apply(logits, torch.arange(ROWS, dtype=torch.int32))
+    states.apply(logits, places_of([], list(range(ROWS))))
     assert logits.diagonal().tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
     assert int((logits != 0).sum()) == ROWS
+
+
+def test_drafts_before_a_place_count() -> None:
+    """A draft counts for the places behind it only, and for no longer than the step."""
+    states = PenaltyStates(ROWS, VOCAB, CPU)
+    nothing = np.array([], np.int32)
+    states.add_request(2, SamplingParams(frequency_penalty=1.0), nothing, np.array([5], np.int32))
+    carry_over(states.carried, CPU)
+    for _ in range(2):
+        logits = torch.zeros(3, VOCAB)
+        states.apply(logits, places_of([(2, [5, 7, 5])], []))
+        assert [logits[place, [5, 7]].tolist() for place in range(3)] == [
+            [-1.0, 0.0],
+            [-1.0, -1.0],
+            [-2.0, -1.0],
+        ]
+        assert int((logits != 0).sum()) == 5
 
 
 def test_an_entry_is_clean_for_its_next_owner() -> None:
@@ -106,7 +124,7 @@ def test_an_entry_is_clean_for_its_next_owner() -> None:
     states.add_request(0, sampling, np.array([40], np.int32), np.array([], np.int32))
     carry_over(states.carried, CPU)
     logits = torch.ones(1, VOCAB)
-    states.apply(logits, torch.tensor([0], dtype=torch.int32))
+    states.apply(logits, places_of([], [0]))
     assert logits[0].tolist() == [1.0] * 40 + [0.5]
     assert states.num_used_entries == 1
 

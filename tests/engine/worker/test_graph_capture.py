@@ -61,7 +61,7 @@ def capture(fails_at: GraphKey, error: Exception, is_warm_up: bool = False) -> N
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        (GraphKey(2, 2, False), ["decodes of 2 requests", "cudagraph_capture_sizes"]),
+        (GraphKey.of_decodes(2, 1, False), ["decodes of 2 requests", "cudagraph_capture_sizes"]),
         (GraphKey(2, 16, True), ["16 tokens of prompts of 2 requests", "disabled_fast_paths"]),
     ],
 )
@@ -77,4 +77,4 @@ def test_the_step_the_cause_and_the_cure_are_named(
 
 def test_too_little_memory_is_left_to_who_knows_the_cure() -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        capture(GraphKey(1, 1, True), torch.OutOfMemoryError("CUDA out of memory"))
+        capture(GraphKey.of_decodes(1, 1, True), torch.OutOfMemoryError("CUDA out of memory"))

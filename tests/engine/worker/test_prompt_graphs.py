@@ -31,7 +31,7 @@ class GraphsByHand(CudaGraphManager):
         for key in self._prompts:
             run(key)
 
-    def dispatch(self, num_reqs: int) -> int | None:
+    def dispatch(self, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey | None:
         return None
 
     def replay(self, key: GraphKey) -> None:
