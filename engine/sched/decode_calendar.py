@@ -50,9 +50,9 @@ class DecodeCalendar:
 
     def plan(self, row: Row, step_id: int) -> None:
         """Notes the next event, after what is decided for `step_id`."""
-        last = row.max_len - 1  # the last token's KV is never written
+        last = row.max_len - 1  # the last token's KV is never written, but that of drafts
         capacity = self._kv_cache.capacity(row.blocks)
-        if capacity < last:
+        if capacity < last + self.query_len - 1:
             event_step = (capacity - row.reserved_base) // self.query_len + 1
         else:
             event_step = -((row.reserved_base - last) // self.query_len) + 1

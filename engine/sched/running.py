@@ -140,10 +140,10 @@ class RunningRows:
         query_len = calendar.query_len
         decodes = row.phase is RowPhase.DECODE
         reserved = row.reserved_base + query_len * (step_id - 1) if decodes else row.num_reserved
-        wanted = reserved + query_len
+        wanted, most = reserved + query_len, last + query_len - 1
         if reserved >= last and row.num_certain(reserved, query_len) >= last:
             self._stop_decoding(row, RowPhase.DRAINING)
-        elif self._make_room(row, wanted if wanted < last else last):
+        elif self._make_room(row, wanted if wanted < most else most):
             if decodes:
                 calendar.plan(row, step_id)
             else:

@@ -33,8 +33,9 @@ def blocks_that_fit(config: EngineConfig, budget_bytes: int) -> int:
 
 
 def blocks_per_sequence(config: EngineConfig) -> int:
-    """Blocks of one sequence of `max_model_len` tokens."""
-    return num_blocks_for(config.kv_layout.groups, config.model.max_model_len)
+    """Blocks of one sequence of `max_model_len` tokens, and of its drafts."""
+    num_slots = config.model.max_model_len + config.decode_query_len - 1
+    return num_blocks_for(config.kv_layout.groups, num_slots)
 
 
 def check_one_sequence_fits(

@@ -186,14 +186,17 @@ class FakeWorker:
         """KV from `num_computed` on. Raises IndexError where the row has no blocks."""
         known = self.memory.read(row.block_ids, row.num_computed)
         assert known == states[: row.num_computed], "KV is not what this row computed"
-        for position in range(row.num_computed, min(len(states), row.max_len - 1)):
+        for position in range(row.num_computed, len(states)):
             self.memory.write(row.block_ids, position, states[position])
 
     def _decode(self, index: int, row: WorkerRow, output: ModelRunnerOutput) -> None:
         """One token more than drafts are right. A row that has all its tokens stays as it is."""
         num_known = len(row.tokens)
         assert row.num_computed == num_known - 1 >= row.prefill_len
-        assert num_known < row.max_len or self.query_len > 1, "one token a step has a known end"
+        if num_known == row.max_len:
+            assert self.query_len > 1, "one token a step has a known end"
+            self._report(index, row, [0], output)
+            return
         drafts = self._drafts(row)
         states = kv_of(row.tokens + drafts)
         self._write(row, states)

@@ -68,7 +68,8 @@ class StepMachine:
 
     def add(self, request: Request) -> Client:
         max_len = min(
-            self.config.model.max_model_len, self.num_blocks * self.config.cache.block_size + 1
+            self.config.model.max_model_len,
+            self.num_blocks * self.config.cache.block_size + 2 - self.config.decode_query_len,
         )
         client = Client(request, expected_output(request, max_len))
         self.clients[request.request_id] = client
@@ -232,7 +233,8 @@ class StepMachine:
             if row.phase is RowPhase.DECODE:
                 reserved = row.reserved_base + calendar.query_len * running.step_id
                 assert row.event_step > running.step_id
-            assert min(reserved, row.max_len - 1) <= kv_cache.capacity(row.blocks)
+            most = row.max_len - 1 + calendar.query_len - 1
+            assert min(reserved, most) <= kv_cache.capacity(row.blocks)
             has = self.worker.rows.get(row.index)
             if has is None or has.epoch != row.epoch:
                 continue

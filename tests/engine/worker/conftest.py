@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from kv_transfer.metadata import KVConnectorMetadata
 from kv_transfer.no_connector import NoConnectorWorker
 from tests.engine.tiny_model import place_alone, tiny_model
 from tests.engine.worker.gpu_workers import write_small_weights
+from tests.engine.worker.one_engine import OneEngine, check_empty, workload
 
 BLOCK_SIZE = 8
 MAX_LEN = 96
@@ -223,6 +224,23 @@ def small_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     write_small_weights(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def ended_alone(checkpoint: Path) -> Callable[[int], OneEngine]:
+    """An engine that had one request of `workload(seed)` after another."""
+
+    @cache
+    def run(seed: int) -> OneEngine:
+        alone = OneEngine(tiny_config(checkpoint, enable_prefix_caching=False), depth=1)
+        for request in workload(seed):
+            alone.add(request)
+            alone.finish()
+        assert set(alone.ended.values()) == {"stop", "length"}
+        check_empty(alone)
+        return alone
+
+    return run
 
 
 @pytest.fixture
