@@ -132,6 +132,8 @@ def _differences(
 class _Batch:
     """(query, context) lengths. The cache around them is full of others' keys."""
 
+    window = None
+
     def __init__(
         self,
         chunks: list[tuple[int, int]],
