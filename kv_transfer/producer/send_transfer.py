@@ -264,10 +264,10 @@ class SendTransfer:
         lane.next_span = spans.stop
 
     def _spans_within(self, group: int, num_tokens: int) -> int:
-        """Returns how many spans lie in so many leading tokens; the last one may be short."""
+        """Returns behind which wanted span so many leading tokens end; the last may be short."""
         grid = self.grid.groups[group]
         if num_tokens >= self.num_tokens:
-            return grid.num_spans
+            return grid.wanted_spans.stop
         return num_tokens // (grid.blocks_per_chunk * self._layout.groups[group].block_size)
 
     def _saved(self, place: ChunkPlace) -> None:

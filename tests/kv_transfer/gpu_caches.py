@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from kv_caches import UNTOUCHED, RankCache, WordArray, head_dim, prompt_kv, word_dtype
+from kv_caches import UNTOUCHED, ByteArray, RankCache, head_dim, prompt_kv
 
 from kv_transfer.layout import KVLayout, attention_group
 
@@ -70,9 +70,9 @@ class GpuRankCache(RankCache):
             torch.cuda._sleep(self.slow_cycles)
         self._words[layer, blocks, :, :, offsets] = on_device
 
-    def blocks(self, layer: int, block_ids: list[int]) -> WordArray:
-        found = self._words[layer, torch.tensor(block_ids, device="cuda")].cpu().numpy()
-        return found.view(word_dtype(self.layout))
+    def pages_of(self, slot: int, block_ids: list[int]) -> ByteArray:
+        found = self._words[slot, torch.tensor(block_ids, device="cuda")].cpu().numpy()
+        return found.reshape(len(block_ids), -1).view(np.uint8)
 
     def close(self) -> None:
         torch.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""KV caches with known contents: a function of (prompt, layer, key or value, head, token, dim)."""
+"""KV caches with known contents: a function of prompt, group, layer, plane, head, token, number."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,25 @@ import torch
 
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.layout import DTYPE_BYTES, HeadRange, KVLayout, attention_group
+from kv_transfer.layout import (
+    DTYPE_BYTES,
+    BlockIds,
+    HeadRange,
+    KVGroup,
+    KVLayout,
+    Plane,
+    attention_group,
+    share_page_size,
+)
 
 UNTOUCHED = 0xA5
+NO_BLOCK = -1
+"""Stands where a window needs no block any more: nobody may look there."""
 
 WordArray = npt.NDArray[np.generic]
+ByteArray = npt.NDArray[np.uint8]
+GroupBlocks = list[int] | BlockIds
+"""Block ids by group; those of the only group may stand alone."""
 
 
 def word_dtype(layout: KVLayout) -> np.dtype[np.generic]:
@@ -42,15 +56,77 @@ def layout(
     return KVLayout(groups=(group,), tp_size=tp_size, model_hash="model")
 
 
+WINDOW = 40
+
+
+def full_and_window(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
+    """Full attention in every third layer, a window in the others, with fewer but longer heads. The
+    block size of the window is larger, and its pages leave something unused."""
+    full = attention_group(
+        layers=[2, 5], heads=4, head_dim=8, dtype="bfloat16", block_size=block_size
+    )
+    window = attention_group(
+        layers=[0, 1, 3, 4], heads=2, head_dim=6, dtype="bfloat16", block_size=block_size,
+        window=WINDOW,
+    )  # fmt: skip
+    groups = share_page_size([full, window], tp_size)
+    return KVLayout(groups=groups, tp_size=tp_size, model_hash="model")
+
+
+def latent(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
+    """One latent vector a token, which every rank has, and the positions' part beside it."""
+    planes = (Plane("latent", 1, 24, replicated=True), Plane("rope", 1, 8, replicated=True))
+    group = KVGroup(layers=(0, 1, 2), planes=planes, block_size=block_size, dtype="bfloat16")
+    return KVLayout(groups=(group,), tp_size=tp_size, model_hash="model")
+
+
+def scaled_and_latent(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
+    """Keys and values of one byte with their scales and a feature that every rank has; then a
+    group of latent vectors with a window."""
+    scaled = KVGroup(
+        layers=(0, 2),
+        planes=(
+            Plane("k", 4, 8),
+            Plane("v", 4, 8),
+            Plane("k_scale", 4, 2),
+            Plane("v_scale", 4, 2),
+            Plane("feature", 1, 10, replicated=True),
+        ),
+        block_size=block_size,
+        dtype="bfloat16",
+    )
+    shared = KVGroup(
+        layers=(1,),
+        planes=(Plane("latent", 1, 20, replicated=True),),
+        block_size=block_size,
+        dtype="bfloat16",
+        window=WINDOW,
+    )
+    groups = share_page_size([scaled, shared], tp_size)
+    return KVLayout(groups=groups, tp_size=tp_size, model_hash="model")
+
+
+def plane_rows(
+    seed: int, group: int, layer: int, plane: int, heads: HeadRange, tokens: range, row_bytes: int
+) -> ByteArray:
+    """`[heads, tokens, row_bytes]`, the same on every node."""
+    head, token, number = np.ix_(range(heads.start, heads.stop), tokens, range(row_bytes // 2))
+    words = seed * 40503 + group * 577 + layer * 7919 + plane * 31337
+    words = words + head * 1009 + token * 131 + number * 17 + 1
+    return (words & 0xFFFF).astype("<u2").view(np.uint8)
+
+
 def prompt_kv(
     seed: int, layer: int, heads: HeadRange, tokens: range, shape: KVLayout
 ) -> npt.NDArray[np.generic]:
-    """`[2, heads, tokens, head_dim]`, the same on every node."""
-    kv, head, token, dim = np.ix_(
-        range(2), range(heads.start, heads.stop), tokens, range(head_dim(shape))
-    )
-    words = seed * 40503 + layer * 7919 + kv * 31337 + head * 1009 + token * 131 + dim * 17 + 1
-    return (words & 0xFFFF).astype(word_dtype(shape))
+    """`[2, heads, tokens, head_dim]` of a layout with one group of keys and values."""
+    row_bytes = shape.groups[0].planes[0].row_bytes
+    planes = [plane_rows(seed, 0, layer, plane, heads, tokens, row_bytes) for plane in range(2)]
+    return np.stack(planes).view(word_dtype(shape))
+
+
+def by_group(block_ids: GroupBlocks) -> BlockIds:
+    return block_ids if isinstance(block_ids, tuple) else (block_ids,)
 
 
 class RankCache:
@@ -64,15 +140,17 @@ class RankCache:
         self.heads = shape.page(0, rank).heads[0]
         self.num_blocks = num_blocks
         self.memory = MemoryFile.create("test-kv", num_blocks * shape.block_bytes)
-        np.frombuffer(self.memory.buffer, np.uint8)[:] = UNTOUCHED
-        self.words: WordArray = np.frombuffer(self.memory.buffer, word_dtype(shape)).reshape(
-            shape.num_layers,
-            num_blocks,
-            2,
-            self.heads.count,
-            shape.groups[0].block_size,
-            head_dim(shape),
-        )
+        flat = np.frombuffer(self.memory.buffer, np.uint8)
+        flat[:] = UNTOUCHED
+        self.pages = flat.reshape(shape.num_slots, num_blocks, shape.page_bytes)
+        self.words: WordArray = flat.view(word_dtype(shape))
+        """With one group of keys and values: `[layers, num_blocks, 2, heads, block_size, dim]`."""
+        names = [plane.name for plane in shape.groups[0].planes]
+        if len(shape.groups) == 1 and names == ["k", "v"]:
+            block_size = shape.groups[0].block_size
+            self.words = self.words.reshape(
+                shape.num_slots, num_blocks, 2, self.heads.count, block_size, head_dim(shape)
+            )
 
     @property
     def handle(self) -> KVCacheHandle:
@@ -85,39 +163,63 @@ class RankCache:
         """All of it, as a worker has it."""
         return torch.from_numpy(self.words.view(np.int16))
 
-    def write(self, seed: int, layer: int, tokens: range, block_ids: list[int]) -> None:
-        """What a worker does in one layer of one step."""
-        values = prompt_kv(seed, layer, self.heads, tokens, self.layout)
-        for i, token in enumerate(tokens):
-            block, offset = divmod(token, self.layout.groups[0].block_size)
-            self.words[layer, block_ids[block], :, :, offset] = values[:, :, i]
+    def write(self, seed: int, layer: int, tokens: range, block_ids: GroupBlocks) -> None:
+        """What a worker does in one layer of one step; where a window has let go of a token's
+        block, there is nowhere to write it."""
+        for group, slot in self._slots_of(layer):
+            for plane, lies in enumerate(self.layout.page(group, self.rank).planes):
+                values = plane_rows(seed, group, layer, plane, lies.heads, tokens, lies.row_bytes)
+                for i, token in enumerate(tokens):
+                    number, offset = divmod(token, lies.block_size)
+                    block = by_group(block_ids)[group][number]
+                    if block != NO_BLOCK:
+                        page = self.pages[slot, block, lies.offset : lies.offset + lies.num_bytes]
+                        rows = page.reshape(lies.heads.count, lies.block_size, lies.row_bytes)
+                        rows[:, offset] = values[:, i]
 
-    def check(self, seed: int, tokens: range, block_ids: list[int]) -> None:
-        """Tokens are there in every layer; all else in these blocks is as it was."""
-        size = self.layout.groups[0].block_size
-        dtype = word_dtype(self.layout)
-        untouched = int.from_bytes(bytes([UNTOUCHED]) * dtype.itemsize, "little")
+    def check(self, seed: int, tokens: range, block_ids: GroupBlocks) -> None:
+        """Tokens are there in every layer, unless a window has no use for them; all else in these
+        blocks is as it was."""
         for layer in range(self.layout.num_layers):
-            blocks = self.blocks(layer, block_ids)
-            flat = np.moveaxis(blocks, 0, 2).reshape(
-                2, self.heads.count, len(block_ids) * size, head_dim(self.layout)
+            for group, slot in self._slots_of(layer):
+                self._check(seed, layer, group, slot, tokens, by_group(block_ids)[group])
+
+    def _check(
+        self, seed: int, layer: int, group: int, slot: int, tokens: range, block_ids: list[int]
+    ) -> None:
+        kind, page = self.layout.groups[group], self.layout.page(group, self.rank)
+        tokens = kind.tokens_to_pull(tokens.start, tokens.stop)
+        first = tokens.start // kind.block_size
+        found = self.pages_of(slot, block_ids[first:])
+        for plane, lies in enumerate(page.planes):
+            rows = found[:, lies.offset : lies.offset + lies.num_bytes].reshape(
+                -1, lies.heads.count, lies.block_size, lies.row_bytes
             )
-            expected = np.full_like(flat, untouched)
-            expected[:, :, tokens.start : tokens.stop] = prompt_kv(
-                seed, layer, self.heads, tokens, self.layout
+            flat = np.moveaxis(rows, 0, 1).reshape(lies.heads.count, -1, lies.row_bytes)
+            expected = np.full_like(flat, UNTOUCHED)
+            skip = first * kind.block_size
+            expected[:, tokens.start - skip : tokens.stop - skip] = plane_rows(
+                seed, group, layer, plane, lies.heads, tokens, lies.row_bytes
             )
             np.testing.assert_array_equal(flat, expected)
+        assert (found[:, page.num_bytes :] == UNTOUCHED).all(), "unused bytes were written"
 
-    def blocks(self, layer: int, block_ids: list[int]) -> WordArray:
-        """A copy, `[n, 2, heads, block_size, head_dim]`."""
-        return self.words[layer, block_ids]
+    def _slots_of(self, layer: int) -> Iterator[tuple[int, int]]:
+        """(group, slot) of what this layer of the model caches."""
+        for group, kind in enumerate(self.layout.groups):
+            if layer in kind.layers:
+                yield group, kind.layers.index(layer)
 
-    def untouched_except(self, block_ids: list[int]) -> bool:
-        others = np.delete(self.words, block_ids, axis=1)
-        return bool((others.view(np.uint8) == UNTOUCHED).all())
+    def pages_of(self, slot: int, block_ids: list[int]) -> ByteArray:
+        """A copy, `[n, page_bytes]`."""
+        return self.pages[slot, block_ids]
+
+    def untouched_except(self, block_ids: GroupBlocks) -> bool:
+        used = [block for group in by_group(block_ids) for block in group if block != NO_BLOCK]
+        return bool((np.delete(self.pages, used, axis=1) == UNTOUCHED).all())
 
     def close(self) -> None:
-        del self.words
+        del self.words, self.pages
         self.memory.close()
 
 
@@ -129,4 +231,16 @@ class Blocks:
         random.Random(seed).shuffle(self.free)
 
     def take(self, shape: KVLayout, num_tokens: int) -> list[int]:
-        return [self.free.pop() for _ in range(shape.num_blocks_for(num_tokens)[0])]
+        """For a layout with one group."""
+        (block_ids,) = self.take_all(shape, num_tokens)
+        return block_ids
+
+    def take_all(self, shape: KVLayout, num_tokens: int) -> BlockIds:
+        """Where a window has no use for a block there is none."""
+        return tuple(
+            [
+                self.free.pop() if number >= group.first_block_seen(num_tokens) else NO_BLOCK
+                for number in range(group.num_blocks_for(num_tokens))
+            ]
+            for group in shape.groups
+        )

@@ -11,7 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 
-from kv_caches import Blocks, RankCache
+from kv_caches import Blocks, GroupBlocks, RankCache, by_group
 
 from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig, KVTransportName, PullTransportName
@@ -100,6 +100,11 @@ class Node:
             for index in range(self.config.num_processes)
         ]
 
+    def new_blocks(self, num_tokens: int) -> GroupBlocks:
+        """For a prompt. Those of the only group stand alone."""
+        block_ids = self.blocks.take_all(self.layout, num_tokens)
+        return block_ids if len(block_ids) > 1 else block_ids[0]
+
     def close_caches(self) -> None:
         for view in self.views:
             view.close()
@@ -153,17 +158,19 @@ class LoopbackProducer(Node):
         transfer_id: str,
         step_id: int,
         tokens: range,
-        block_ids: list[int],
+        block_ids: GroupBlocks,
         num_tokens: int,
         attempt: int = 0,
     ) -> None:
         for sender in self.senders:
             sender.send(
-                SendMeta(transfer_id, attempt, step_id, tokens.start, len(tokens), (block_ids,))
+                SendMeta(
+                    transfer_id, attempt, step_id, tokens.start, len(tokens), by_group(block_ids)
+                )
             )
 
     def compute(
-        self, seed: int, step_id: int, layer: int, tokens: range, block_ids: list[int]
+        self, seed: int, step_id: int, layer: int, tokens: range, block_ids: GroupBlocks
     ) -> None:
         """One layer of one step, on every rank."""
         for cache in self.caches:
@@ -171,7 +178,7 @@ class LoopbackProducer(Node):
         for sender in self.senders:
             sender.progress(StepProgress(step_id, layer + 1))
 
-    def compute_all(self, seed: int, num_tokens: int, block_ids: list[int]) -> None:
+    def compute_all(self, seed: int, num_tokens: int, block_ids: GroupBlocks) -> None:
         """As a cached prefix: before anybody is told."""
         for cache in self.caches:
             for layer in range(self.layout.num_layers):
@@ -180,7 +187,7 @@ class LoopbackProducer(Node):
     def offer_computed(self, seed: int, num_tokens: int, held: int = 0, attempt: int = 0) -> str:
         """A whole prompt at once. Its transfer id."""
         transfer_id = new_transfer_id()
-        block_ids = self.blocks.take(self.layout, num_tokens)
+        block_ids = self.new_blocks(num_tokens)
         self.compute_all(seed, num_tokens, block_ids)
         self.offer(transfer_id, num_tokens, held, attempt)
         self.send(transfer_id, -1, range(num_tokens), block_ids, num_tokens, attempt)
@@ -234,14 +241,14 @@ class LoopbackConsumer(Node):
         num_tokens: int,
         first_token: int = 0,
         attempt: int = 0,
-        block_ids: list[int] | None = None,
-    ) -> list[int]:
+        block_ids: GroupBlocks | None = None,
+    ) -> GroupBlocks:
         """Into new blocks, unless given; their ids."""
         if block_ids is None:
-            block_ids = self.blocks.take(self.layout, num_tokens)
+            block_ids = self.new_blocks(num_tokens)
         for receiver in self.receivers:
             receiver.receive(
-                RecvMeta(transfer_id, attempt, peer, (block_ids,), first_token, num_tokens)
+                RecvMeta(transfer_id, attempt, peer, by_group(block_ids), first_token, num_tokens)
             )
         return block_ids
 
@@ -254,7 +261,7 @@ class LoopbackConsumer(Node):
     ) -> None:
         self.receivers[0].release(ReleaseMeta(transfer_id, attempt, peer, complete))
 
-    def check(self, seed: int, tokens: range, block_ids: list[int]) -> None:
+    def check(self, seed: int, tokens: range, block_ids: GroupBlocks) -> None:
         for cache in self.caches:
             cache.check(seed, tokens, block_ids)
 

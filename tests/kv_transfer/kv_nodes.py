@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kv_caches import UNTOUCHED, Blocks, RankCache
+from kv_caches import UNTOUCHED, Blocks, GroupBlocks, RankCache, by_group
 
 from host.life_signs import LifeSigns
 from host.process_host import ProcessHost
@@ -125,7 +125,7 @@ class KVNode:
         self,
         request: FakeRequest,
         seed: int,
-        block_ids: list[int],
+        block_ids: GroupBlocks,
         chunk: int = 1 << 30,
         cached: int = 0,
         between_layers: Callable[[], None] = lambda: None,
@@ -141,7 +141,7 @@ class KVNode:
 
     def step(
         self,
-        parts: list[tuple[FakeRequest, int, range, list[int]]],
+        parts: list[tuple[FakeRequest, int, range, GroupBlocks]],
         between_layers: Callable[[], None] = lambda: None,
     ) -> None:
         """One step of the engine: (request, seed, tokens, blocks) of each prompt chunk."""
@@ -151,7 +151,12 @@ class KVNode:
                 request,
                 tokens.start,
                 len(tokens),
-                (block_ids[: self.layout.groups[0].num_blocks_for(tokens.stop)],),
+                tuple(
+                    ids[:count]
+                    for ids, count in zip(
+                        by_group(block_ids), self.layout.num_blocks_for(tokens.stop), strict=True
+                    )
+                ),
             )
             for request, _, tokens, block_ids in parts
         ]
@@ -174,7 +179,7 @@ class KVNode:
         peer: KVPeer,
         transfer_id: str,
         num_tokens: int,
-        block_ids: list[int],
+        block_ids: GroupBlocks,
         first_token: int = 0,
         attempt: int = 0,
     ) -> FakeRequest:
@@ -184,12 +189,12 @@ class KVNode:
         request = FakeRequest("d-" + transfer_id, num_tokens, params)
         external = self.connector.get_num_new_matched_tokens(request, first_token)
         if attempt:
-            self.connector.retry(request, params, (block_ids,), first_token)
+            self.connector.retry(request, params, by_group(block_ids), first_token)
         else:
-            self.connector.update_state_after_alloc(request, (block_ids,), external)
+            self.connector.update_state_after_alloc(request, by_group(block_ids), external)
         return request
 
-    def check(self, seed: int, tokens: range, block_ids: list[int]) -> None:
+    def check(self, seed: int, tokens: range, block_ids: GroupBlocks) -> None:
         for cache in self.caches:
             cache.check(seed, tokens, block_ids)
 
@@ -206,7 +211,7 @@ class KVNode:
         self.done = Outcomes()
         self.blocks = Blocks(self.caches[0].num_blocks)
         for cache in self.caches:
-            cache.words[:] = int.from_bytes(bytes([UNTOUCHED] * cache.words.itemsize), "little")
+            cache.pages[:] = UNTOUCHED
 
     def close(self) -> None:
         """Idempotent."""
