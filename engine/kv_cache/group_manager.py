@@ -108,9 +108,9 @@ class GroupManager:
         `num_received`."""
         return True
 
-    def num_published(self, table: list[KVCacheBlock]) -> int:
-        """Returns the leading entries of a request's first table that are never published."""
-        return len(table)
+    def first_whole_block(self, num_received: int) -> int:
+        """Returns the first block of which a peer that sends so many tokens sends all."""
+        return 0
 
     def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
         """The first `num_tokens` tokens have certain KV: others may find their full blocks."""
@@ -156,9 +156,8 @@ class WindowGroupManager(GroupManager):
             num_received
         )
 
-    def num_published(self, table: list[KVCacheBlock]) -> int:
-        """Of the block behind those that a peer leaves out it may leave out a part."""
-        return len(table) + (len(table) > 0 and table[-1] is NULL_BLOCK)
+    def first_whole_block(self, num_received: int) -> int:
+        return -(-self._group.first_token_seen(num_received) // self.block_size)
 
     def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
         """Beside that, frees the blocks that no token from `num_tokens` on sees. Steps that are

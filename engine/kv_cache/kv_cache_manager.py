@@ -106,9 +106,16 @@ class KVCacheManager:
         return num_wanted <= self.num_free_blocks
 
     def allocate_slots(
-        self, request: Request, num_tokens: int, computed: BlockTables | None = None
+        self,
+        request: Request,
+        num_tokens: int,
+        computed: BlockTables | None = None,
+        num_received: int = 0,
     ) -> RequestBlocks | None:
         """Gives a request that has no blocks those for its first `num_tokens` tokens.
+
+        Args:
+            num_received: Tokens whose KV a peer sends, as far as the next one sees it.
 
         Returns:
             Its blocks, or None when there are not enough free ones; then nothing changed.
@@ -121,7 +128,10 @@ class KVCacheManager:
             self.block_pool.touch(group.held(table))
         blocks = self._blocks[request.request_id] = RequestBlocks(
             [list(table) for table in tables],
-            [g.num_published(table) for g, table in zip(self._groups, tables, strict=True)],
+            [
+                max(len(table), group.first_whole_block(num_received))
+                for group, table in zip(self._groups, tables, strict=True)
+            ],
         )
         grown = self.grow(blocks, num_tokens)
         assert grown is not None

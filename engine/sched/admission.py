@@ -125,7 +125,7 @@ class Admission:
         if num_external == 0:
             return True
         self._waiting.pop()
-        self._kv_cache.allocate_slots(request, need, cached)
+        self._kv_cache.allocate_slots(request, need, cached, request.num_prompt_tokens)
         self._note_first_scheduling(request, num_cached)
         self._pulls.start(pull, num_cached, num_external)
         return True

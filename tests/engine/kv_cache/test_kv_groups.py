@@ -134,7 +134,7 @@ def test_blocks_that_a_peer_leaves_out_are_neither_taken_nor_published() -> None
     request = make_request(list(range(18)))
     tables = manager.without_unseen([[], []], 18)
     assert manager.can_allocate(19, tables, headroom=NUM_BLOCKS - 5 - 2)
-    assert manager.allocate_slots(request, 19, tables) is not None
+    assert manager.allocate_slots(request, 19, tables, 18) is not None
     # Token 18 sees tokens from 13 on: block 3 may have come in part.
     assert has_block(manager, "a", 1) == [False, False, False, True, True]
     assert manager.can_continue(18, 18)
@@ -145,6 +145,16 @@ def test_blocks_that_a_peer_leaves_out_are_neither_taken_nor_published() -> None
     assert published == [None, None]
     manager.free(request)
     assert manager.num_free_blocks == NUM_BLOCKS
+
+
+def test_a_first_block_that_came_in_part_is_not_published() -> None:
+    manager = make_manager()
+    request = make_request(list(range(8)))
+    assert manager.allocate_slots(request, 9, manager.without_unseen([[], []], 8), 8) is not None
+    # Token 8 sees tokens from 3 on.
+    manager.confirm(request, 8)
+    of_window = manager.get_blocks("a").tables[1]
+    assert [block.block_hash is not None for block in of_window] == [False, True, False]
 
 
 def test_capacity_counts_all_groups() -> None:

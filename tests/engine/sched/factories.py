@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, KVLayers, SchedulerConfig
 from engine.messages import EngineCoreRequest
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
-from kv_transfer.layout import KVLayout, attention_group
+from kv_transfer.layout import KVLayout, Plane, attention_group
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from tests.engine.tiny_model import tiny_model
 
@@ -18,12 +18,22 @@ VOCAB_SIZE = 64
 EOS = 0
 
 
+def kv_layers(*windows: int | None, heads: int = 1) -> tuple[KVLayers, ...]:
+    """One layer in each group. With 2 or 4 `heads` the first group has more than the others, whose
+    blocks have as many times more tokens."""
+    return tuple(
+        KVLayers(layers=(index,), planes=(Plane("k", 1 if index else heads, 4),), window=window)
+        for index, window in enumerate(windows)
+    )
+
+
 def make_config(
     *,
     block_size: int = BLOCK_SIZE,
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
     decode_query_len: int = 1,
+    kv_layers: tuple[KVLayers, ...] = (),
     **scheduler: Any,
 ) -> EngineConfig:
     """`scheduler`: fields of `SchedulerConfig`."""
@@ -34,6 +44,7 @@ def make_config(
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
         model_hash="fake",
+        kv_layers=kv_layers,
     )
     limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}
     return EngineConfig(

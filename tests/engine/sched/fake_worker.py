@@ -21,6 +21,7 @@ from engine.outputs import ModelRunnerOutput, PromptLogprobs, RowPromptLogprobs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
+from kv_transfer.layout import BlockIds, KVGroup
 from tests.engine.sched.factories import VOCAB_SIZE
 
 _START = 1
@@ -73,19 +74,31 @@ def expected_output(request: Request, max_len: int) -> list[int]:
 
 
 class PagedMemory:
-    """`slots[block][offset]`: the KV that was written there last."""
+    """`slots[block][offset]`: (KV group, KV) that was written there last."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+    def __init__(self, num_blocks: int, groups: tuple[KVGroup, ...]) -> None:
+        self.groups = groups
+        size = max(group.block_size for group in groups)
+        self.slots: list[list[tuple[int, int] | None]] = [[None] * size for _ in range(num_blocks)]
 
-    def write(self, block_ids: list[int], position: int, state: int) -> None:
-        self.slots[block_ids[position // self.block_size]][position % self.block_size] = state
+    def write(
+        self, block_ids: BlockIds, position: int, state: int, num_received: int | None = None
+    ) -> None:
+        """Into the blocks of all groups. `num_received`: a peer sends so many tokens, and of a
+        window only what the next one sees."""
+        for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
+            if num_received is not None and position < group.first_token_seen(num_received):
+                continue
+            logical, offset = divmod(position, group.block_size)
+            self.slots[table[logical]][offset] = (index, state)
 
-    def read(self, block_ids: list[int], count: int) -> list[int | None]:
-        """The first `count` positions."""
-        size = self.block_size
-        return [self.slots[block_ids[i // size]][i % size] for i in range(count)]
+    def check(self, block_ids: BlockIds, states: list[int], num_tokens: int, seen_by: int) -> None:
+        """Of the first `num_tokens` tokens, those that token `seen_by` sees have their KV."""
+        for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
+            for position in range(group.first_token_seen(seen_by), num_tokens):
+                logical, offset = divmod(position, group.block_size)
+                found = self.slots[table[logical]][offset]
+                assert found == (index, states[position]), f"wrong KV at {position} of {index}"
 
 
 Drafter = Callable[[list[int]], list[int]]
@@ -120,7 +133,7 @@ class WorkerRow:
     prefill_len: int
     tokens: list[int]
     num_computed: int
-    block_ids: list[int]
+    block_ids: BlockIds
     max_len: int
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...]
@@ -168,9 +181,10 @@ class FakeWorker:
             self.decode_set.discard(index)
         for new in step.new_reqs:
             assert new.row not in self.rows
-            self.rows[new.row] = _row_of(new)
-        for index, block_ids in step.new_block_ids:
-            self.rows[index].block_ids += block_ids
+            self.rows[new.row] = _row_of(new, len(self.memory.groups))
+        for table, block_ids in step.new_block_ids:
+            index, group = divmod(table, len(self.memory.groups))
+            self.rows[index].block_ids[group].extend(block_ids)
         for index in step.decode_add:
             assert index in self.rows
             assert index not in self.decode_set
@@ -184,8 +198,7 @@ class FakeWorker:
 
     def _write(self, row: WorkerRow, states: list[int]) -> None:
         """KV from `num_computed` on. Raises IndexError where the row has no blocks."""
-        known = self.memory.read(row.block_ids, row.num_computed)
-        assert known == states[: row.num_computed], "KV is not what this row computed"
+        self.memory.check(row.block_ids, states, row.num_computed, row.num_computed)
         for position in range(row.num_computed, len(states)):
             self.memory.write(row.block_ids, position, states[position])
 
@@ -256,7 +269,7 @@ def _continuation(row: WorkerRow, count: int) -> list[int]:
     return tokens[len(row.tokens) :]
 
 
-def _row_of(new: NewRequestData) -> WorkerRow:
+def _row_of(new: NewRequestData, num_groups: int) -> WorkerRow:
     tokens = np.frombuffer(new.prefill_token_ids, "<i4").tolist()
     assert new.num_computed_tokens < len(tokens)
     assert new.prompt_len <= len(tokens)
@@ -266,7 +279,7 @@ def _row_of(new: NewRequestData) -> WorkerRow:
         prefill_len=len(tokens),
         tokens=tokens,
         num_computed=new.num_computed_tokens,
-        block_ids=list(new.block_ids),
+        block_ids=(list(new.block_ids), *([] for _ in range(num_groups - 1))),
         max_len=new.max_len,
         sampling=new.sampling,
         eos_token_ids=new.eos_token_ids,

@@ -22,7 +22,7 @@ from kv_transfer.metadata import (
 )
 from tests.engine.sched.fake_worker import PagedMemory, kv_of
 
-_GARBAGE = -7
+_GARBAGE = (-7, -7)
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class PullJob:
     """A transfer into `block_ids`."""
 
     prompt: list[int]
-    block_ids: list[int]
+    block_ids: BlockIds
     position: int
     attempt: int
     stopping: bool = False
@@ -41,7 +41,7 @@ class PullJob:
 
     def whole_blocks(self, memory: PagedMemory) -> int:
         """Tokens before the block that is being written."""
-        return self.position // memory.block_size * memory.block_size
+        return min(self.position // g.block_size * g.block_size for g in memory.groups)
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class OfferJob:
     """A transfer out of blocks, `sent` tokens of which are copied."""
 
     prompt: list[int]
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockIds = ()
     num_cached: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
     """(step, leading tokens with KV once it is done)."""
@@ -112,7 +112,7 @@ class MemoryConnector(KVConnectorScheduler):
         self, params: KVTransferParams, prompt: list[int], block_ids: BlockIds, first: int
     ) -> None:
         assert params.transfer_id not in self.pulls, "an attempt begins while another one writes"
-        self.pulls[params.transfer_id] = PullJob(prompt, block_ids[0], first, params.attempt)
+        self.pulls[params.transfer_id] = PullJob(prompt, block_ids, first, params.attempt)
 
     def build_connector_meta(
         self, step_id: int, chunks: list[ChunkLike]
@@ -122,7 +122,7 @@ class MemoryConnector(KVConnectorScheduler):
             if offer is not None:
                 if not offer.chunks:
                     offer.num_cached = chunk.first_token
-                (offer.block_ids,) = chunk.block_ids
+                offer.block_ids = chunk.block_ids
                 offer.chunks.append((step_id, chunk.first_token + chunk.num_tokens))
         return KVConnectorMetadata(save_kv=True) if chunks else None
 
@@ -182,9 +182,12 @@ class MemoryConnector(KVConnectorScheduler):
             self.advance(transfer_id)
 
     def _advance_pull(self, transfer_id: str, job: PullJob) -> None:
+        num_tokens = len(job.prompt)
         if job.stopping:
-            for block_id in job.block_ids[job.position // self.memory.block_size :]:
-                self.memory.slots[block_id][-1] = _GARBAGE
+            for group, table in zip(self.memory.groups, job.block_ids, strict=True):
+                begin = max(job.position // group.block_size, group.first_block_seen(num_tokens))
+                for block_id in table[begin:]:
+                    self.memory.slots[block_id][-1] = _GARBAGE
             if self._rng.random() < 0.5:
                 self._end(transfer_id)
                 self._events.aborted.append(transfer_id)
@@ -193,7 +196,7 @@ class MemoryConnector(KVConnectorScheduler):
         states = kv_of(job.prompt)
         stop = min(len(job.prompt), job.position + self._rng.randint(1, 12))
         for position in range(job.position, stop):
-            self.memory.write(job.block_ids, position, states[position])
+            self.memory.write(job.block_ids, position, states[position], num_tokens)
         job.position = stop
         if job.is_complete:
             self._end(transfer_id)
@@ -210,8 +213,8 @@ class MemoryConnector(KVConnectorScheduler):
             self._events.aborted.append(transfer_id)
             return
         ready = max([job.num_cached, *(n for step, n in job.chunks if step <= self.done_step)])
-        read = self.memory.read(job.block_ids, ready)
-        assert read == kv_of(job.prompt)[:ready], "a block that is being sent has changed"
+        if ready > 0:
+            self.memory.check(job.block_ids, kv_of(job.prompt), ready, len(job.prompt))
         job.sent = ready
         if job.sent == len(job.prompt):
             job.is_staged = True

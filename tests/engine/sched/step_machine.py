@@ -12,6 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
+from engine.kv_cache.group_manager import tokens_that_fit
 from engine.messages import EngineCoreOutputs, KVTransferResult
 from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
@@ -53,7 +54,7 @@ class StepMachine:
         self.depth = depth
         self.num_blocks = num_blocks
         self.rng = random.Random(seed)
-        self.memory = PagedMemory(num_blocks, config.cache.block_size)
+        self.memory = PagedMemory(num_blocks, config.kv_layout.groups)
         query_len = config.decode_query_len
         self.worker = FakeWorker(self.memory, query_len, lying_drafter(random.Random(seed)))
         self.connector = MemoryConnector(self.memory, self.rng)
@@ -67,10 +68,8 @@ class StepMachine:
     # Moves ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Client:
-        max_len = min(
-            self.config.model.max_model_len,
-            self.num_blocks * self.config.cache.block_size + 2 - self.config.decode_query_len,
-        )
+        room = tokens_that_fit(self.memory.groups, self.num_blocks)
+        max_len = min(self.config.model.max_model_len, room + 2 - self.config.decode_query_len)
         client = Client(request, expected_output(request, max_len))
         self.clients[request.request_id] = client
         self.connector.prompts[request.request_id] = list(request.all_token_ids)

@@ -102,7 +102,7 @@ def test_computed_here_when_the_pull_has_stopped(machine: StepMachine) -> None:
     receive(machine, "a")
     step = machine.step()
     assert step is not None
-    assert step.new_reqs[0].block_ids == pull.block_ids
+    assert (step.new_reqs[0].block_ids,) == pull.block_ids
     assert step.prefill_chunks == [(0, 30 - kept)]
     finish(machine)
 
