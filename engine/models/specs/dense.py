@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
-from engine.config import ModelConfig
+from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.rope import read_llama3_or_plain
 from engine.rope import AnyRopeScaling
+from kv_transfer.layout import attention_group
 
 
 class DenseSpec(ModelSpec, frozen=True, kw_only=True):
@@ -22,6 +23,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         fused_projections: The checkpoint has queries, keys and values as one tensor, and so gate
             and up.
         default_head_dim: Where config.json has none; None: hidden_size / heads.
+        sliding_window: A token sees itself and so many less one before it; None: all before it, or
+            no sequence is longer than the window.
     """
 
     attention_bias: ClassVar[bool] = False
@@ -35,12 +38,13 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     rope_theta: float
     rope_scaling: AnyRopeScaling | None
     tie_word_embeddings: bool
+    sliding_window: int | None = None
 
     @classmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
         for fault in _faults(file):
             raise fault
-        cls.check_window(file, max_model_len)
+        window = cls.read_window(file)
         return cls(
             hidden_size=file.hidden_size,
             intermediate_size=file.intermediate_size,
@@ -48,6 +52,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             rope_theta=file.base_frequency(),
             rope_scaling=cls.read_rope(file, max_model_len),
             tie_word_embeddings=file.tie_word_embeddings,
+            sliding_window=None if window is None or window >= max_model_len else window,
         )
 
     @classmethod
@@ -61,10 +66,24 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         return read_llama3_or_plain(file)
 
     @classmethod
-    def check_window(cls, file: ConfigFile, max_model_len: int) -> None:
-        """Raises `UnsupportedField` when a layer attends to less than the whole context."""
+    def read_window(cls, file: ConfigFile) -> int | None:
+        """Returns the sliding window of all layers. Raises `UnsupportedField` for a window of some
+        layers, or where the family has none."""
         if file.use_sliding_window or set(file.layer_types or ()) - {"full_attention"}:
             raise UnsupportedField("use_sliding_window", "attention over a sliding window")
+        return None
+
+    def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
+        if self.sliding_window is None:
+            return ()
+        group = attention_group(
+            layers=range(model.num_layers),
+            heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=model.dtype,
+            block_size=1,
+        )
+        return (KVLayers(layers=group.layers, planes=group.planes, window=self.sliding_window),)
 
     def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
         for count, name in (
@@ -99,16 +118,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             self.rms_norm_eps,
             self.rope_theta,
             self.rope_scaling,
-        )
-
-
-def check_full_window(window: int | None, max_model_len: int) -> None:
-    """Accepts a window that no sequence outgrows. Raises `UnsupportedField` for a smaller one."""
-    if window is not None and window < max_model_len:
-        raise UnsupportedField(
-            "sliding_window",
-            f"attention over a sliding window of {window} tokens",
-            f"choose max_model_len of at most {window}, or a checkpoint without a window",
+            *(() if self.sliding_window is None else (self.sliding_window,)),
         )
 
 

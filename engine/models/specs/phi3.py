@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.dense import DenseSpec, check_full_window
+from engine.models.specs.dense import DenseSpec
 from engine.models.specs.rope import read_llama3_or_plain, read_longrope
 from engine.rope import AnyRopeScaling
 
@@ -16,7 +16,7 @@ _LONGROPE_NAMES = ("longrope", "su")
 
 
 class Phi3Spec(DenseSpec, frozen=True, kw_only=True):
-    """Fused tensors in the checkpoint, and LongRoPE, where no sequence outgrows the window."""
+    """Fused tensors in the checkpoint, LongRoPE, and a sliding window."""
 
     fused_projections: ClassVar[bool] = True
 
@@ -27,7 +27,6 @@ class Phi3Spec(DenseSpec, frozen=True, kw_only=True):
         return read_llama3_or_plain(file)
 
     @classmethod
-    def check_window(cls, file: ConfigFile, max_model_len: int) -> None:
-        super().check_window(file, max_model_len)
-        if file.sliding_window is not msgspec.UNSET:
-            check_full_window(file.sliding_window, max_model_len)
+    def read_window(cls, file: ConfigFile) -> int | None:
+        super().read_window(file)
+        return None if file.sliding_window is msgspec.UNSET else file.sliding_window

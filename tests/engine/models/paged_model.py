@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -40,6 +40,7 @@ class PagedModel:
         self._device = device
         self._free = list(range(_NUM_BLOCKS))
         layout = config.kv_layout
+        self._window = layout.groups[0].window
         memory = torch.empty(_NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
         self.kv_caches = layer_views(memory, layout)
         for layer in self.kv_caches:
@@ -98,7 +99,7 @@ class PagedModel:
             sequence.num_computed = stop
         with torch.device(self._device):
             inputs = torch.tensor(ids), torch.tensor(positions), torch.tensor(slots)
-            metadata = _metadata(sequences, counts)
+            metadata = replace(_metadata(sequences, counts), window=self._window)
         input_ids, at, slot_mapping = inputs
         hidden = self._model(
             ForwardInputs(

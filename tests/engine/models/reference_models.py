@@ -81,6 +81,7 @@ FAMILIES = {
     ),
     "llama_one_kv_head": Family(LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
     "mistral": Family(MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "mistral_window": Family(MistralForCausalLM, MistralConfig, {"sliding_window": 21}),
     "phi3": Family(Phi3ForCausalLM, Phi3Config, {**_PHI3, "sliding_window": MAX_LEN}),
     "phi3_longrope_tied": Family(
         Phi3ForCausalLM,

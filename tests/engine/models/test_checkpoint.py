@@ -278,9 +278,8 @@ def test_config_that_is_refused(
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("mistral", {"sliding_window": 64}, ("window of 64 tokens", "sliding_window")),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, ("sliding window", "use_sliding")),
         ("mistral", {"rope_parameters": {"rope_type": "longrope"}}, ("'longrope'",)),
-        ("phi3", {"sliding_window": 191}, ("window of 191 tokens", "max_model_len of at most 191")),
         ("phi3", {"partial_rotary_factor": 0.75}, ("partial_rotary_factor",)),
         (
             "phi3",
@@ -299,17 +298,26 @@ def test_what_an_architecture_refuses(
     check_error(caught.value, folder / "config.json", *words)
 
 
-def test_a_window_that_no_sequence_outgrows_is_none(copy: Callable[[str], Path]) -> None:
-    """It counts the token that looks back. transformers gives Mistral one by default."""
-    folder = copy("mistral")
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_a_window_that_no_sequence_outgrows_is_none(
+    family: str, copy: Callable[[str], Path]
+) -> None:
+    """It counts the token that looks back."""
+    folder = copy(family)
+    edit_config(folder, sliding_window=None)
     plain = load_model_config(folder, max_model_len=64)
     edit_config(folder, sliding_window=64)
-    assert load_model_config(folder, max_model_len=64) == plain
-    with pytest.raises(CheckpointError):
-        load_model_config(folder, max_model_len=65)
-    edit_config(folder, sliding_window="absent", max_position_embeddings=5000)
-    with pytest.raises(CheckpointError, match="window of 4096 tokens"):
-        load_model_config(folder)
+    assert load_model_config(folder, max_model_len=64) == plain and plain.kv_layers == ()
+    narrower = load_model_config(folder, max_model_len=65)
+    assert [group.window for group in narrower.kv_layers] == [64]
+    assert narrower.model_hash != plain.model_hash
+
+
+def test_an_absent_window_is_that_of_transformers(copy: Callable[[str], Path]) -> None:
+    for family, window in (("mistral", 4096), ("phi3", None)):
+        folder = copy(family)
+        edit_config(folder, sliding_window="absent", max_position_embeddings=5000)
+        assert spec(folder).sliding_window == window
 
 
 @pytest.mark.parametrize(("max_model_len", "name"), [(150, "short_factor"), (151, "long_factor")])
