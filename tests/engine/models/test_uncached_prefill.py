@@ -109,8 +109,8 @@ def _differences(
     device: str = "cuda",
 ) -> Iterator[float]:
     """How far this way is from the paged one: three uncached prompts alone; one alone; with two
-    decodes before them and a chunk with a cached beginning behind; and with one of them, behind a
-    short one, left to the others."""
+    decodes before them and a chunk with a cached beginning behind, also with two drafts each; and
+    with one of them, behind a short one, left to the others."""
     decodes, cached, short = [(1, 77), (1, 1300)], [(300, 900)], [(5, 5)]
     whole = [(length, length) for length in lengths]
     dense.min_tokens = min(lengths)
@@ -119,12 +119,14 @@ def _differences(
         (0, whole, lengths),
         (0, whole[:1], lengths[:1]),
         (2, decodes + whole + cached, lengths),
+        (2, [(3, length) for _, length in decodes] + whole + cached, lengths),
         (2, decodes + whole[:2] + short + whole[2:] + cached, lengths[:2]),
     ):
         batch = _Batch(chunks, num_decodes, dtype, head_dim, block_size, device)
         metadata = backend.metadata(batch)
         assert isinstance(metadata, UncachedPrefillMetadata)
         assert metadata.prompt_lens == tuple(apart) and not backend.graph_ok(batch.order)
+        assert (metadata.window, metadata.fixed_order) == (None, False)
         expected, found = batch.attended(PagedBackend()), batch.attended(backend)
         yield ((found - expected).norm() / expected.norm()).item()
 
@@ -159,6 +161,7 @@ class _Batch:
             seq_lens=np.array(seq_lens, np.int32),
             num_decodes=num_decodes,
             num_sampled=len(chunks),
+            decode_query_len=query_lens[0] if num_decodes else 1,
         )
         self.block_tables = blocks.view(len(chunks), max_blocks)
         self.query_start_loc = torch.tensor([0, *query_lens], device=device).cumsum(0).int()
