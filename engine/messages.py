@@ -29,22 +29,24 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class SupplyFirstToken(msgspec.Struct, tag="first_token"):
-    """Decode: the token that the prefill node sampled."""
+    """Tells a decode engine the token that the prefill node sampled."""
 
     request_id: str
     token_id: int
 
 
 class RetryRemotePrefill(msgspec.Struct, tag="retry"):
-    """Decode: pull again, from another peer or with a new attempt. Only after a failure of the
-    current attempt was reported, or to replace one that is in motion (which is aborted first)."""
+    """Makes a decode engine pull again, from another peer or with a new attempt. Only after a
+    failure of the current attempt was reported, or to replace one that is in motion (which is
+    aborted first)."""
 
     request_id: str
     kv_transfer_params: KVTransferParams
 
 
 class PrefillLocally(msgspec.Struct, tag="prefill_locally"):
-    """Decode: give up on remote KV and compute the prompt here, first token or not."""
+    """Makes a decode engine give up on remote KV and compute the prompt itself, first token or
+    not."""
 
     request_id: str
 
@@ -71,7 +73,7 @@ ToEngineCore = (
 
 
 class LoadProgress(msgspec.Struct, tag="progress"):
-    """While starting: what is being done and how far it is, in 0..1."""
+    """Tells what a starting engine is doing and how far it is, in 0..1."""
 
     stage: str
     fraction: float
@@ -85,7 +87,7 @@ class EngineReady(msgspec.Struct, tag="ready", kw_only=True):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one request. `finish_reason`: stop, length, abort, error or empty."""
+    """Carries new tokens of one request. `finish_reason` is stop, length, abort, error or empty."""
 
     request_id: str
     new_token_ids: list[int]
@@ -94,21 +96,22 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """The stop token id that ended it, if one of the request's own did."""
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int | None = None
-    """With the first output only."""
+    """Prompt tokens that were not computed; with the first output only."""
     queue_s: float = 0.0
-    """With the first output only: arrival until first scheduled."""
+    """Seconds from arrival until first scheduled; with the first output only."""
     num_output_tokens_before: int = 0
-    """With the first output only: 1 when it follows a first token that a peer sampled."""
+    """With the first output only; 1 when it follows a first token that a peer sampled."""
     error: str = ""
-    """With finish_reason error: what was wrong and what to do."""
+    """What was wrong and what to do, with finish_reason error."""
     prompt_logprobs: PromptLogprobs | None = None
-    """A part of them, in order and all before the first token. One that begins with the prompt
-    replaces what came before: the prompt is computed again."""
+    """A part of the prompt's log probabilities, in order and all before the first token. One that
+    begins with the prompt replaces what came before: the prompt is computed again."""
 
 
 class KVTransferResult(msgspec.Struct, array_like=True):
-    """A request's KV arrived or was taken (`ok`), or its attempt failed. `is_called_off`: on a
-    prefill node: the peer did not want it any more, which is no failure."""
+    """Tells that a request's KV arrived or was taken (`ok`), or that its attempt failed.
+    `is_called_off` says, on a prefill node, that the peer did not want it any more, which is no
+    failure."""
 
     request_id: str
     attempt: int
@@ -124,23 +127,24 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", kw_only=True):
     kv_results: list[KVTransferResult] = []
     stats: SchedulerStats | None = None
     timestamp: float = 0.0
-    """CLOCK_MONOTONIC seconds, when the step's result was processed."""
+    """The time in CLOCK_MONOTONIC seconds when the step's result was processed."""
 
 
 class PrefixCacheReset(msgspec.Struct, tag="prefix_cache_reset"):
-    """Answers `ResetPrefixCache`. Not `ok`: running requests hold blocks; try again later."""
+    """Answers `ResetPrefixCache`. It is not `ok` when running requests hold blocks; try again
+    later."""
 
     ok: bool
 
 
 class EngineDead(msgspec.Struct, tag="dead"):
-    """Last message: the engine cannot go on. `reason` names the cause and the cure."""
+    """Is the last message: the engine cannot go on. `reason` names the cause and the cure."""
 
     reason: str
 
 
 class PeerChanged(msgspec.Struct, tag="peer", kw_only=True):
-    """Where this engine's KV is pulled has changed since `EngineReady`."""
+    """Tells that the endpoints of this engine's KV have changed since `EngineReady`."""
 
     peer: KVPeer
 

@@ -1,4 +1,4 @@
-"""What a step gives back: from a worker to the scheduler, and from the scheduler outwards."""
+"""The results of a step: from a worker to the scheduler, and from the scheduler outwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     ranks: bytes
 
     def unpack(self) -> list[TokenLogprobs]:
-        """One for each token."""
+        """Returns one entry for each token."""
         width = 1 + self.num_top
         token_ids = array("i", self.token_ids).tolist()
         logprobs = array("f", self.logprobs).tolist()
@@ -52,7 +52,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class RowPromptLogprobs(msgspec.Struct, array_like=True):
-    """What one step found of the prompt in (row, epoch)."""
+    """The part that one step found of the prompt in (row, epoch)."""
 
     row: int
     epoch: int
@@ -71,13 +71,14 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     rows: list[int]
     epochs: list[int]
     token_ids: list[int]
-    """Of all requests, one after the other."""
+    """Tokens of all requests, one after the other."""
     logprobs: dict[int, TokenLogprobs] = {}
-    """By index in `token_ids`; only for requests that asked."""
+    """Log probabilities by index in `token_ids`; only for requests that asked."""
     prompt_logprobs: list[RowPromptLogprobs] = []
-    """Of prompts, or parts of them, that the step computed; only for requests that asked."""
+    """Log probabilities of prompts, or parts of them, that the step computed; only for requests
+    that asked."""
     counts: list[int] = []
-    """At least 1 each. Empty: each request has one token."""
+    """How many tokens each request has, at least 1. Empty when each has one."""
 
     def tokens_by_request(self) -> list[list[int]]:
         """Returns the tokens of each request, in new lists."""
@@ -120,7 +121,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     generation_tokens: int = 0
     num_steps: int = 0
     last_step_at: float = 0.0
-    """CLOCK_MONOTONIC seconds."""
+    """The time of the last step, in CLOCK_MONOTONIC seconds."""
     worker_host_s: float = 0.0
     """Seconds that the worker's host took to start steps."""
     prefill_tokens_per_s: float = 0.0

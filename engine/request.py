@@ -1,4 +1,4 @@
-"""One request inside the scheduler.
+"""A request inside the scheduler.
 
 Life cycle:
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(IntEnum):
-    """Ordered: everything from FINISHED_STOPPED on has ended."""
+    """States of a request, in order: everything from FINISHED_STOPPED on has ended."""
 
     WAITING = 0
     WAITING_FOR_REMOTE_KVS = 1
@@ -43,7 +43,7 @@ class RequestStatus(IntEnum):
 
 
 class Request:
-    """Tokens and progress of one request. Owned by the scheduler.
+    """Holds the tokens and the progress of one request. Owned by the scheduler.
 
     `num_computed_tokens`: leading tokens whose KV existed when the request last entered a row
     (from there the row counts), or will come from a peer.
@@ -88,10 +88,10 @@ class Request:
         KV from a peer is not counted."""
         self.num_preemptions = 0
         self.block_hashes: dict[int, list[bytes]] = {}
-        """By block size: of the full blocks of `all_token_ids`, in order."""
+        """Hashes, by block size, of the full blocks of `all_token_ids`, in order."""
         self.status = RequestStatus.WAITING
         self.row = -1
-        """Worker row while running or waiting for KV with a row; -1 for none."""
+        """The worker row while running or waiting for KV with a row; -1 for none."""
         self.first_scheduled_at = 0.0
 
     @property
@@ -105,18 +105,18 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Without those that came with the request."""
+        """The number of output tokens, without those that came with the request."""
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """They come with the prompt's computation, before the first token: whoever computes it
-        may take nothing from a cache."""
+        """Whether the prompt's log probabilities are to come. They come with the prompt's
+        computation, before the first token: whoever computes it may take nothing from a cache."""
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """What workers are told when the request enters a row."""
+        """The sampling parameters that workers are told when the request enters a row."""
         if self.sampling.prompt_logprobs is None or self.needs_prompt_logprobs:
             return self.sampling
         return msgspec.structs.replace(self.sampling, prompt_logprobs=None)
@@ -129,7 +129,8 @@ class Request:
         self.all_token_ids.append(token_id)
 
     def sort_key(self, policy: SchedulingPolicy) -> tuple[int, float, int]:
-        """Smaller runs first; the largest is the first victim of a preemption."""
+        """Returns the key by which requests are sorted. The smaller runs first; the largest is the
+        first victim of a preemption."""
         if policy == "priority":
             return (self.spec.priority, self.arrival_time, self.arrival_order)
         return (0, 0.0, self.arrival_order)

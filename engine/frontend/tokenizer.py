@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a checkpoint's own files.
+"""Turns text into token ids and back, from a checkpoint's own files.
 
     tokenizer.json           the vocabulary and the rules of splitting and joining
     tokenizer_config.json    names of special tokens, and often the chat template
@@ -52,13 +52,13 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_length = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        """Characters of the longest token: n tokens hold at most n times as many."""
+        """The number of characters of the longest token: n tokens hold at most n times as many."""
         self._added = backend.get_added_tokens_decoder()
         self._byte_of_char = _byte_level_alphabet() if _is_byte_level(backend) else {}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Raises `TokenizerError` naming the file and the cure."""
+        """Reads a checkpoint's tokenizer. Raises `TokenizerError` naming the file and the cure."""
         folder = Path(folder)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -84,8 +84,8 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> Tokenizer:
-        """The checkpoint's, or a stand-in where weights are random and it has none. Raises
-        `TokenizerError`."""
+        """Returns the checkpoint's tokenizer, or a stand-in where weights are random and it has
+        none. Raises `TokenizerError`."""
         has_own = (Path(model.path) / "tokenizer.json").is_file()
         if has_own or model.load_format != "dummy":
             return cls.from_folder(model.path)
@@ -93,7 +93,8 @@ class Tokenizer:
 
     @classmethod
     def stand_in(cls, vocab_size: int) -> Tokenizer:
-        """A word for each token; unknown words are t0. Chats are their contents in a row."""
+        """Returns a tokenizer with a word for each token; unknown words are t0. Chats are their
+        contents in a row."""
         vocabulary = {f"t{i}": i for i in range(vocab_size)}
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -122,7 +123,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -133,7 +134,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Raises `ChatTemplateError`, also when the checkpoint brings no template."""
+        """Returns the prompt of a chat. Raises `ChatTemplateError`, also when the checkpoint brings
+        no template."""
         if self.chat_template is None:
             raise TokenizerError(
                 "this checkpoint has no chat template; use /v1/completions, or add "
@@ -144,7 +146,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What this token adds to the text; a part of a character is possible."""
+        """Returns what this token adds to the text; a part of a character is possible."""
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
@@ -158,14 +160,16 @@ class Tokenizer:
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """The decoder's pickled state is its JSON; no other way asks what it consists of."""
+    """Says whether tokens are bytes. The decoder's pickled state is its JSON; no other way asks
+    what it consists of."""
     decoder = backend.decoder
     return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: printable bytes as
-    themselves, the others as characters from U+0100 on, in order (GPT-2)."""
+    """Returns the byte that each character stands for. Byte-level BPE writes each byte as one
+    printable character: printable bytes as themselves, the others as characters from U+0100 on, in
+    order (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -186,7 +190,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens are strings, or objects with the string in `content`."""
+    """Returns the special tokens by name. They are strings, or objects with the string in
+    `content`."""
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
         value = config.get(name)
@@ -197,7 +202,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """A file of its own wins; a list in the configuration holds named ones."""
+    """Returns the chat template. A file of its own wins; a list in the configuration holds named
+    ones."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

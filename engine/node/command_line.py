@@ -1,4 +1,4 @@
-"""How settings look on a command line: their help, and what is wrong with them."""
+"""Shows settings on a command line: their help, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parse_settings(settings: type[S], program: str, args: list[str] | None) -> S
 
 
 def _describe_errors(program: str, env_prefix: str, error: ValidationError) -> str:
-    """One line for each wrong setting."""
+    """Returns one line for each wrong setting."""
     lines = [f"{program}: wrong settings (see --help)"]
     for fault in error.errors():
         name = str(fault["loc"][0]) if fault["loc"] else ""

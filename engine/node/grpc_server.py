@@ -1,4 +1,4 @@
-"""The gRPC server that every node has: load reports, the standard health service, and on a
+"""Runs the gRPC server that every node has: load reports, the standard health service, and on a
 prefill node its own service besides.
 
     1. `NodeGrpcServer(host, port, ...)`: the port is taken at once, so that a port in use is
@@ -46,8 +46,8 @@ class PortInUse(Exception):
 
 
 class NodeGrpcServer:
-    """`server` takes further services before `start`. `callers`: their names, and who may call
-    them. Load reports are for routers, health for everybody. Raises `PortInUse`,
+    """Serves gRPC. `server` takes further services before `start`; `callers` are their names, and
+    who may call them. Load reports are for routers, health for everybody. Raises `PortInUse`,
     `PlaintextRefused`."""
 
     def __init__(
@@ -81,7 +81,7 @@ class NodeGrpcServer:
         self._health_task = asyncio.create_task(self._watch_health(status))
 
     async def stop(self, grace_s: float) -> None:
-        """Open calls have `grace_s` to end. Idempotent."""
+        """Stops; open calls have `grace_s` to end. Idempotent."""
         if self._health_task is not None:
             self._health_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""HTTP servers of a node: how they listen, and the small one for probes and scrapers.
+"""Holds the HTTP servers of a node: how they listen, and the small one for probes and scrapers.
 
     GET  /health     200 while the engine works, else 503
     GET  /ready      200 while new work is taken, else 503
@@ -35,11 +35,12 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 256 << 10
-"""Of each connection: what a client that reads slowly may leave lying with us."""
+"""Bytes of each connection that a client that reads slowly may leave lying with us."""
 
 
 class HttpServer(uvicorn.Server):
-    """Signals are the node's: it drains before it lets us stop."""
+    """Serves HTTP without handling signals, which are the node's: it drains before it lets us
+    stop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -47,7 +48,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises `PortInUse`."""
+    """Returns a socket that listens. Raises `PortInUse`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -89,7 +90,7 @@ class ProbeServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stops the server. Idempotent."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""How a node that serves comes to its end.
+"""Brings a node that serves to its end.
 
 serving ── told to stop ──▶ draining ── open requests have ended, or the time is up ──▶ exit 0
    │                           │
@@ -19,7 +19,7 @@ from engine.node.status import NodeStatus
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0
-"""Time for open requests to end with an error."""
+"""Seconds for open requests to end with an error."""
 
 
 class NodeLifetime:
@@ -63,7 +63,7 @@ class NodeLifetime:
             stopping.cancel()
 
     async def _drain(self) -> None:
-        """Requests that are still open at the end of the time end with an error."""
+        """Waits for open requests; those still open at the end of the time end with an error."""
         self._status.work.draining = True
         self._tell()
         logger.info("draining: %d requests are open", self._open.count)

@@ -1,4 +1,4 @@
-"""The engine's state as Prometheus metrics, under vLLM's names where it has one.
+"""Shows the engine's state as Prometheus metrics, under vLLM's names where it has one.
 
 Read from `SchedulerStats` at the moment of a scrape; nothing is counted twice.
 """
@@ -33,7 +33,7 @@ TOKEN_BUCKETS = tuple(float(1 << i) for i in range(18))
 
 
 class EngineLike(Protocol):
-    """What is needed of `AsyncLLM`."""
+    """The part of `AsyncLLM` that is needed here."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -46,7 +46,8 @@ class EngineLike(Protocol):
 
 
 class EngineCollector(Collector):
-    """One engine's metrics, with labels `model_name` and `engine` (always 0: one a process)."""
+    """Collects one engine's metrics, with labels `model_name` and `engine` (always 0: one a
+    process)."""
 
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
@@ -135,7 +136,8 @@ class EngineCollector(Collector):
         yield tokens
 
     def _kv_transfer(self, counters: Mapping[str, float]) -> Iterable[Metric]:
-        """The connector's own names; some fall again, so none is declared a counter."""
+        """Yields the connector's metrics under its own names; some fall again, so none is declared
+        a counter."""
         for name, value in counters.items():
             yield self._gauge(f"tandem_kv_transfer_{name}", "Of the KV data plane.", value)
 
@@ -157,5 +159,5 @@ class EngineCollector(Collector):
 
 
 def metric_labels(config: EngineConfig) -> tuple[str, str]:
-    """Values of `LABELS`."""
+    """Returns the values of `LABELS`."""
     return (config.model.served_model_name, "0")

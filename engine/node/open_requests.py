@@ -1,4 +1,4 @@
-"""How many requests are open, and waiting until none is: what draining a node needs."""
+"""Counts open requests and waits until none is left, as draining a node needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class OpenRequests:
-    """`enter` and `leave` once for each request."""
+    """Counts requests: `enter` and `leave` are called once for each."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -27,7 +27,7 @@ class OpenRequests:
             self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """False: some are still open after `timeout_s`."""
+        """Waits until none is open. Returns False when some still are after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

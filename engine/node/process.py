@@ -1,4 +1,4 @@
-"""What the two node processes do alike: say how far they are, log, stop on SIGTERM.
+"""Does what the two node processes do alike: say how far they are, log, stop on SIGTERM.
 
 Standard output has one JSON object a line, for whoever started the process; people read the log
 on standard error. Exit codes: 0 stopped as asked, 1 could not start or the engine died.
@@ -20,11 +20,12 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.messages import LoadProgress
 
 _GC_THRESHOLDS = (50_000, 20, 50)
-"""Young objects of one large request must not make the collector walk everything again."""
+"""Thresholds of the garbage collector: young objects of one large request must not make the
+collector walk everything again."""
 
 
 def emit_ready(engine: AsyncLLM, **facts: object) -> None:
-    """The node serves. `facts`: where, and as what."""
+    """Says that the node serves. `facts` tell where, and as what."""
     config = engine.config
     tell_supervisor(
         "ready",
@@ -44,7 +45,7 @@ def setup_logging(level: str) -> None:
 
 
 class StopSignal:
-    """SIGTERM or SIGINT, as something to wait for. A second one is not special."""
+    """Turns SIGTERM or SIGINT into something to wait for. A second one is not special."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -63,7 +64,8 @@ class StopSignal:
 async def start_engine(
     config: EngineConfig, tokenizer: Tokenizer | None, stop: StopSignal
 ) -> AsyncLLM | None:
-    """The engine, ready; None when we were told to stop meanwhile. Raises EngineDeadError."""
+    """Returns the engine when it is ready; None when we were told to stop meanwhile. Raises
+    EngineDeadError."""
     starting = asyncio.create_task(AsyncLLM.start(config, _report, tokenizer))
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -45,17 +45,18 @@ from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, process
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
 _MAX_PORT = 65535
 _EPOCH_BITS = 63
-"""One bit less than the wire has, so that every language's signed integers hold it."""
+"""Bits of an epoch: one less than the wire has, so that every language's signed integers hold
+it."""
 
 _EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 
 class SettingsError(Exception):
-    """Settings that do not fit together. The message says how to mend it."""
+    """Settings do not fit together. The message says how to mend it."""
 
 
 class EngineSettings(SecuritySettings):
-    """What both kinds of node can be told about their engine."""
+    """The settings of the engine of either kind of node."""
 
     model_config = SettingsConfigDict(
         env_prefix="TANDEM_",
@@ -280,7 +281,8 @@ class EngineSettings(SecuritySettings):
         return parse_settings(cls, program, args)
 
     def print_checked(self, kv_role: KVRole) -> int:
-        """What `--check` does; the exit code. Reads no checkpoint. Secrets are masked."""
+        """Does what `--check` asks and returns the exit code. Reads no checkpoint. Secrets are
+        masked."""
         try:
             self._kv_transfer_config(kv_role)
             self._parallel_config()
@@ -320,7 +322,7 @@ class EngineSettings(SecuritySettings):
         )
 
     def _named_as_in(self, config: type[Any]) -> dict[str, Any]:
-        """Our values for the fields of a dataclass, by name."""
+        """Returns our values for the fields of a dataclass, by name."""
         ours = type(self).model_fields
         names = (field.name for field in fields(config) if field.name in ours)
         return {name: getattr(self, name) for name in names}
@@ -366,7 +368,8 @@ class EngineSettings(SecuritySettings):
         return hosts
 
     def _checked_security(self, kv_role: KVRole) -> SecurityConfig:
-        """Raises `SecurityError` if we would listen where others can hear and nobody wanted it."""
+        """Returns the security settings. Raises `SecurityError` if we would listen where others can
+        hear and nobody wanted it."""
         config = self.security_config()
         config.check_plaintext("listening for other services", self.host)
         if kv_role == "kv_producer":
@@ -395,5 +398,6 @@ class EngineSettings(SecuritySettings):
 
 
 def detect_device() -> Device:
-    """cuda where the GPU driver lists a GPU. Asks no library, so that it works without torch."""
+    """Returns cuda where the GPU driver lists a GPU, else cpu. Asks no library, so that it works
+    without torch."""
     return "cuda" if _GPU_DRIVER.is_dir() and any(_GPU_DRIVER.iterdir()) else "cpu"

@@ -1,4 +1,4 @@
-"""What a node tells about itself: load reports, and whether it is healthy.
+"""Tells about a node: load reports, and whether it is healthy.
 
 Both kinds of node serve `NodeStatus.Watch`: one report at once, one every interval, and one soon
 after every change (`notify`), at most every 20 ms.
@@ -34,11 +34,11 @@ _DEFAULT_INTERVAL_S = 0.25
 _MIN_INTERVAL_S = 0.02
 _SILENT_AFTER_S = 1.0
 _MAX_PREFIXES = 256
-"""Told to a watcher at most; a new one hears of the last so many."""
+"""Prefixes told to a watcher at most; a new one hears of the last so many."""
 
 
 class EngineLike(Protocol):
-    """What is needed of `AsyncLLM`."""
+    """The part of `AsyncLLM` that is needed here."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -57,7 +57,7 @@ class EngineLike(Protocol):
 
 @dataclass(slots=True)
 class NodeWork:
-    """What the node server knows before its engine does. Changed by its owner alone.
+    """State that the node server knows before its engine does. Changed by its owner alone.
 
     Attributes:
         draining: No new requests, please.
@@ -72,7 +72,7 @@ class NodeWork:
 
 
 class NodeStatus:
-    """Load and health of one engine. `describe` numbers its reports."""
+    """Reports load and health of one engine. `describe` numbers its reports."""
 
     def __init__(
         self,
@@ -93,19 +93,20 @@ class NodeStatus:
         self._num_prefixes = 0
 
     def note_prefix(self, prefix_hash: int) -> None:
-        """A prompt was computed that routers know by this hash; 0: by none."""
+        """Notes that a prompt was computed that routers know by this hash; 0 stands for none."""
         if prefix_hash:
             self._prefixes.append(prefix_hash)
             self._num_prefixes += 1
 
     def prefixes_since(self, num_seen: int) -> tuple[list[int], int]:
-        """Those noted after the first `num_seen`, and how many there are now. Of many, the last."""
+        """Returns the prefixes noted after the first `num_seen`, and how many there are now. Of
+        many, it gives the last."""
         num_new = min(self._num_prefixes - num_seen, len(self._prefixes))
         new = list(self._prefixes)[len(self._prefixes) - num_new :]
         return new, self._num_prefixes
 
     def notify(self) -> None:
-        """Something changed that watchers should hear of before the next interval."""
+        """Wakes watchers: something changed that they should hear of before the next interval."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -118,7 +119,7 @@ class NodeStatus:
             return
 
     def load(self) -> node_pb2.NodeLoad:
-        """A report. Newer ones have greater `sequence`."""
+        """Returns a report. Newer ones have greater `sequence`."""
         self._sequence += 1
         config, stats, work = self._engine.config, self._engine.stats, self.work
         total = stats.num_total_blocks or self._engine.ready.num_blocks
@@ -142,7 +143,7 @@ class NodeStatus:
         )
 
     def seconds_since_progress(self) -> float:
-        """0 while there is nothing to compute."""
+        """Seconds since the engine made progress; 0 while there is nothing to compute."""
         now = time.monotonic()
         stats = self._engine.stats
         if stats.num_running == 0 and self.work.num_computing == 0:
@@ -151,16 +152,16 @@ class NodeStatus:
 
     @property
     def is_silent(self) -> bool:
-        """A process of the engine gives no sign of life: then neither do we."""
+        """Whether a process of the engine gives no sign of life: then neither do we."""
         return self._engine.silence.seconds > _SILENT_AFTER_S
 
     @property
     def is_frozen(self) -> bool:
-        """It has been silent for so long that nobody should wait for it."""
+        """Whether the engine has been silent for so long that nobody should wait for it."""
         return self._engine.silence.seconds > self._frozen_after_s
 
     def fault(self) -> str:
-        """Why this node cannot serve; empty while it can."""
+        """Returns why this node cannot serve; empty while it can."""
         if self._engine.is_dead:
             return f"the engine has died: {self._engine.dead_reason}"
         stuck_s = self.seconds_since_progress()
@@ -172,8 +173,8 @@ class NodeStatus:
         return ""
 
     def give_up_if_stuck(self) -> None:
-        """What a stuck engine should have answered fails now, and can be tried elsewhere; the
-        node ends as with a dead one."""
+        """Gives up an engine that is stuck: what it should have answered fails now, and can be
+        tried elsewhere; the node ends as with a dead one."""
         longest_s = max(self.seconds_since_progress(), self._engine.silence.seconds)
         if not self._engine.is_dead and longest_s > self._stuck_after_s:
             self._engine.give_up(self.fault())
@@ -204,6 +205,7 @@ class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
 
 
 def fingerprint(layout: KVLayout) -> str:
-    """Equal for nodes whose KV fits together; block size and TP size may differ."""
+    """Returns a text that is equal for nodes whose KV fits together; block size and TP size may
+    differ."""
     dtypes = "+".join(sorted({group.dtype for group in layout.groups}))
     return f"{layout.protocol_version}-{dtypes}-{layout.model_hash}"
