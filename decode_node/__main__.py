@@ -1,4 +1,4 @@
-"""`python -m decode_node`: see `--help`."""
+"""Runs a decode node: `python -m decode_node --help`."""
 
 from __future__ import annotations
 

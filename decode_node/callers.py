@@ -1,4 +1,4 @@
-"""Who may use a decode node's API.
+"""Decides who may use a decode node's API.
 
 router        shows its certificate, the cluster token, or both, as settings demand
 API client    shows an API key, where there are any; what only routers say is not heard of it
@@ -23,7 +23,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 
 class Caller(Enum):
-    """Who sends a request. `TRUSTED` is a router, or counts as one."""
+    """Kinds of callers. `TRUSTED` is a router, or counts as one."""
 
     TRUSTED = "trusted"
     API_CLIENT = "api client"

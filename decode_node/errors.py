@@ -1,4 +1,4 @@
-"""What a decode node adds to the errors that every HTTP service has (`edge.http.errors`).
+"""Adds a decode node's own errors to those that every HTTP service has (`edge.http.errors`).
 
     HttpError
     ├── PermissionDenied        403  of somebody who may not

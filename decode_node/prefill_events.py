@@ -1,4 +1,4 @@
-"""What a prefill node says of one prompt, checked before anybody acts on it.
+"""Checks what a prefill node says of one prompt, before anybody acts on it.
 
     messages of the Prefill call ──▶ `PrefillEvents.read` ──▶ events, or `PrefillError`
 

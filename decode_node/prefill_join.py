@@ -57,7 +57,7 @@ class JoinState(Enum):
 
     @property
     def lacks(self) -> str:
-        """What an attempt waits for, for the log."""
+        """Says what an attempt waits for, for the log."""
         return "first token" if self in (_S.PREFILLING, _S.HAS_KV) else "KV after the first token"
 
 

@@ -90,7 +90,7 @@ class OpenAIServing:
         """Makes request ids of the engine unique, whatever ids clients send."""
 
     async def completions(self, body: CompletionRequest, context: RequestContext) -> Response:
-        """Raises `HttpError`."""
+        """Completes prompts. Raises `HttpError`."""
         self.check_model(body.model)
         body.check_supported()
         self._check_count(body, body.num_prompts)
@@ -102,7 +102,7 @@ class OpenAIServing:
         return self._answer(body, choices, form, context)
 
     async def chat(self, body: ChatCompletionRequest, context: RequestContext) -> Response:
-        """Raises `HttpError`."""
+        """Answers a chat. Raises `HttpError`."""
         self.check_model(body.model)
         body.check_supported()
         self._check_count(body, 1)

@@ -73,7 +73,7 @@ class RequestRecord:
     failures: list[str] = field(default_factory=list)
     """Codes of failed attempts, in order."""
     failed_nodes: list[tuple[str, str]] = field(default_factory=list)
-    """(host:port, code) of the prefill nodes that failed, in order."""
+    """Has (host:port, code) of the prefill nodes that failed, in order."""
     kv: TransferStats | None = None
     finish_reason: str | None = None
 

@@ -100,9 +100,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     queue_s: float = 0.0
     """Seconds from arrival until first scheduled; with the first output only."""
     num_output_tokens_before: int = 0
-    """With the first output only; 1 when it follows a first token that a peer sampled."""
+    """Output tokens before these, with the first output only: 1 when it follows a first token that
+    a peer sampled."""
     error: str = ""
-    """What was wrong and what to do, with finish_reason error."""
+    """Says what was wrong and what to do, with finish_reason error."""
     prompt_logprobs: PromptLogprobs | None = None
     """A part of the prompt's log probabilities, in order and all before the first token. One that
     begins with the prompt replaces what came before: the prompt is computed again."""

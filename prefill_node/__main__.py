@@ -1,4 +1,4 @@
-"""`python -m prefill_node`: see `--help`."""
+"""Runs a prefill node: `python -m prefill_node --help`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "tandem.v1.Prefill"
 CALLERS = {SERVICE_NAME: frozenset({Role.DECODE})}
-"""Who may start a prefill."""
+"""Roles of those who may start a prefill."""
 
 HelloContext = grpc.aio.ServicerContext[prefill_pb2.HelloRequest, prefill_pb2.HelloReply]
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]

@@ -64,7 +64,8 @@ SEVERAL_USES = {
         "engine/sample",
     },
 }
-"""What decides something besides the sampler. Nobody is here who only hands a field on."""
+"""Places that decide something by a field, besides the sampler. Nobody is here who only hands a
+field on."""
 
 
 def _is_sampling(node: ast.expr) -> bool:

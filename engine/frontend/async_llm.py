@@ -66,7 +66,7 @@ class AsyncLLM:
         self._states: dict[str, RequestState] = {}
         """Requests whose streams go on, by request id."""
         self._outside: dict[str, GenerationRequest] = {}
-        """Of these, the ones that wait for their only token and are not in the engine core."""
+        """Those of them that wait for their only token and are not in the engine core."""
         self._kv_results: dict[str, KVResults] = {}
         """Requests whose KV is or was in motion, by request id."""
         self._resets: list[asyncio.Future[bool]] = []

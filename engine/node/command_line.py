@@ -23,9 +23,9 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def parse_settings(settings: type[S], program: str, args: list[str] | None) -> S:
-    """Settings from flags and environment. Prints help or what is wrong, and exits on its own.
+    """Returns settings from flags and environment. Prints help or what is wrong, then exits.
 
-    `args` None: the process's own.
+    `args` None stands for the process's own.
     """
     source: Any = CliSettingsSource(
         settings,

@@ -274,9 +274,9 @@ class EngineSettings(SecuritySettings):
 
     @classmethod
     def from_args(cls, program: str, args: list[str] | None = None) -> Self:
-        """Settings from flags and environment. Prints help or the error and exits on its own.
+        """Returns settings from flags and environment. Prints help or the error, and then exits.
 
-        `args` None: the process's own.
+        `args` None stands for the process's own.
         """
         return parse_settings(cls, program, args)
 
