@@ -284,7 +284,7 @@ def _make_discovery(
         entries,
         monitor.set_members,
         registry.is_connected,
-        metrics,
+        metrics.discovery_failures.inc,
         interval_s=settings.dns_interval_s,
         linger_s=settings.dns_linger_s,
         resolve=world.resolve,

@@ -62,6 +62,20 @@ ENGINE_ORDER = [
     {"node"},
 ]
 
+ROUTER_ORDER = [
+    {"errors", "config"},
+    {"request", "kubernetes"},
+    {"nodes"},
+    {"placement"},
+    {"admission"},
+    {"observe"},
+    {"relay"},
+    {"edge"},
+    {"app"},
+    {"server", "garbage"},
+    {"__main__"},
+]
+
 TORCH_FREE = [
     "edge",
     "host",
@@ -193,15 +207,16 @@ def test_header_names_stand_in_one_place() -> None:
                 assert not own_headers.search(path.read_text()), path
 
 
-def test_engine_imports_in_one_direction() -> None:
-    level = {name: i for i, names in enumerate(ENGINE_ORDER) for name in names}
+@pytest.mark.parametrize(("package", "order"), [("engine", ENGINE_ORDER), ("router", ROUTER_ORDER)])
+def test_folders_import_in_one_direction(package: str, order: list[set[str]]) -> None:
+    level = {name: i for i, names in enumerate(order) for name in names}
     wrong = []
     for module in modules():
-        if not module.startswith("engine."):
+        if not module.startswith(f"{package}."):
             continue
         own = module.split(".")[1]
         for target in project_imports(module):
-            if not target.startswith("engine."):
+            if not target.startswith(f"{package}."):
                 continue
             other = target.split(".")[1]
             if level[other] > level[own]:

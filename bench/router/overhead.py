@@ -17,6 +17,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import time
@@ -41,6 +42,7 @@ from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_t
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 _JOURNAL = b"x-tandem-journal:"
 _PADDING = b'"id": "cmpl-000000000000", "object": "text_completion", "model": "bench", '
+_MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 _MARK = b'"made": '
 
 
@@ -57,6 +59,8 @@ class TokenServer(asyncio.Protocol):
     def __init__(self, streams: set[TokenServer]) -> None:
         self._streams = streams
         self._received = b""
+        self._missing: int | None = None
+        """Bytes of the body that have not come yet; None while the head has not."""
         self._keeps_journal = False
         self._number = 0
         self.left = 0
@@ -68,13 +72,21 @@ class TokenServer(asyncio.Protocol):
         self._streams.discard(self)
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, separator, body = self._received.partition(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
-        if separator and len(body) >= length:
-            self._received = b""
+        """Keeps the beginning of a body only, so that a large one costs nothing here."""
+        if self._missing is None:
+            self._received += data
+            head, separator, body = self._received.partition(b"\r\n\r\n")
+            if not separator:
+                return
+            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+            self._missing = length - len(body)
             self._keeps_journal = _JOURNAL in head.lower()
-            self._answer(int(json.loads(body)["max_tokens"]))
+        else:
+            self._missing -= len(data)
+        if self._missing <= 0:
+            wanted = _MAX_TOKENS.search(self._received)
+            self._received, self._missing = b"", None
+            self._answer(int(wanted[1]) if wanted else 1)
 
     def _answer(self, max_tokens: int) -> None:
         if max_tokens == 0:

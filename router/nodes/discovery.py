@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from router.kubernetes.endpoint_slices import Endpoints
 from router.nodes.address import NodeAddress, NodeEntry, NodeSource
-from router.observe.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +43,14 @@ async def resolve_host(name: str) -> Sequence[str]:
 
 class Discovery:
     """Calls `on_members` with all members, and those of them that are leaving, whenever they
-    change, at least once."""
+    change, at least once; and `on_failure` when a name leads nowhere."""
 
     def __init__(
         self,
         entries: Sequence[NodeEntry],
         on_members: Callable[[set[NodeAddress], set[NodeAddress]], None],
         is_alive: Callable[[NodeAddress], bool],
-        metrics: RouterMetrics,
+        on_failure: Callable[[], None],
         *,
         interval_s: float = 5.0,
         linger_s: float = 30.0,
@@ -65,7 +64,7 @@ class Discovery:
         self._services = by_source[NodeSource.KUBERNETES]
         self._on_members = on_members
         self._is_alive = is_alive
-        self._metrics = metrics
+        self._on_failure = on_failure
         self._interval_s = interval_s
         self._linger_s = linger_s
         self._resolve = resolve
@@ -122,7 +121,7 @@ class Discovery:
             logger.warning("cannot resolve %s: %s", entry.host, error)
             hosts = ()
         if not hosts:
-            self._metrics.discovery_failures.inc()
+            self._on_failure()
             return
         self._present[entry] = {entry.address(host) for host in hosts}
         self._drop_missing(entry)

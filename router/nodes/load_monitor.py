@@ -14,15 +14,15 @@ import asyncio
 import logging
 import random
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
 import grpc
 
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
-from router.nodes.address import NodeAddress
-from router.nodes.registry import NodeRegistry
+from router.nodes.address import NodeAddress, NodeRole
+from router.nodes.registry import NodeRegistry, ReportOutcome
 from router.nodes.report import NodeReport
-from router.observe.metrics import RouterMetrics
 from tandem_pb.node_pb2 import NodeLoad, WatchRequest
 from tandem_pb.node_pb2_grpc import NodeStatusStub
 
@@ -41,17 +41,27 @@ _OPTIONS = (
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
 
 
+class WatchEvents(Protocol):
+    """Hears what becomes of the watches."""
+
+    def watch_failed(self, role: NodeRole) -> None: ...
+
+    def report_came(self, outcome: ReportOutcome) -> None: ...
+
+
 class LoadMonitor:
+    """Watches nodes, each by a task of its own, and gives the registry what they report."""
+
     def __init__(
         self,
         registry: NodeRegistry,
-        metrics: RouterMetrics,
+        events: WatchEvents,
         interval_s: float,
         credentials: Credentials,
         rng: random.Random | None = None,
     ) -> None:
         self._registry = registry
-        self._metrics = metrics
+        self._events = events
         self._request = WatchRequest(interval_s=interval_s)
         self._silence_s = registry.patience.stale_after_s
         self._credentials = credentials
@@ -96,7 +106,7 @@ class LoadMonitor:
             if num_reports > 0:
                 pause_s = _MIN_PAUSE_S
             self._registry.mark_disconnected(address)
-            self._metrics.watch_failures.labels(address.role).inc()
+            self._events.watch_failed(address.role)
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
@@ -140,4 +150,4 @@ class LoadMonitor:
 
     def _take(self, address: NodeAddress, load: NodeLoad) -> None:
         outcome = self._registry.take_report(address, NodeReport.from_message(load))
-        self._metrics.reports.labels(outcome).inc()
+        self._events.report_came(outcome)

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from router.nodes.address import NodeRole
 from router.nodes.node import NodeState
-from router.nodes.registry import NodeRegistry
+from router.nodes.registry import NodeRegistry, ReportOutcome
 from router.observe.tally import Tally
 
 # fmt: off
@@ -186,6 +186,12 @@ class RouterMetrics:
             "Name resolutions that failed or were empty",
             registry=self.registry,
         )
+
+    def watch_failed(self, role: NodeRole) -> None:
+        self.watch_failures.labels(role).inc()
+
+    def report_came(self, outcome: ReportOutcome) -> None:
+        self.reports.labels(outcome).inc()
 
     def totals(self) -> dict[str, float]:
         """The figures that a person looks at first."""

@@ -97,7 +97,7 @@ class Watched:
             parse_node_list(PREFILL, text),
             lambda members, _leaving: self.announced.append({m.target for m in members}),
             lambda where: where.target in self.alive,
-            self.metrics,
+            self.metrics.discovery_failures.inc,
             resolve=resolve,
             clock=self.clock,
         )

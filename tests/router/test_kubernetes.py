@@ -17,8 +17,6 @@ from router.kubernetes.endpoint_slices import Endpoints, EndpointSlice, Endpoint
 from router.kubernetes.slice_watch import SliceWatch
 from router.nodes.address import NodeAddress, NodeRole, NodeSource, parse_node_list
 from router.nodes.discovery import Discovery
-from router.nodes.registry import NodeRegistry
-from router.observe.metrics import RouterMetrics
 from tests.router.cluster import Cluster, eventually
 from tests.router.factories import ManualClock
 from tests.router.kubernetes_fake import FakeApi, a_slice, endpoint
@@ -225,7 +223,7 @@ class Members:
             parse_node_list(PREFILL, "k8s://svc.ns:5"),
             self._take,
             lambda where: where.target in self.alive,
-            RouterMetrics(NodeRegistry(), lambda: set()),
+            lambda: None,
             interval_s=0.01,
             watch=self._watch,
             clock=self.clock,
