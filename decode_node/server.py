@@ -166,7 +166,7 @@ class NodePorts:
         )
 
     async def close(self) -> None:
-        await self.grpc.stop(0)
+        await self.grpc.stop()
         if self.probes is not None:
             await self.probes.stop()
 

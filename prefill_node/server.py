@@ -53,7 +53,7 @@ async def serve(settings: PrefillNodeSettings) -> int:
     finally:
         if probes is not None:
             await probes.stop()
-        await server.stop(0)
+        await server.stop()
         await engine.shutdown()
 
 

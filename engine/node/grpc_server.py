@@ -11,33 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Collection, Mapping
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from edge.address import join_address
-from edge.security.call_guard import CallGuard
 from edge.security.config import Role
 from edge.security.credentials import Credentials
+from engine.node.services_server import ServicesServer
 from engine.node.status import NodeStatus, NodeStatusServicer
 from tandem_pb import node_pb2_grpc
 
 STATUS_SERVICE = "tandem.v1.NodeStatus"
 
 MAX_MESSAGE_BYTES = 32 << 20
-_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Clients ping every two seconds to notice a dead node; so do we, to notice dead clients.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
+_BACKLOG = 512
 _HEALTH_INTERVAL_S = 0.5
 
 
@@ -58,18 +48,21 @@ class NodeGrpcServer:
         callers: Mapping[str, Collection[Role]] | None = None,
     ) -> None:
         callers = callers or {}
-        guard = CallGuard(credentials, {STATUS_SERVICE: {Role.ROUTER}, **callers})
-        self.server = grpc.aio.server(options=_OPTIONS, interceptors=[guard])
+        credentials.check_listen(host)
+        self.server = ServicesServer(
+            credentials, {STATUS_SERVICE: {Role.ROUTER}, **callers}, MAX_MESSAGE_BYTES
+        )
         self._services = ("", *callers)
         self._health = health_aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
         try:
-            self.port = credentials.add_port(self.server, host, port)
-        except RuntimeError:
+            self._listener = _listen(host, port)
+        except OSError:
             raise PortInUse(
                 f"cannot listen on {join_address(host, port)}, probably another process does; "
                 f"choose another port or address"
             ) from None
+        self.port: int = self._listener.getsockname()[1]
 
     async def start(self, status: NodeStatus) -> None:
         node_pb2_grpc.add_NodeStatusServicer_to_server(  # type: ignore[no-untyped-call]
@@ -77,17 +70,18 @@ class NodeGrpcServer:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         await self._report_health(status)
-        await self.server.start()
+        await self.server.start(self._listener)
         self._health_task = asyncio.create_task(self._watch_health(status))
 
-    async def stop(self, grace_s: float) -> None:
-        """Stops; open calls have `grace_s` to end. Idempotent."""
+    async def stop(self) -> None:
+        """Stops; open calls are cancelled. Idempotent."""
         if self._health_task is not None:
             self._health_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._health_task
             self._health_task = None
-        await self.server.stop(grace_s)
+        await self.server.stop()
+        self._listener.close()
 
     async def _watch_health(self, status: NodeStatus) -> None:
         while True:
@@ -101,3 +95,14 @@ class NodeGrpcServer:
         state = states.SERVING if is_serving else states.NOT_SERVING
         for service in self._services:
             await self._health.set(service, state)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    is_v6 = ":" in host
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        backlog=_BACKLOG,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )

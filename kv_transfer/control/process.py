@@ -76,7 +76,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TOP_PAD, 64 << 20)
 
 
-def _collect_garbage_rarely() -> None:
+def collect_garbage_rarely() -> None:
     """What was imported stays, and chunks leave no cycles behind."""
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
@@ -319,7 +319,7 @@ def main() -> None:
         format=f"%(levelname)s kv transfer {config.engine_id}/{config.process}: %(message)s",
     )
     time.sleep(config.start_delay_s)
-    _collect_garbage_rarely()
+    collect_garbage_rarely()
     asyncio.run(_run(config))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,6 +18,11 @@ class ServerCall(ABC):
     @abstractmethod
     async def write(self, message: OutMessage) -> None:
         """Returns when another message should follow. The message says itself when it is sent."""
+
+    @property
+    @abstractmethod
+    def headers(self) -> Mapping[str, str]:
+        """What the caller sent ahead of its request."""
 
     @abstractmethod
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
@@ -36,3 +41,4 @@ class RpcMethod:
     handle: Callable[[Any, ServerCall], Awaitable[Any]]
     parse: Callable[[bytes], Any]
     serialize: Callable[[Any], bytes] | None = None
+    max_request_bytes: int = 1 << 20

@@ -164,7 +164,7 @@ async def served_prefill(
         yield ServedPrefill(engine, status, servicer, metrics, stub)
         assert await servicer.open.wait_idle(TIMEOUT_S), "a call is still open"
         assert status.work.num_computing == 0
-    await server.stop(0)
+    await server.stop()
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -47,7 +47,7 @@ async def prefill_node(credentials: Credentials, host: str = "127.0.0.1"):
     try:
         yield join_address(host, server.port)
     finally:
-        await server.stop(0)
+        await server.stop()
 
 
 async def outcomes(address: str, caller: Credentials) -> list[grpc.StatusCode]:

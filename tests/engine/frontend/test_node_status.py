@@ -60,8 +60,8 @@ async def channel(status: NodeStatus) -> AsyncIterator[grpc.aio.Channel]:
     await server.start(status)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel
-    await server.stop(0)
-    await server.stop(0)
+    await server.stop()
+    await server.stop()
 
 
 def test_a_report_says_what_the_engine_does(engine: StillEngine, status: NodeStatus) -> None:
@@ -252,7 +252,7 @@ async def test_a_port_in_use_is_named() -> None:
     server = NodeGrpcServer("127.0.0.1", 0, Credentials())
     with pytest.raises(PortInUse, match=str(server.port)):
         NodeGrpcServer("127.0.0.1", server.port, Credentials())
-    await server.stop(0)
+    await server.stop()
 
 
 async def test_open_requests_wait_until_idle() -> None:

@@ -53,6 +53,10 @@ class _GrpcCall(ServerCall):
             raise
         message.sent()
 
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {key: str(value) for key, value in self._context.invocation_metadata() or ()}
+
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         await self._context.abort(code, details)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import NoReturn
 
 import grpc
@@ -24,7 +24,6 @@ from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 
 _DEPTH = 2
 """Messages that are not sent: one on its way, one ready to follow."""
-_MAX_REQUEST_BYTES = 1 << 20
 _PREFIX_BYTES = 5
 
 
@@ -45,12 +44,14 @@ class H2Call(ServerCall):
         self,
         stream: int,
         method: RpcMethod,
+        headers: Mapping[str, str],
         writer: H2Writer,
         window: int,
         on_over: Callable[[H2Call], None],
     ) -> None:
         self.stream = stream
         self.method = method
+        self._headers = headers
         self.has_ended = False
         """Trailers are queued, or nobody wants them."""
         self._on_over = on_over
@@ -66,12 +67,16 @@ class H2Call(ServerCall):
         self._num_unsent = 0
         self._room = asyncio.Event()
 
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._headers
+
     # The request ------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
         """A piece of the request. Raises `H2Error` when it grows too long."""
         self._request += data
-        if len(self._request) > _MAX_REQUEST_BYTES:
+        if len(self._request) > self.method.max_request_bytes:
             raise h2.H2Error("a request is too long", h2.ErrorCode.ENHANCE_YOUR_CALM)
 
     def request(self) -> bytes:

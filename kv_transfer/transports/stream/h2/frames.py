@@ -21,6 +21,9 @@ DEFAULT_WINDOW = (1 << 16) - 1
 DEFAULT_FRAME_BYTES = 1 << 14
 """What every peer takes."""
 MAX_HEADER_BYTES = 16 << 10
+"""Of one call, as they come and when they are unpacked."""
+_MAX_PIECES = 256
+"""CONTINUATION frames of one header block."""
 
 END_STREAM = 0x1
 ACK = 0x1
@@ -192,6 +195,7 @@ class HeaderReader:
     def __init__(self) -> None:
         self._decoder = Decoder(MAX_HEADER_BYTES)
         self._block = b""
+        self._num_pieces = 0
         self._flags = 0
         self._stream = 0
 
@@ -204,12 +208,16 @@ class HeaderReader:
         """HEADERS. (Fields, whether the stream ends) of a complete block."""
         self._stream, self._flags = stream, flags
         self._block = without_padding(payload, flags)
+        self._num_pieces = 0
         return self._end(flags)
 
     def go_on(self, stream: int, flags: int, payload: bytes) -> tuple[dict[str, str], bool] | None:
         """CONTINUATION."""
         if stream != self._stream:
             raise H2Error("CONTINUATION without a beginning")
+        self._num_pieces += 1
+        if self._num_pieces > _MAX_PIECES:
+            raise H2Error("a header block in too many pieces", ErrorCode.ENHANCE_YOUR_CALM)
         self._block += payload
         return self._end(flags)
 

@@ -12,8 +12,10 @@ import logging
 import os
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 
 from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads
 from kv_transfer.transports.stream.h2.server_connection import H2ServerConnection, Judge, welcome
@@ -22,7 +24,7 @@ from kv_transfer.wire.rpc_method import RpcMethod
 
 _BACKLOG = 512
 _MAX_CONNECTIONS = 4096
-_MAX_SEND_THREADS = 4
+_MAX_CONNECTIONS_OF_PEER = 1024
 _PING_AFTER_S = 10.0
 _GIVE_UP_AFTER_S = 25.0
 _CHECK_S = 2.5
@@ -32,22 +34,29 @@ logger = logging.getLogger(__name__)
 
 class H2Server:
     """`methods` by path; `judge` says of each call whether its caller may go on; `tls`, if given,
-    is for every connection. Lives on the event loop on which it was made."""
+    is for every connection, which carries `max_calls` at a time. Lives on the event loop on which
+    it was made."""
 
     def __init__(
         self,
         methods: Mapping[str, RpcMethod],
         judge: Judge = welcome,
         tls: ssl.SSLContext | None = None,
+        *,
+        max_calls: int = 256,
+        max_send_threads: int = 4,
     ) -> None:
         self._methods = methods
         self._judge = judge
         self._tls = tls
         self._arriving: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._threads = SendThreads(min(_MAX_SEND_THREADS, os.cpu_count() or 1))
+        self._max_calls = max_calls
+        self._threads = SendThreads(min(max_send_threads, os.cpu_count() or 1))
         self._listener: socket.socket | None = None
         self._connections: set[H2ServerConnection] = set()
+        self._num_of_peer: Counter[str] = Counter()
+        """Connections by address."""
         self._check: asyncio.Task[None] | None = None
 
     async def listen(self, host: str, port: int) -> int:
@@ -55,12 +64,16 @@ class H2Server:
         infos = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = infos[0]
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        self.serve(listener)
+        bound: int = listener.getsockname()[1]
+        return bound
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accepts connections from a socket that listens already, which is ours from now on."""
         listener.setblocking(False)
         self._listener = listener
         self._loop.add_reader(listener.fileno(), self._accept)
         self._check = self._loop.create_task(self._check_forever())
-        bound: int = listener.getsockname()[1]
-        return bound
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -79,31 +92,47 @@ class H2Server:
         assert self._listener is not None
         # A peer that has gone again is no reason to stop.
         with suppress(OSError):
-            sock, _ = self._listener.accept()
-            if len(self._connections) + len(self._arriving) >= _MAX_CONNECTIONS:
+            sock, peer = self._listener.accept()
+            if not self._has_room_for(peer[0]):
                 sock.close()
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is None:
-                self._serve(sock)
+                self._serve(sock, peer[0])
             else:
-                task = self._loop.create_task(self._shake_hands(sock, self._tls))
+                task = self._loop.create_task(self._shake_hands(sock, peer[0], self._tls))
                 self._arriving.add(task)
                 task.add_done_callback(self._arriving.discard)
 
-    async def _shake_hands(self, sock: socket.socket, tls: ssl.SSLContext) -> None:
+    def _has_room_for(self, peer: str) -> bool:
+        num_all = len(self._connections) + len(self._arriving)
+        return num_all < _MAX_CONNECTIONS and self._num_of_peer[peer] < _MAX_CONNECTIONS_OF_PEER
+
+    async def _shake_hands(self, sock: socket.socket, peer: str, tls: ssl.SSLContext) -> None:
         try:
-            self._serve(await TlsSocket.accept(sock, tls))
+            self._serve(await TlsSocket.accept(sock, tls), peer)
         except OSError as error:
             logger.debug("a peer was refused: %s", error)
 
-    def _serve(self, sock: Connection) -> None:
+    def _serve(self, sock: Connection, peer: str) -> None:
+        self._num_of_peer[peer] += 1
         self._connections.add(
             H2ServerConnection(
-                sock, self._methods, self._judge, self._threads, self._connections.discard
+                sock,
+                self._methods,
+                self._judge,
+                self._threads,
+                partial(self._forget, peer),
+                self._max_calls,
             )
         )
+
+    def _forget(self, peer: str, connection: H2ServerConnection) -> None:
+        self._connections.discard(connection)
+        self._num_of_peer[peer] -= 1
+        if not self._num_of_peer[peer]:
+            del self._num_of_peer[peer]
 
     async def _check_forever(self) -> None:
         while True:

@@ -6,7 +6,8 @@
     4. anything that is wrong ends the connection with GOAWAY; so does silence (`check_alive`)
 
 What a peer sends is bounded everywhere: frames, headers, requests, calls, and answers to frames
-that must be answered.
+that must be answered. Before a caller is known, that is when its headers have been judged, nothing
+is kept of a call; and a connection that has ended keeps nothing at all.
 """
 
 from __future__ import annotations
@@ -30,13 +31,9 @@ from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.rpc_method import RpcMethod
 
 _READ_BYTES = 64 << 10
-_MAX_CALLS = 256
-_OPENING = h2.settings_frame(
-    {
-        h2.Setting.MAX_CONCURRENT_STREAMS: _MAX_CALLS,
-        h2.Setting.MAX_HEADER_LIST_SIZE: h2.MAX_HEADER_BYTES,
-    }
-)
+_FRAMES_AT_ONCE = 5000
+_FRAMES_PER_S = 500.0
+"""That carry nothing, or cost an answer: pings, settings, resets, refused calls, empty data."""
 _PING = h2.frame(h2.FrameKind.PING, 0, 0, b"tandemkv")
 
 logger = logging.getLogger(__name__)
@@ -60,6 +57,7 @@ class H2ServerConnection:
         judge: Judge,
         threads: SendThreads,
         on_closed: Callable[[H2ServerConnection], None],
+        max_calls: int,
     ) -> None:
         self._socket = sock
         self._methods = methods
@@ -68,6 +66,7 @@ class H2ServerConnection:
             certificate_names(sock.peer_certificate) if isinstance(sock, TlsSocket) else None
         )
         self._on_closed = on_closed
+        self._max_calls = max_calls
         self._loop = asyncio.get_running_loop()
         self._writer = H2Writer(sock, threads, self._fail)
         self._calls: dict[int, H2Call] = {}
@@ -80,8 +79,18 @@ class H2ServerConnection:
         self._has_settings = False
         self._heard_at = time.monotonic()
         self._is_closed = False
+        self._patience = float(_FRAMES_AT_ONCE)
+        """Frames of the tiresome kinds that are still borne with."""
+        self._patience_at = self._heard_at
         self._loop.add_reader(sock.fileno(), self._read)
-        self._writer.control(_OPENING)
+        self._writer.control(
+            h2.settings_frame(
+                {
+                    h2.Setting.MAX_CONCURRENT_STREAMS: max_calls,
+                    h2.Setting.MAX_HEADER_LIST_SIZE: h2.MAX_HEADER_BYTES,
+                }
+            )
+        )
 
     def check_alive(self, ping_after_s: float, give_up_after_s: float) -> None:
         """Asks a peer that is silent, and leaves one that does not answer."""
@@ -105,6 +114,7 @@ class H2ServerConnection:
         for call in list(self._calls.values()):
             call.cancel()
         self._writer.close()
+        self._received.clear()
         self._on_closed(self)
 
     def _fail(self, error: Exception) -> None:
@@ -151,6 +161,14 @@ class H2ServerConnection:
             del received[:size]
             self._on_frame(kind, flags, stream, payload)
 
+    def _bear(self) -> None:
+        """One more frame that costs us and not the peer. Raises `H2Error` when it is too many."""
+        since, self._patience_at = self._patience_at, self._heard_at
+        earned = (self._heard_at - since) * _FRAMES_PER_S
+        self._patience = min(float(_FRAMES_AT_ONCE), self._patience + earned) - 1
+        if self._patience < 0:
+            raise h2.H2Error("too many frames of no use", h2.ErrorCode.ENHANCE_YOUR_CALM)
+
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         is_continued = kind == h2.FrameKind.CONTINUATION
         if self._headers.is_waiting != is_continued:
@@ -169,18 +187,24 @@ class H2ServerConnection:
             case h2.FrameKind.RST_STREAM:
                 self._on_reset(stream)
             case h2.FrameKind.SETTINGS:
+                self._bear()
                 self._on_settings(flags, payload)
             case h2.FrameKind.PING if not flags & h2.ACK:
+                self._bear()
                 self._writer.control(h2.frame(h2.FrameKind.PING, h2.ACK, 0, payload[:8]))
             case h2.FrameKind.WINDOW_UPDATE:
                 self._on_window_update(stream, h2.parse_window_update(payload))
             case h2.FrameKind.PUSH_PROMISE:
                 raise h2.H2Error("a client must not push")
+            case _:
+                self._bear()
 
     def _on_data(self, flags: int, stream: int, payload: bytes) -> None:
         call = self._calls.get(stream)
         if stream == 0 or stream > self._last_stream:
             raise h2.H2Error("data without a call")
+        if call is None or not payload:
+            self._bear()
         if payload:
             update = h2.window_update(0, len(payload))
             if call is None:
@@ -207,14 +231,15 @@ class H2ServerConnection:
             raise h2.H2Error("a stream is used twice")
         self._last_stream = stream
         method = self._methods.get(fields.get(":path", ""))
-        if len(self._calls) >= _MAX_CALLS:
+        if len(self._calls) >= self._max_calls:
+            self._bear()
             self._writer.control(h2.reset(stream, h2.ErrorCode.REFUSED_STREAM))
         elif method is None:
             self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "unknown method")
         elif (refusal := self._judged(fields)) is not None:
             self._refuse(stream, refusal.code, str(refusal))
         else:
-            call = H2Call(stream, method, self._writer, self._window, self._forget)
+            call = H2Call(stream, method, fields, self._writer, self._window, self._forget)
             self._calls[stream] = call
             if is_end:
                 call.start(self._answer(call))
@@ -227,6 +252,7 @@ class H2ServerConnection:
         return None
 
     def _refuse(self, stream: int, code: grpc.StatusCode, details: str) -> None:
+        self._bear()
         status: int = code.value[0]
         self._writer.control(h2.trailers(stream, status, details, is_first=True))
 
@@ -234,7 +260,9 @@ class H2ServerConnection:
         call = self._calls.get(stream)
         if stream == 0 or stream > self._last_stream:
             raise h2.H2Error("a call is reset that never was")
-        if call is not None:
+        if call is None:
+            self._bear()
+        else:
             call.cancel()
 
     def _on_settings(self, flags: int, payload: bytes) -> None:

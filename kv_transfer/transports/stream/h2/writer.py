@@ -66,6 +66,10 @@ class Source(Protocol):
     def was_sent(self, segment: Segment) -> None: ...
 
 
+def _nobody(error: Exception) -> None:
+    return
+
+
 class H2Writer:
     """`on_lost` is called once, with the reason, when the socket can take nothing more."""
 
@@ -138,6 +142,9 @@ class H2Writer:
         for message in {id(s.message): s.message for s, _ in self._out if s.message}.values():
             message.dropped()
         self._out.clear()
+        # Its owner is told no more. Without this the two would wait for the garbage collector,
+        # which comes seldom, and peers that come and go would fill the memory.
+        self._on_lost = _nobody
         if not self._thread_bytes:
             self._socket.close()
 
