@@ -1,4 +1,4 @@
-"""`tandem`: one command for the whole cluster and for each of its services."""
+"""Runs `tandem`: one command for the whole cluster and for each of its services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem chat`: talk to a cluster from the terminal, and see where the time went."""
+"""Runs `tandem chat`, to talk to a cluster from the terminal and see where the time went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem demo`: the whole system in one minute, on any machine.
+"""Runs `tandem demo`: the whole system in one minute, on any machine.
 
 1. starts a router, one prefill node and one decode node with the demo checkpoint
 2. streams one chat completion, then a session of two turns, each with its timeline
@@ -59,7 +59,7 @@ async def _until_stopped(console: Console, node_args: list[str]) -> int:
 
 
 def main(args: list[str]) -> int:
-    """`args`: flags for every node, after `--`."""
+    """Runs the demo. `args` are flags for every node, after `--`."""
     if "--help" in args:
         print(__doc__)
         return 0

@@ -1,4 +1,5 @@
-"""What `tandem up` shows: progress while nodes load, a table of endpoints, deaths and restarts."""
+"""Shows how `tandem up` goes: progress while nodes load, a table of endpoints, deaths and
+restarts."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ list lie on different GPUs as long as possible, and each takes its part of the m
 from __future__ import annotations
 
 _WHOLE_GPU = 0.9
-"""Of its memory, when one node has it alone."""
+"""Share of a GPU's memory, when one node has it alone."""
 
 
 def placement_args(

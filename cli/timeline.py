@@ -24,7 +24,7 @@ def timeline_table(timeline: dict[str, Any]) -> Table:
 
 
 def _spans(timeline: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(label, start, end); marks are spans from their own time to itself."""
+    """Returns (label, start, end); marks are spans from their own time to itself."""
     first = timeline["first_token_s"]
     prefill_start = max(0.0, first - timeline["prefill_s"])
     queue_start = max(0.0, prefill_start - timeline["queue_s"])

@@ -1,4 +1,4 @@
-"""`tandem up`: a local cluster, from start to clean stop.
+"""Runs `tandem up`: a local cluster, from start to clean stop.
 
 1. loading    bars; Ctrl-C already stops everything
 2. serving    until Ctrl-C or SIGTERM
@@ -30,7 +30,7 @@ _KILL_AGAIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class StopWish:
-    """What the user has asked for by Ctrl-C or SIGTERM: once to `stop`, once more to `hurry`."""
+    """Notes Ctrl-C and SIGTERM: the first asks to `stop`, the next to `hurry`."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,7 +117,7 @@ async def _serve(
 
 
 def main(args: list[str]) -> int:
-    """`args`: settings of the cluster, then `--`, then flags for every node."""
+    """Runs a cluster. `args` are settings of the cluster, then `--`, then flags for every node."""
     own, node_args = split_node_args(args)
     settings = parse_settings(UpSettings, "tandem up", own)
     console = Console(stderr=True)
@@ -130,7 +130,7 @@ def main(args: list[str]) -> int:
 
 
 def split_node_args(args: list[str]) -> tuple[list[str], list[str]]:
-    """Before and after the first `--`."""
+    """Returns the arguments before and after the first `--`."""
     if "--" not in args:
         return args, []
     at = args.index("--")

@@ -128,7 +128,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where workers compute.
+    """Says where workers compute.
 
     Attributes:
         num_threads: torch threads of each worker; more than cores / processes is slower.

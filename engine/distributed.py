@@ -26,7 +26,7 @@ _TIMEOUT_S = 120.0
 
 
 class Collectives(Protocol):
-    """What a group needs from its transport."""
+    """The part of a transport that a group needs."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks; may be computed in place."""

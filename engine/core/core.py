@@ -66,7 +66,7 @@ class EngineCore:
         self._batch_queue: deque[SchedulerOutput] = deque()
         self._batch_queue_size = 2 if config.scheduler.async_scheduling else 1
         self._results = EngineCoreOutputs()
-        """What happened since the last step."""
+        """Outputs of what happened since the last step."""
 
     def handle(self, message: RequestMessage) -> None:
         """Requests come, are advised on, and go. What that ends comes out of the next `step`."""
@@ -123,13 +123,13 @@ class EngineCore:
         return not self._batch_queue and not self.scheduler.has_unfinished_requests()
 
     def stats(self) -> SchedulerStats:
-        """With what only the executor knows."""
+        """Returns statistics with what only the executor knows."""
         stats = self.scheduler.stats()
         stats.worker_host_s = self._executor.host_s
         return stats
 
     def check_empty(self) -> None:
-        """For an idle engine: when no KV is on its way either, nothing may be left of requests
+        """Checks an idle engine: when no KV is on its way either, nothing may be left of requests
         and transfers that have ended. Raises RuntimeError naming what is."""
         if self.connector.counters.get("live_transfers"):
             return

@@ -1,4 +1,4 @@
-"""What the engine core process is told at its start."""
+"""Settings that the engine core process is told at its start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ CORE_MODULE = "engine.core.core_proc"
 
 
 class CoreProcConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`client_address`: where the node server listens for us. `life_signs`: our place, before those
-    of the workers and transfer processes; None: nobody watches."""
+    """Settings of the engine core. `client_address` is where the node server listens for us;
+    `life_signs` is our place, before those of the workers and transfer processes, or None when
+    nobody watches."""
 
     engine: EngineConfig
     client_address: str

@@ -129,7 +129,7 @@ class EngineCoreProc:
         )
 
     def _timeout_ms(self, core: EngineCore) -> int:
-        """Until something must be looked at without being asked."""
+        """Seconds until something must be looked at without being asked."""
         now = time.monotonic()
         until = min(
             now + SIGN_INTERVAL_S, self._connector_checked_at + core.connector.check_interval_s

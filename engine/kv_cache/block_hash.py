@@ -18,7 +18,7 @@ from engine.request import Request
 from engine.request_spec import RequestSpec
 
 BlockHash = bytes
-"""32 bytes. Equal in every process and on every host."""
+"""A hash of 32 bytes, equal in every process and on every host."""
 
 
 def root_hash(spec: RequestSpec) -> BlockHash:
@@ -36,7 +36,8 @@ def pack_tokens(token_ids: list[int]) -> bytes:
 
 
 def hash_block_tokens(parent: BlockHash, packed_tokens: bytes) -> BlockHash:
-    """`packed_tokens`: the tokens of one full block, by `pack_tokens`."""
+    """Returns the hash of a full block. `packed_tokens` are the tokens of one full block, by
+    `pack_tokens`."""
     return hashlib.sha256(parent + packed_tokens).digest()
 
 

@@ -1,4 +1,4 @@
-"""What one KV group does with its part of a request's blocks.
+"""Manages one KV group's part of a request's blocks.
 
 A request has one table a group; entry i is the block of the tokens from `i * block_size` on.
 

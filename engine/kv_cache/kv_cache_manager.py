@@ -181,7 +181,8 @@ class KVCacheManager:
         return self._blocks[request_id]
 
     def get_block_ids(self, request_id: str) -> BlockIds:
-        """Of each group, by logical block. Entries before a window name any block."""
+        """Returns the blocks of each group, by logical block. Entries before a window name any
+        block."""
         tables = self._blocks[request_id].tables
         return tuple([block.block_id for block in table] for table in tables)
 

@@ -46,7 +46,7 @@ class LogprobsTensors:
         )
 
     def by_cell(self) -> dict[int, TokenLogprobs]:
-        """After the copies have ended."""
+        """Returns what each place asked for. Call it after the copies have ended."""
         token_ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
         ranks = self.ranks.tolist()
         return {
@@ -65,7 +65,8 @@ class LogprobsRequest:
     def __init__(
         self, logits: torch.Tensor, wanted: Int32Array, cells: Int32Array, keep: bool
     ) -> None:
-        """`wanted`: [L], `NO_LOGPROBS` or how many. `keep`: `logits` [L, V] will be changed."""
+        """Keeps raw logits. `wanted` [L] is `NO_LOGPROBS` or how many. `keep`: `logits` [L, V] will
+        be changed."""
         chosen = np.flatnonzero(wanted != NO_LOGPROBS)
         self._cells: list[int] = cells[chosen].tolist()
         self._num_top: list[int] = wanted[chosen].tolist()
@@ -74,7 +75,7 @@ class LogprobsRequest:
         self._logits = logits if whole_batch else logits.index_select(0, self._index)
 
     def compute(self, token_ids: torch.Tensor) -> LogprobsTensors:
-        """`token_ids`: [L], chosen."""
+        """Returns log probabilities of the chosen `token_ids` [L] and of the likeliest ones."""
         ids, logprobs, ranks = ops.topk_logprobs(
             self._logits, token_ids.index_select(0, self._index), max(self._num_top)
         )

@@ -51,7 +51,7 @@ class PenaltyStates:
         prompt: npt.NDArray[np.int32],
         output: npt.NDArray[np.int32],
     ) -> None:
-        """`output`: tokens after the prompt that are known already."""
+        """Counts what is known. `output` has the tokens after the prompt that are known already."""
         if not sampling.needs_penalties:
             return
         entry = self._take_entry()

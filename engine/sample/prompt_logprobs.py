@@ -28,9 +28,9 @@ from engine.sched.output import NewRequestData
 from tandem_kernels import ops
 
 _FEWEST_ROWS, _MOST_ROWS = 16, 256
-"""Of logits at a time: enough to keep a GPU busy, and no more than sampling takes anyway."""
+"""Rows of logits at a time: enough to keep a GPU busy, and no more than sampling takes anyway."""
 _MOST_TOKENS = 4096
-"""Of one `PromptLogprobsTensors`: 700 KB with 20 top tokens each."""
+"""Tokens of one `PromptLogprobsTensors`: 700 KB with 20 top tokens each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PromptLogprobsTensors:
         return PromptLogprobsTensors(self.row, self.epoch, self.first_position, *copies)
 
     def packed(self) -> RowPromptLogprobs:
-        """After the copies have ended."""
+        """Returns the bytes for the host. Call it after the copies have ended."""
         return RowPromptLogprobs(
             self.row,
             self.epoch,
@@ -96,7 +96,8 @@ class PromptLogprobsStates:
         states: RequestState,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[PromptLogprobsTensors]:
-        """`hidden`: [T, H] of the step, whose tokens `states` does not count as computed yet."""
+        """Looks up prompt tokens of a step. `hidden` is [T, H] of the step, whose tokens `states`
+        does not count as computed yet."""
         if not self.needed_by(order):
             return []
         found = []
@@ -124,7 +125,7 @@ class PromptLogprobsStates:
         num_top: int,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(ids, log probabilities, ranks) of `token_ids` [N] and the likeliest ones behind
+        """Returns (ids, log probabilities, ranks) of `token_ids` [N] and the likeliest ones behind
         `hidden` [N, H]."""
         rows = self._rows_at_once
         parts = [

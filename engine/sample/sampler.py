@@ -1,4 +1,4 @@
-"""From logits to the next tokens of each request.
+"""Turns logits into the next tokens of each request.
 
 Rows come and go with the same verbs as all state of the worker. One step:
 
@@ -37,12 +37,12 @@ from tandem_kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Of the S requests of a batch that sample. On the device."""
+    """Results of the S requests of a batch that sample, on the device."""
 
     token_ids: torch.Tensor
     """[S, W] int64, what each of them gets, then -1. W is `decode_query_len`."""
     logprobs: LogprobsTensors | None
-    """None when nobody asked."""
+    """Log probabilities, or None when nobody asked."""
 
 
 class Sampler:
@@ -87,7 +87,7 @@ class Sampler:
         self._bad_words.remove_request(row)
 
     def __call__(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
-        """`logits` [L, V] float32 of the places of `batch`; may be changed."""
+        """Chooses tokens. `logits` [L, V] are float32 of the places of `batch`; may be changed."""
         places = batch.places()
         rows = places.rows
         changes = self._changes_logits(rows)
@@ -133,9 +133,9 @@ class Sampler:
         seq_lens: torch.Tensor,
         has_filters: bool = True,
     ) -> torch.Tensor:
-        """[L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], with `seq_lens` [L] tokens
-        before each place: a new token's index.
-        `has_filters`: False promises that no row cuts its distribution."""
+        """Returns [L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], with `seq_lens` [L]
+        tokens before each place: a new token's index. `has_filters`: False promises that no row
+        cuts its distribution."""
         params = self._params.gather(idx_mapping)
         return ops.sample(
             logits,

@@ -39,7 +39,8 @@ class BatchSamplingParams:
 
 
 class SamplingStates:
-    """`num_logprobs_np[row]`: top log probabilities asked for, or `NO_LOGPROBS`."""
+    """Holds the parameters of every row. `num_logprobs_np[row]` is the number of top log
+    probabilities asked for, or `NO_LOGPROBS`."""
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         # [parameter, row], so that one selection serves all parameters of a kind.
@@ -67,7 +68,7 @@ class SamplingStates:
         self.num_logprobs_np[row] = NO_LOGPROBS
 
     def gather(self, idx_mapping: torch.Tensor) -> BatchSamplingParams:
-        """`idx_mapping`: [S] int32 on the device."""
+        """Returns the parameters of a batch's rows. `idx_mapping` is [S] int32 on the device."""
         floats = self._floats.tensor.index_select(1, idx_mapping)
         return BatchSamplingParams(
             temperature=floats[_TEMPERATURE],
@@ -83,6 +84,7 @@ class SamplingStates:
         return bool((self._top_k.np[rows] > 0).any() or (top_p < 1).any() or (min_p > 0).any())
 
     def logprobs_wanted(self, rows: Int32Array) -> Int32Array:
-        """For each batch position: top log probabilities wanted, or `NO_LOGPROBS`."""
+        """Returns for each batch position how many top log probabilities are wanted, or
+        `NO_LOGPROBS`."""
         wanted: Int32Array = self.num_logprobs_np[rows]
         return wanted

@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 
 def token_at(position: int, seed: int = 0) -> int:
-    """What every engine of these tests samples: a function of seed and position alone."""
+    """Returns what every engine of these tests samples: a function of seed and position alone."""
     return 2 + (seed * 31 + position * 7) % 200
 
 
@@ -55,7 +55,7 @@ def kv_peer(config: EngineConfig) -> KVPeer:
 
 @dataclass
 class FakeRequest:
-    """What the fake engine keeps of a request."""
+    """The fake engine's state of a request."""
 
     request: GenerationRequest
     state: RequestState

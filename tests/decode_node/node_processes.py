@@ -22,7 +22,8 @@ _COMMON = ("--device", "cpu", "--num-threads", "1", "--num-blocks", "256", "--ma
 
 @dataclass
 class NodeProcess:
-    """`events`: JSON lines of standard output so far; `log`: standard error."""
+    """A node's process. `events` are the JSON lines of standard output so far, `log` is standard
+    error."""
 
     process: asyncio.subprocess.Process
     events: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What answers say of the prompt: `echo` with `logprobs`, `prompt_logprobs`, `max_tokens` 0."""
+"""Answers tell about the prompt: `echo` with `logprobs`, `prompt_logprobs`, `max_tokens` 0."""
 
 from __future__ import annotations
 

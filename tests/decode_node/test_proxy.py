@@ -170,7 +170,7 @@ async def test_token_one_may_end_it(
 
 
 async def test_a_token_that_ends_it_is_the_end_of_the_call_too(bench: Bench) -> None:
-    """Before the client has read on: that the KV is called off is no failure by then."""
+    """The KV is called off before the client has read on, which is no failure by then."""
     async with aclosing(bench.stream()) as stream:
         first = asyncio.ensure_future(anext(stream))
         call = await bench.nodes.called()

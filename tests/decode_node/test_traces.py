@@ -88,7 +88,8 @@ async def test_requests_are_written_when_they_end(tmp_path: Path) -> None:
 
 
 async def test_each_service_is_a_child_of_its_caller(tmp_path: Path) -> None:
-    """From the router to the decode node, there a span for each choice, from that to prefill."""
+    """Spans lead from the router to the decode node, there to one for each choice, from that to
+    prefill."""
     router = TraceContext(TRACE)
     path = tmp_path / "decode"
     async with http_node(trace_file=path) as node:

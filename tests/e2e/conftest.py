@@ -64,7 +64,7 @@ class Cluster:
         return [*self.prefills, *self.decodes]
 
     def pids(self) -> set[int]:
-        """Of every process of the cluster."""
+        """Returns the ids of every process of the cluster."""
         roots = [s.pid for s in self.supervisor.services if s.pid is not None]
         return {pid for root in roots for pid in {root} | descendants(root)}
 
@@ -250,7 +250,7 @@ async def _stop_and_check(cluster: Cluster) -> None:
 
 @dataclass(slots=True)
 class Completion:
-    """What one streamed completion gave."""
+    """The result of one streamed completion."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -272,7 +272,8 @@ Complete = Callable[..., Awaitable[Completion]]
 
 @pytest.fixture(scope="module")
 def complete(http: aiohttp.ClientSession) -> Complete:
-    """`await complete(url, prompt=..., max_tokens=..., headers=..., on_event=...)`: streamed."""
+    """Streams a completion: `await complete(url, prompt=..., max_tokens=..., headers=...,
+    on_event=...)`."""
 
     async def call(
         url: str,
@@ -316,7 +317,8 @@ def complete(http: aiohttp.ClientSession) -> Complete:
 
 @pytest.fixture
 def router_metrics() -> Callable[..., Awaitable[dict[str, float]]]:
-    """`await router_metrics(http, cluster.url)`: name to value, summed over labels."""
+    """Reads metrics: `await router_metrics(http, cluster.url)` gives name to value, summed over
+    labels."""
 
     async def read(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
         return await read_metrics(session, f"{url}/metrics")

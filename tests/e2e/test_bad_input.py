@@ -291,7 +291,8 @@ async def test_garbage_on_every_port(
 async def test_clients_that_leave_at_any_moment(
     cluster: Any, target: Any, bystander: Bystander
 ) -> None:
-    """After a part of the head, of the body, before and in the middle of the answer."""
+    """Clients leave after a part of the head, of the body, before and in the middle of the
+    answer."""
     url, headers = target
     body = json.dumps({"prompt": [7] * 700, "max_tokens": 300, "stream": True}).encode()
     whole = request_bytes(headers, body)
@@ -419,7 +420,7 @@ async def test_bad_prefill_calls(cluster: Any, bystander: Bystander, demo_checkp
 
 @pytest.mark.e2e
 async def test_bad_pulls(cluster: Any, bystander: Bystander, demo_checkpoint: Path) -> None:
-    """Of a transfer that exists, of none, and of everything."""
+    """Pulls name a transfer that exists, none, and everything."""
     us = stranger(demo_checkpoint)
     peer = (await hello(cluster.prefills[0].address, us)).prefill
     async with (

@@ -1,5 +1,5 @@
-"""What cannot work ends at the start, with the path and the cure; nodes that do not fit each other
-are told so, and requests are answered all the same."""
+"""Nodes that cannot work end at the start, with the path and the cure; nodes that do not fit each
+other are told so, and requests are answered all the same."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 NUM_REQUESTS = 120
 NUM_CLIENTS = 40
 BLOCKS_OF_ONE_REQUEST = 6
-"""Of 16 tokens: the longest request that is allowed."""
+"""Blocks of 16 tokens: the longest request that is allowed."""
 TINY = [
     "--max-model-len", str(16 * BLOCKS_OF_ONE_REQUEST),
     "--block-size", "16",

@@ -47,7 +47,7 @@ async def cluster(share_cluster: Any) -> Any:
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def expected(share_cluster: Any, complete: Any) -> list[str]:
-    """What one node answers to requests 0 to 49."""
+    """The answers of one node to requests 0 to 49."""
     single = await share_cluster(prefill=0, decode=1)
     results = await asyncio.gather(*(complete(single.decodes[0].url, **body(i)) for i in range(50)))
     assert all(r.error is None for r in results)
@@ -162,7 +162,7 @@ def victim(cluster: Any, find: Any) -> Any:
 
 
 async def recovered(cluster: Any, victims: list[Victim]) -> None:
-    """What died runs again, and everything is back."""
+    """Processes that died run again, and everything is back."""
     for each in victims:
         await each.back()
     await cluster.wait_whole()

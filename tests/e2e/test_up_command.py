@@ -59,7 +59,7 @@ def test_demo_talks_and_leaves_nothing() -> None:
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """What it prints, up to the line with `words`."""
+    """Returns what it prints, up to the line with `words`."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:

@@ -32,7 +32,7 @@ TIMEOUT_S = 60.0
 
 @dataclass
 class FakePrompt:
-    """What the fake engine keeps of a request."""
+    """The fake engine's state of a request."""
 
     request: GenerationRequest
     state: RequestState
