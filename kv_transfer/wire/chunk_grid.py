@@ -117,17 +117,21 @@ class ChunkGrid:
 
     def stripe(self, stream: int, num_streams: int) -> Iterator[int]:
         """Yields the indices that stream `stream` of `num_streams` carries, in order."""
-        for group, grid in enumerate(self.groups):
-            for layer in range(grid.num_layers):
-                yield from self.striped(group, layer, grid.wanted_spans, stream, num_streams)
+        for group in range(len(self.groups)):
+            yield from self._stripe_in(group, stream, num_streams)
 
     def stripe_of(
         self, share: tuple[PageShape, ...], stream: int, num_streams: int
     ) -> Iterator[int]:
         """Yields those of a stripe of which `share`, as `KVLayout.share` gives it, has any part."""
-        for index in self.stripe(stream, num_streams):
-            if share[self.position(index).group].num_bytes:
-                yield index
+        for group, page in enumerate(share):
+            if page.num_bytes:
+                yield from self._stripe_in(group, stream, num_streams)
+
+    def _stripe_in(self, group: int, stream: int, num_streams: int) -> Iterator[int]:
+        grid = self.groups[group]
+        for layer in range(grid.num_layers):
+            yield from self.striped(group, layer, grid.wanted_spans, stream, num_streams)
 
     def striped(self, group: int, layer: int, spans: range, share: int, num_shares: int) -> range:
         """Returns, of adjacent spans in a layer, the indices i with i % `num_shares` == `share`."""
