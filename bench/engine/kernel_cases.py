@@ -233,7 +233,6 @@ def batch_cases() -> Iterator[Case]:
     ints = {"dtype": torch.int32, "device": "cuda"}
     tables = RowTables(
         token_ids=torch.randint(0, VOCAB, (rows, max_len), **ints),
-        prefill_len=torch.full((rows,), 1000, **ints),
         num_computed=torch.full((rows,), 1000, **ints),
         total_len=torch.full((rows,), 1001, **ints),
         max_len=torch.full((rows,), max_len, **ints),
@@ -254,11 +253,3 @@ def batch_cases() -> Iterator[Case]:
     yield Case("prepare inputs", "256 decodes", prepare, 256 * 100)
     update = [partial(ops.post_update, mapping, bounds, sampled, tables)]
     yield Case("post update", "256 decodes", update, 256 * 40)
-    cache = randn(4096, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
-    block_ids = torch.randperm(4096, device="cuda")[:512].int()
-    moved = 512 * cache[0].nbytes
-    gather = [partial(ops.gather_kv_blocks, cache, block_ids)]
-    yield Case("gather kv blocks", "512 x 256 KiB", gather, 2 * moved)
-    blocks = ops.gather_kv_blocks(cache, block_ids)
-    scatter = [partial(ops.scatter_kv_blocks, cache, block_ids, blocks)]
-    yield Case("scatter kv blocks", "512 x 256 KiB", scatter, 2 * moved)

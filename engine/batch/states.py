@@ -44,9 +44,9 @@ class RequestState:
         self.num_computed = StagedWriteTensor((rows,), np.int32, device)
         self.total_len = StagedWriteTensor((rows,), np.int32, device)
         # Owned by the host: fixed while the row is live.
-        self.prefill_len = HostBackedTensor(rows, np.int32, device)
         self.max_len = HostBackedTensor(rows, np.int32, device)
         # Host only.
+        self.prefill_len_np = np.zeros(rows, np.int32)
         self.epoch_np = np.zeros(rows, np.int64)
         self.is_live_np = np.zeros(rows, np.bool_)
         self.num_computed_np = np.zeros(rows, np.int32)
@@ -60,7 +60,7 @@ class RequestState:
         self.token_ids.stage_write(new.row, 0, tokens)
         self.num_computed.stage_value(new.row, new.num_computed_tokens)
         self.total_len.stage_value(new.row, len(tokens))
-        self.prefill_len.write(new.row, len(tokens))
+        self.prefill_len_np[new.row] = len(tokens)
         self.max_len.write(new.row, new.max_len)
         self.epoch_np[new.row] = new.epoch
         self.num_computed_np[new.row] = new.num_computed_tokens
@@ -69,7 +69,7 @@ class RequestState:
     @property
     def carried(self) -> list[CarriedTensor]:
         """To be carried over before a step."""
-        return [self.token_ids, self.num_computed, self.total_len, self.prefill_len, self.max_len]
+        return [self.token_ids, self.num_computed, self.total_len, self.max_len]
 
     def remove_request(self, row: int) -> None:
         """Raises `RowError` when nobody has the row."""
@@ -89,7 +89,7 @@ class RequestState:
 
     def num_uncomputed_prefill(self, row: int) -> int:
         """Tokens of the prefill that no step has computed yet."""
-        return int(self.prefill_len.np[row]) - int(self.num_computed_np[row])
+        return int(self.prefill_len_np[row]) - int(self.num_computed_np[row])
 
     def advance(self, rows: npt.NDArray[np.int32], query_lens: npt.NDArray[np.int32]) -> None:
         """A step computes `query_lens[i]` tokens of `rows[i]`."""
@@ -103,7 +103,6 @@ class RequestState:
         """What the batch kernels read and write."""
         return RowTables(
             token_ids=self.token_ids.tensor,
-            prefill_len=self.prefill_len.tensor,
             num_computed=self.num_computed.tensor,
             total_len=self.total_len.tensor,
             max_len=self.max_len.tensor,

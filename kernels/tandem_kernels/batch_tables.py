@@ -20,7 +20,6 @@ class RowTables:
 
     Attributes:
         token_ids: [rows, M] int32, prompt and output tokens.
-        prefill_len: [rows] int32, tokens known when the request entered the row.
         num_computed: [rows] int32, leading positions whose KV is in the cache.
         total_len: [rows] int32, known tokens: those given at entry and those sampled since.
         max_len: [rows] int32, the row writes no tokens at or beyond this position, and KV of
@@ -33,7 +32,6 @@ class RowTables:
     """
 
     token_ids: Tensor
-    prefill_len: Tensor
     num_computed: Tensor
     total_len: Tensor
     max_len: Tensor

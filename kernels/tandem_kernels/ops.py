@@ -13,7 +13,7 @@ from typing import Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from tandem_kernels.reference import attention, batch, elementwise, gemm, kv_blocks, sampling
+from tandem_kernels.reference import attention, batch, elementwise, gemm, sampling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,5 +59,3 @@ count_tokens = Op(sampling.count_tokens, "penalties")
 apply_penalties = Op(sampling.apply_penalties, "penalties")
 sample = Op(sampling.sample, "sampling")
 topk_logprobs = Op(sampling.topk_logprobs, "logprobs")
-gather_kv_blocks = Op(kv_blocks.gather_kv_blocks, "kv_blocks")
-scatter_kv_blocks = Op(kv_blocks.scatter_kv_blocks, "kv_blocks")

@@ -27,7 +27,6 @@ from tandem_kernels import (
     filter_floor,
     fused_gate_up,
     invariant_gemm,
-    kv_blocks,
     logprobs,
     penalties,
     prefill_attention,
@@ -95,14 +94,6 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
             pointers,
             {"BLOCK": 1024, "OVERLAP": capability >= 90},
         )
-        for to_cache in (False, True) if dtype == "bf16" else ():
-            yield Case(
-                kv_blocks.copy_blocks_kernel,
-                f"{dtype} to_cache={to_cache}",
-                {**named(f"*{dtype}", "kv_cache", "blocks"), "block_ids": "*i32"},
-                {"TO_CACHE": to_cache, "CHUNK": kv_blocks.ELEMENTS_PER_PROGRAM},
-                {"num_warps": 8},
-            )
 
 
 def small_m_cases(capability: int) -> Iterator[Case]:

@@ -125,10 +125,6 @@ def test_batch_tables(seed: int) -> None:
     check.apply_staged_writes(ops.apply_staged_writes.kernel, pieces, 2700, seed)
 
 
-def test_kv_blocks() -> None:
-    check.kv_blocks(ops.gather_kv_blocks.kernel, ops.scatter_kv_blocks.kernel, (6, 2, 3, 16, 48))
-
-
 @triton.jit
 def noise_kernel(seed, position, bits, noise, V: tl.constexpr):
     token = tl.arange(0, V)

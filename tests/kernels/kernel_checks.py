@@ -201,7 +201,6 @@ def make_rows(seed: int, device: str = "cpu") -> RowTables:
     block_table = torch.randperm(NUM_ROWS * MAX_BLOCKS).view(NUM_ROWS, MAX_BLOCKS).int()
     return RowTables(
         token_ids=torch.randint(0, 1000, (NUM_ROWS, MAX_LEN)).int().to(device),
-        prefill_len=total_len.clone().to(device),
         num_computed=(torch.rand(NUM_ROWS) * total_len).int().to(device),
         total_len=total_len.to(device),
         max_len=torch.randint(1, MAX_LEN + 1, (NUM_ROWS,)).int().to(device),
@@ -325,19 +324,6 @@ def apply_staged_writes(
     packed = torch.tensor(values, dtype=torch.int32, device=device)
     op(base, row_ids.to(device), starts, cu_lens, packed)
     assert base.tolist() == expected
-
-
-def kv_blocks(gather: Op, scatter: Op, shape: tuple[int, ...], device: str = "cpu") -> None:
-    """Scatter, then gather: the identity; all other blocks stay."""
-    cache = torch.randn(shape, device=device)
-    before = cache.clone()
-    block_ids = torch.randperm(shape[0], device=device)[: shape[0] // 2].int()
-    blocks = torch.randn(len(block_ids), *shape[1:], device=device)
-    scatter(cache, block_ids, blocks)
-    assert torch.equal(gather(cache, block_ids), blocks)
-    others = torch.ones(shape[0], dtype=torch.bool, device=device)
-    others[block_ids.long()] = False
-    assert torch.equal(cache[others], before[others])
 
 
 def sampling_parameters(rows: int, device: str = "cpu") -> list[Tensor]:

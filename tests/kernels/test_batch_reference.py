@@ -47,8 +47,3 @@ def test_a_sampled_token_is_the_next_step_input() -> None:
 @given(pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6), seed=seeds)
 def test_apply_staged_writes(pieces: list[tuple[int, int]], seed: int) -> None:
     check.apply_staged_writes(ops.apply_staged_writes, pieces, 24, seed)
-
-
-def test_scatter_then_gather_kv_blocks_is_the_identity() -> None:
-    torch.manual_seed(3)
-    check.kv_blocks(ops.gather_kv_blocks, ops.scatter_kv_blocks, (7, 2, 3, 4, 8))

@@ -219,11 +219,6 @@ def test_staged_writes_read_pinned_host_memory() -> None:
     assert int(base.count_nonzero()) == 3999
 
 
-def test_kv_blocks() -> None:
-    check.kv_blocks(ops.gather_kv_blocks, ops.scatter_kv_blocks, (40, 2, 8, 64, 128), "cuda")
-    check.kv_blocks(ops.gather_kv_blocks, ops.scatter_kv_blocks, (9, 2, 3, 16, 80), "cuda")
-
-
 @pytest.mark.parametrize("rows", [1, 17, 256])
 @pytest.mark.parametrize("vocab_size", [50, 657, 32000, 128256])
 def test_sample(rows: int, vocab_size: int) -> None:
