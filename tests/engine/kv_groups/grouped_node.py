@@ -1,0 +1,122 @@
+"""One engine with the tests' model, stepped in this process; its transfer processes are real."""
+
+from __future__ import annotations
+
+import secrets
+import select
+import time
+from dataclasses import dataclass, field
+
+import zmq
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from engine.core.core import EngineCore
+from engine.executor.abstract import Executor
+from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.executor.uniproc_executor import UniprocExecutor
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, KVTransferResult
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.metadata import KVTransferParams
+
+TIMEOUT_S = 60.0
+
+
+def engine_config(
+    model: ModelConfig,
+    *,
+    block_size: int,
+    num_blocks: int,
+    tp_size: int = 1,
+    chunk: int = 48,
+    kv_transfer: KVTransferConfig | None = None,
+) -> EngineConfig:
+    return EngineConfig(
+        engine_id=f"grouped-{secrets.token_hex(4)}",
+        epoch=secrets.randbits(63),
+        model=model,
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
+        parallel=ParallelConfig(tensor_parallel_size=tp_size),
+        scheduler=SchedulerConfig(
+            max_num_seqs=6, max_num_batched_tokens=chunk, async_scheduling=True
+        ),
+        kv_transfer=kv_transfer,
+    )
+
+
+@dataclass
+class GroupedNode:
+    """`tokens[request id]`: what the engine has answered; `ended`: requests that have ended."""
+
+    config: EngineConfig
+    core: EngineCore
+    executor: Executor
+    context: zmq.Context[zmq.Socket[bytes]] | None
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    results: list[KVTransferResult] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> GroupedNode:
+        context = None
+        executor: Executor
+        if config.parallel.tensor_parallel_size == 1:
+            executor = UniprocExecutor(config)
+        else:
+            context = zmq.Context()
+            executor = MultiprocExecutor(config, context)
+        return cls(config, EngineCore(config, executor, lambda *_: None), executor, context)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        kv: KVTransferParams | None = None,
+    ) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.tokens[request_id] = []
+        self.core.handle(
+            EngineCoreRequest(
+                request_id=request_id,
+                spec=RequestSpec(prompt, sampling),
+                kv_transfer_params=kv,
+            )
+        )
+
+    def step(self) -> EngineCoreOutputs:
+        outputs = self.core.step()
+        for output in outputs.outputs:
+            assert not output.error
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason:
+                self.ended.add(output.request_id)
+        self.results += outputs.kv_results
+        return outputs
+
+    def check_empty(self) -> None:
+        assert self.core.scheduler.check_empty() == []
+
+    def shutdown(self) -> None:
+        self.core.shutdown()
+        self.executor.shutdown()
+        if self.context is not None:
+            self.context.term()
+
+
+def run_until(nodes: list[GroupedNode], is_done: object) -> None:
+    """Steps `nodes` whenever something happens. Raises AssertionError when it takes too long."""
+    assert callable(is_done)
+    poller = select.poll()
+    for node in nodes:
+        for source in node.executor.poll_sources:
+            poller.register(source if isinstance(source, int) else source.fileno())
+        if node.core.connector.fileno() >= 0:
+            poller.register(node.core.connector.fileno())
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_done():
+        assert time.monotonic() < deadline, [node.core.scheduler.check_empty() for node in nodes]
+        for node in nodes:
+            node.step()
+        poller.poll(20)

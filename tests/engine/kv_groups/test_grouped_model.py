@@ -1,0 +1,147 @@
+"""A model with full attention, windows and latent layers, token for token what it is without cache:
+on one node, and from a prefill to a decode node that is cut otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from engine.executor import process_executor
+from engine.messages import SupplyFirstToken
+from engine.models.registry import MODELS
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.metadata import KVTransferParams
+from tests.engine.kv_groups.dense_oracle import DenseOracle
+from tests.engine.kv_groups.grouped_model import (
+    ARCHITECTURE,
+    VOCAB,
+    model_config,
+    register,
+    write_weights,
+)
+from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, run_until
+
+WINDOW = 20
+LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 64, 97, 150)
+
+
+@dataclass
+class Checkpoint:
+    folder: Path
+    weights: dict[str, Tensor]
+    oracle: DenseOracle
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
+    register()
+    folder = tmp_path_factory.mktemp("grouped")
+    weights = write_weights(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_executor, "_WORKER_MODULE", "tests.engine.kv_groups.worker")
+        yield Checkpoint(folder, weights, DenseOracle(weights, WINDOW))
+    del MODELS[ARCHITECTURE]
+
+
+def prompt_of(length: int) -> list[int]:
+    return [1 + (length * 31 + i * i * 7) % (VOCAB - 1) for i in range(length)]
+
+
+def test_windows_decide_on_tokens(checkpoint: Checkpoint) -> None:
+    """Else this file would show nothing."""
+    without = DenseOracle(checkpoint.weights, None)
+    longer = DenseOracle(checkpoint.weights, WINDOW + 1)
+    for other in (without, longer):
+        differ = [
+            other.tokens(prompt_of(length), 12) != checkpoint.oracle.tokens(prompt_of(length), 12)
+            for length in LENGTHS
+        ]
+        assert sum(differ) >= 3, differ
+
+
+def test_one_node_with_little_room(checkpoint: Checkpoint) -> None:
+    """Prompts in chunks, prefixes from the cache, preemptions; in the end nothing is held."""
+    config = engine_config(model_config(checkpoint.folder, WINDOW), block_size=4, num_blocks=116)
+    assert {group.block_size for group in config.kv_layout.groups} == {4, 8, 16}
+    with ExitStack() as stack:
+        node = GroupedNode.start(config)
+        stack.callback(node.shutdown)
+        prompts = {f"{turn}-{n}": prompt_of(n) for turn in range(2) for n in LENGTHS}
+        for name, prompt in prompts.items():
+            node.add(name, prompt, 40)
+        run_until([node], lambda: len(node.ended) == len(prompts))
+        for name, prompt in prompts.items():
+            assert node.tokens[name] == checkpoint.oracle.tokens(prompt, 40), name
+        assert node.core.stats().num_preemptions > 0
+        for name, prompt in (("warm", prompt_of(150)), ("again", [*prompt_of(150), 5, 6, 7])):
+            hits = node.core.stats().prefix_cache_hits
+            node.add(name, prompt, 30)
+            run_until([node], lambda name=name: name in node.ended)  # type: ignore[misc]
+            assert node.tokens[name] == checkpoint.oracle.tokens(prompt, 30)
+        # The longest prefix of whole blocks in every group; the largest have 16 tokens.
+        assert node.core.stats().prefix_cache_hits - hits == 144
+        node.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("transport", "tp_size", "block_sizes"),
+    [
+        ("grpc", 1, (4, 4)),
+        ("cuda_ipc", 1, (4, 4)),
+        ("cuda_ipc", 1, (16, 64)),
+        ("grpc", 2, (16, 64)),
+    ],
+)
+def test_prefill_and_decode_nodes(
+    checkpoint: Checkpoint, transport: str, tp_size: int, block_sizes: tuple[int, int]
+) -> None:
+    model = model_config(checkpoint.folder, WINDOW)
+    with ExitStack() as stack:
+        nodes = []
+        for role, size, ranks in (
+            ("kv_producer", block_sizes[0], tp_size),
+            ("kv_consumer", block_sizes[1], 1),
+        ):
+            kv = KVTransferConfig(kv_role=role, transport=transport, num_streams=2)  # type: ignore[arg-type]
+            config = engine_config(
+                model, block_size=size, num_blocks=160, tp_size=ranks, kv_transfer=kv
+            )
+            nodes.append(GroupedNode.start(config))
+            stack.callback(nodes[-1].shutdown)
+        prefill, decode = nodes
+        lengths = [*LENGTHS, WINDOW + 1]
+        for number, length in enumerate(lengths):
+            transfer_id = f"{number + 1:032x}"
+            offer = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+            pull = KVTransferParams(
+                do_remote_prefill=True,
+                transfer_id=transfer_id,
+                peer=prefill.core.connector.peer_info,
+            )
+            prefill.add(str(number), prompt_of(length), 1, offer)
+            decode.add(str(number), prompt_of(length), 24, pull)
+
+        supplied: set[str] = set()
+
+        def is_done() -> bool:
+            for name in prefill.ended - supplied:
+                supplied.add(name)
+                (token,) = prefill.tokens[name]
+                decode.tokens[name].append(token)
+                decode.core.handle(SupplyFirstToken(name, token))
+            return len(decode.ended) == len(lengths) and len(prefill.results) == len(lengths)
+
+        run_until(nodes, is_done)
+        for number, length in enumerate(lengths):
+            expected = checkpoint.oracle.tokens(prompt_of(length), 24)
+            assert decode.tokens[str(number)] == expected, length
+        assert all(result.ok for node in nodes for result in node.results)
+        assert decode.core.stats().prompt_tokens_transferred > 0
+        # The first token's KV is all that decode computes of a prompt.
+        assert decode.core.stats().prompt_tokens_computed == 0
+        run_until(nodes, lambda: not any(n.core.scheduler.check_empty() for n in nodes))
