@@ -98,7 +98,7 @@ class NodeGrpcServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
+    """Returns a socket that listens. Raises OSError."""
     is_v6 = ":" in host
     return socket.create_server(
         (host, port),

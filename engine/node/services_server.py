@@ -30,14 +30,14 @@ from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 
 _MAX_CALLS = 4096
-"""Of one connection. A decode node makes all its calls to a prefill node on one."""
+"""Open calls of one connection. A decode node makes all its calls to a prefill node on one."""
 _SEND_THREADS = 1
 
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
 
 
 class CallContext:
-    """What a servicer may do with the call that it answers."""
+    """The part of a call that the servicer that answers it may use."""
 
     def __init__(self, call: ServerCall, serialize: Callable[[Any], bytes]) -> None:
         self._call = call
@@ -66,8 +66,8 @@ class CallContext:
 
 
 class ServicesServer:
-    """`callers`: by name of the service, who may call it; one that is not there is for no
-    certificate at all."""
+    """Serves calls. `callers` say by name of the service who may call it; one that is not there is
+    for no certificate at all."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class ServicesServer:
             await server.close()
 
     def _judge(self, names: Collection[str] | None, headers: Mapping[str, str]) -> None:
-        """Raises `CallerRefused`."""
+        """Checks who calls. Raises `CallerRefused`."""
         service = headers.get(":path", "").split("/")[1:2]
         name = service[0] if service else ""
         if name not in OPEN_SERVICES:
