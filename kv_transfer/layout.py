@@ -34,6 +34,9 @@ from kv_transfer.errors import HandshakeMismatch
 PROTOCOL_VERSION = 2
 """Raised with every change of a wire message. History: 1, the first; 2, groups and planes."""
 
+MAX_BLOCK_SIZE = 1 << 14
+"""Tokens. More is no block of a peer, but a mistake that would cost memory."""
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 MAX_TP_SIZE = 1024
@@ -318,5 +321,5 @@ def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
             _check_equal(
                 f"{name}.planes[{index}].{field}", getattr(plane, field), getattr(other, field)
             )
-    if theirs.block_size < 1:
+    if not 1 <= theirs.block_size <= MAX_BLOCK_SIZE:
         raise HandshakeMismatch(f"{name}.block_size", ours.block_size, theirs.block_size)

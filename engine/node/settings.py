@@ -41,6 +41,7 @@ from engine.models.checkpoint import (
 from engine.node.command_line import parse_settings
 from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
 from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
+from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
 _MAX_PORT = 65535
@@ -226,7 +227,10 @@ class EngineSettings(SecuritySettings):
         "of more than two processes.",
     )
     kv_chunk_bytes: int = Field(
-        default=2 << 20, ge=4096, le=4 << 20, description="Size of a piece of KV on the wire."
+        default=2 << 20,
+        ge=4096,
+        le=MAX_CHUNK_BYTES,
+        description="Size of a piece of KV on the wire.",
     )
     kv_staging_bytes: int = Field(
         default=512 << 20,

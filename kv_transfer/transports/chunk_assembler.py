@@ -27,8 +27,11 @@ from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.memory.inbox import Inbox
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.transports.group_target import GroupTarget, NamedBlocks
-from kv_transfer.wire.chunk import ByteArray, Chunk, ChunkHeader, ChunkKind, shape_code
-from kv_transfer.wire.chunk_grid import ChunkGrid, ChunkPlace, GroupGrid
+from kv_transfer.wire.chunk import HEADER, ByteArray, Chunk, ChunkHeader, ChunkKind, shape_code
+from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES, ChunkGrid, ChunkPlace, GroupGrid
+
+_WORD_BYTES = 4
+_NUM_FIRST_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,17 @@ class ChunkAssembler:
     def block_bytes(self) -> int:
         """Bytes of the smallest block that this stream carries. No message with KV is shorter."""
         return min(share.num_bytes for share in self.source.share if share.num_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the longest message that this stream may bring."""
+        payload = max(MAX_CHUNK_BYTES, *(share.num_bytes for share in self.source.share))
+        if self.peer_cache is not None:
+            blocks = self._theirs.num_blocks_for(self._meta.num_tokens)
+            layers = [len(group.layers) for group in self._theirs.groups]
+            num_named = sum((1 + num) * count for num, count in zip(layers, blocks, strict=True))
+            payload = max(payload, _WORD_BYTES * (_NUM_FIRST_WORDS + num_named))
+        return HEADER.size + payload
 
     @property
     def may_place(self) -> bool:

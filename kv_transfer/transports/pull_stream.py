@@ -133,8 +133,11 @@ class PullStream:
     # As a `MessageSink` -----------------------------------------------------------------------
 
     def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
-        """Blocks of ours if it can be, or memory from which the chunk is copied at its `end`."""
+        """Blocks of ours if it can be, or memory from which the chunk is copied at its `end`.
+        Raises `CorruptChunk` for more than can be meant, before any memory is taken."""
         self.last_heard_at = time.monotonic()
+        if num_bytes > self._assembler.most_bytes:
+            raise CorruptChunk(f"{self.address} announced {num_bytes} bytes in one message")
         self._head = head
         self._in_place = self._place(num_bytes)
         if self._in_place is not None:

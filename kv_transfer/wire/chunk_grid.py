@@ -24,6 +24,9 @@ from typing import NamedTuple
 
 from kv_transfer.layout import KVLayout, PageShape
 
+MAX_CHUNK_BYTES = 4 << 20
+"""Of KV in one chunk, unless a single block is larger."""
+
 
 class ChunkPlace(NamedTuple):
     """Where a chunk lies in the grid."""

@@ -53,7 +53,7 @@ class PeerCaches:
         if name not in self._mapped and name not in self._hopeless:
             try:
                 self._map(name, peer, handle)
-            except (DeviceError, OSError, ValueError) as error:
+            except (DeviceError, OSError, OverflowError, ValueError) as error:
                 self._hopeless.add(name)
                 logger.warning(
                     "the KV cache of rank %d of %s is on this host but cannot be mapped, so it "
@@ -81,6 +81,8 @@ class PeerCaches:
             self._close_orphan(mapped)
 
     def _map(self, name: _Name, peer: KVPeer, handle: KVCacheHandle) -> None:
+        if handle.rank >= peer.layout.tp_size:
+            raise ValueError(f"rank {handle.rank} of {peer.layout.tp_size} ranks cannot be")
         owner = os.pidfd_open(handle.pid)
         try:
             cache = CacheMap(handle, peer.layout, self._device)
