@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
@@ -26,14 +25,15 @@ NUM_BLOCKS = 96
 MAX_NUM_SEQS = 12
 TIMEOUT_S = 60
 
-TINY = tiny_model(vocab_size=VOCAB, max_model_len=MAX_LEN)
+SIZES = {"vocab_size": VOCAB, "max_model_len": MAX_LEN}
+TINY = tiny_model(**SIZES)
 
 
 def tiny_config(tp_size: int = 1, *, async_scheduling: bool = False, **model: Any) -> EngineConfig:
     return EngineConfig(
         engine_id=f"tiny-{secrets.token_hex(4)}",
         epoch=secrets.randbits(63),
-        model=replace(TINY, **model),
+        model=tiny_model(**{**SIZES, **model}),
         cache=CacheConfig(block_size=8, num_blocks=NUM_BLOCKS),
         parallel=ParallelConfig(tensor_parallel_size=tp_size),
         scheduler=SchedulerConfig(
