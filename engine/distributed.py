@@ -1,4 +1,4 @@
-"""Collectives of one tensor-parallel group: gloo on CPU, NCCL on CUDA.
+"""Collectives of one group of ranks: gloo on CPU, NCCL on CUDA.
 
 Life of a group:
     1. Every rank is given the same rendezvous address. Rank 0 listens there, on that address only.
@@ -38,7 +38,7 @@ class Collectives(Protocol):
         """Releases sockets and threads."""
 
 
-class TensorParallelGroup:
+class ParallelGroup:
     """Rank `rank` of `size`.
 
     Args:
@@ -81,7 +81,7 @@ class TensorParallelGroup:
         self._collectives.close()
         self._collectives = _Alone()
 
-    def __enter__(self) -> TensorParallelGroup:
+    def __enter__(self) -> ParallelGroup:
         return self
 
     def __exit__(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 
 
-def _alone() -> TensorParallelGroup:
-    return TensorParallelGroup(0, 1)
+def _alone() -> ParallelGroup:
+    return ParallelGroup(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ParallelPlace:
     """
 
     layers: range
-    tp: TensorParallelGroup = field(default_factory=_alone)
-    pp: TensorParallelGroup = field(default_factory=_alone)
-    ep: TensorParallelGroup = field(default_factory=_alone)
-    dp: TensorParallelGroup = field(default_factory=_alone)
+    tp: ParallelGroup = field(default_factory=_alone)
+    pp: ParallelGroup = field(default_factory=_alone)
+    ep: ParallelGroup = field(default_factory=_alone)
+    dp: ParallelGroup = field(default_factory=_alone)

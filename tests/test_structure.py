@@ -291,6 +291,19 @@ def test_files_stay_readable() -> None:
     assert not long, long
 
 
+def test_attention_backends_keep_their_kinds_to_themselves() -> None:
+    """Batch, runner and models know the interface and the choice, and no backend's own tricks."""
+    known = {"backend", "selection", "layer", "block"}
+    wrong = [
+        f"{module} imports {target}"
+        for module in modules()
+        if not module.startswith("engine.layers.attention")
+        for target in project_imports(module)
+        if target.startswith("engine.layers.attention.") and target.rpartition(".")[2] not in known
+    ]
+    assert not wrong, wrong
+
+
 def test_an_architecture_is_a_short_file() -> None:
     """What architectures share has a module of its own; what is left fits on two screens."""
     shared = {f"engine.models.specs.{name}" for name in ("base", "dense", "rope")}

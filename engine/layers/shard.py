@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.parallel import ParallelPlace
 
@@ -44,7 +44,7 @@ class Shard:
     gemms: GemmPolicy = field(default_factory=GemmPolicy)
 
     @property
-    def tp(self) -> TensorParallelGroup:
+    def tp(self) -> ParallelGroup:
         return self.place.tp
 
     def parameter(self, *shape: int) -> nn.Parameter:

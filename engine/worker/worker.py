@@ -24,7 +24,7 @@ from contextlib import ExitStack, closing
 import torch
 
 from engine.config import EngineConfig
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from engine.errors import CannotStartError
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
@@ -113,7 +113,7 @@ class Worker:
         torch.set_num_threads(self.config.device.num_threads)
         self._device = _rank_device(self.config, self.rank, self._gpu)
         enable_pdl(self.config.device.allows("pdl"))
-        tp = TensorParallelGroup(
+        tp = ParallelGroup(
             self.rank,
             self.config.parallel.tensor_parallel_size,
             self._device,

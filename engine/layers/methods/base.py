@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
@@ -73,7 +73,7 @@ class LinearMethod(ABC):
         """Adds to `residual` [T, out] in place, if that is the faster way; returns whether."""
         return False
 
-    def reduce(self, local: Tensor, group: TensorParallelGroup) -> Tensor:
+    def reduce(self, local: Tensor, group: ParallelGroup) -> Tensor:
         """Returns the sum of [T, out] over ranks. `local` may be overwritten."""
         return group.all_reduce(local)
 
@@ -123,5 +123,5 @@ class Wrapped(LinearMethod):
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
         return self.inner.add_to(layer, x, residual)
 
-    def reduce(self, local: Tensor, group: TensorParallelGroup) -> Tensor:
+    def reduce(self, local: Tensor, group: ParallelGroup) -> Tensor:
         return self.inner.reduce(local, group)

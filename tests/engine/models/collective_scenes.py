@@ -9,25 +9,25 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from tests.engine.models.conftest import free_ports
 
 T = TypeVar("T")
 _TIMEOUT_S = 60
 
 
-def play(scene: Callable[[TensorParallelGroup], T], size: int) -> list[T]:
+def play(scene: Callable[[ParallelGroup], T], size: int) -> list[T]:
     """What each rank returned."""
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
 
     def rank_of(rank: int) -> T:
-        return scene(TensorParallelGroup(rank, size, "cpu", rendezvous, timeout_s=_TIMEOUT_S))
+        return scene(ParallelGroup(rank, size, "cpu", rendezvous, timeout_s=_TIMEOUT_S))
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank_of, range(size), timeout=_TIMEOUT_S))
 
 
-def collectives(group: TensorParallelGroup) -> tuple[dict[str, Any], dict[str, str]]:
+def collectives(group: ParallelGroup) -> tuple[dict[str, Any], dict[str, str]]:
     """(results, sockets of the process that listen)."""
     own = float(group.rank)
     noise = torch.randn(7, 33, generator=torch.Generator().manual_seed(group.rank))
@@ -48,7 +48,7 @@ def collectives(group: TensorParallelGroup) -> tuple[dict[str, Any], dict[str, s
     return results, sockets
 
 
-def dead_peer(group: TensorParallelGroup) -> str:
+def dead_peer(group: ParallelGroup) -> str:
     """Rank 1 leaves; rank 0 is told instead of waiting for ever."""
     group.all_reduce(torch.ones(3))
     if group.rank == 1:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from cli.cluster import free_ports
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from tests.engine.models.engine_rank import MODES_OF_SIZE, greedy_all
 from tests.engine.models.rank_process import compute_all
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
@@ -45,7 +45,7 @@ def logits_by_rank(
     out = tmp_path_factory.mktemp("logits")
     run_ranks("tests.engine.models.rank_process", 2, str(checkpoints), str(out))
     pair = [load_file(out / f"rank-{rank}.safetensors") for rank in range(2)]
-    return {1: [compute_all(checkpoints, TensorParallelGroup(0, 1))], 2: pair}
+    return {1: [compute_all(checkpoints, ParallelGroup(0, 1))], 2: pair}
 
 
 @pytest.fixture(scope="session")

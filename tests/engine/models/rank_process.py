@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import CacheConfig, Dtype, EngineConfig, ParallelConfig
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
@@ -26,7 +26,7 @@ WHOLE, CHUNK = 1000, 13
 
 
 def make_paged_model(
-    folder: Path, group: TensorParallelGroup, dtype: Dtype | None = None, device: str = "cpu"
+    folder: Path, group: ParallelGroup, dtype: Dtype | None = None, device: str = "cpu"
 ) -> PagedModel:
     config = EngineConfig(
         engine_id="parity",
@@ -53,7 +53,7 @@ def compute(model: PagedModel) -> dict[str, torch.Tensor]:
     return logits
 
 
-def compute_all(folder: Path, group: TensorParallelGroup) -> dict[str, torch.Tensor]:
+def compute_all(folder: Path, group: ParallelGroup) -> dict[str, torch.Tensor]:
     """`compute` of every family, by "family/..."."""
     return {
         f"{checkpoint.name}/{key}": logits
@@ -64,7 +64,7 @@ def compute_all(folder: Path, group: TensorParallelGroup) -> dict[str, torch.Ten
 
 def main(folder: str, out: str, rank: str, size: str, rendezvous: str) -> None:
     torch.set_num_threads(1)
-    with TensorParallelGroup(int(rank), int(size), "cpu", rendezvous, timeout_s=60) as group:
+    with ParallelGroup(int(rank), int(size), "cpu", rendezvous, timeout_s=60) as group:
         logits = compute_all(Path(folder), group)
     save_file(logits, Path(out) / f"rank-{rank}.safetensors")
 

@@ -17,7 +17,7 @@ from bench.demo_model.chat import Chat, Turn, facts_about, facts_about_person
 from bench.demo_model.corpus import documents, render
 from bench.demo_model.train import CONTEXT, Recipe, packed, save, train
 from bench.demo_model.village import KNOWLEDGE, PEOPLE, SMALL_TALK, THINGS, UNKNOWN
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from engine.models.checkpoint import load_model_config, resolve_model
 from tests.engine.models.paged_model import PagedModel
 from tests.engine.models.rank_process import make_paged_model
@@ -164,7 +164,7 @@ def test_logits_equal_transformers_over_a_long_context(
 ) -> None:
     tokenizer = Tokenizer.from_file(str(demo_checkpoint / "tokenizer.json"))
     tokens = next(packed(tokenizer, documents(5, long=True), 900))
-    ours: PagedModel = make_paged_model(demo_checkpoint, TensorParallelGroup(0, 1))
+    ours: PagedModel = make_paged_model(demo_checkpoint, ParallelGroup(0, 1))
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(ours.prefill([tokens], 256)[0], expected, rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from tests.engine.models.collective_scenes import collectives, dead_peer, listening, play
 from tests.engine.models.conftest import free_ports
 
@@ -40,7 +40,7 @@ def test_a_rank_that_leaves_is_noticed() -> None:
 
 
 def test_a_group_of_one_opens_nothing() -> None:
-    with TensorParallelGroup(0, 1) as group:
+    with ParallelGroup(0, 1) as group:
         x = torch.ones(2)
         assert group.all_reduce(x) is x
         assert group.all_gather(x) is x
@@ -49,4 +49,4 @@ def test_a_group_of_one_opens_nothing() -> None:
 def test_missing_ranks_are_named() -> None:
     (port,) = free_ports(1)
     with pytest.raises(ConnectionError, match=rf"rank 1 of 2 .* 127.0.0.1:{port}"):
-        TensorParallelGroup(1, 2, "cpu", f"127.0.0.1:{port}", timeout_s=0.2)
+        ParallelGroup(1, 2, "cpu", f"127.0.0.1:{port}", timeout_s=0.2)

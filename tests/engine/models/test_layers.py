@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import cos_sin_cache, inverse_frequencies, llama3_scaled
@@ -17,7 +17,7 @@ from engine.rope import RopeScaling
 from kv_transfer.layout import heads_of_rank
 
 
-class FakeGroup(TensorParallelGroup):
+class FakeGroup(ParallelGroup):
     """A rank without its peers: collectives are not called."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import CHUNK, compute, make_paged_model
 from tests.engine.models.reference_models import (
@@ -61,7 +61,7 @@ def test_half_precision_is_as_exact_as_transformers(
     half = getattr(torch, dtype)
     save_checkpoint(FAMILIES[family], tmp_path, half)
     exact, theirs = reference(tmp_path), reference(tmp_path, half)
-    paged = make_paged_model(tmp_path, TensorParallelGroup(0, 1), device=device)
+    paged = make_paged_model(tmp_path, ParallelGroup(0, 1), device=device)
     assert paged.kv_caches[0].dtype == half
     for prompt, logits in zip(prompts(), paged.prefill(prompts(), CHUNK), strict=True):
         assert logits.dtype == torch.float32
@@ -76,13 +76,13 @@ def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def test_float32_checkpoint_in_bfloat16(checkpoints: Path) -> None:
-    model = make_paged_model(checkpoints / "llama", TensorParallelGroup(0, 1), "bfloat16")
+    model = make_paged_model(checkpoints / "llama", ParallelGroup(0, 1), "bfloat16")
     ours = compute(model)
     for index, expected in enumerate(expected_logits(checkpoints / "llama")):
         assert relative_error(ours[f"whole/{index}"], expected) < 0.03
 
 
 def test_every_layer_is_announced_in_order(checkpoints: Path) -> None:
-    model = make_paged_model(checkpoints / "llama", TensorParallelGroup(0, 1))
+    model = make_paged_model(checkpoints / "llama", ParallelGroup(0, 1))
     model.prefill([prompts()[1]], 8)
     assert model.layers_seen == [0, 1, 2] * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.distributed import TensorParallelGroup
+from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import RowParallelLinear
 from engine.layers.norm import RMSNorm
@@ -29,7 +29,7 @@ MANY = 20
 
 def test_logits_equal_transformers(tmp_path: Path) -> None:
     save_checkpoint(FAMILIES["llama"], tmp_path)
-    paged = make_paged_model(tmp_path, TensorParallelGroup(0, 1))
+    paged = make_paged_model(tmp_path, ParallelGroup(0, 1))
     paged.use_gemms(GemmPolicy(residual_rows=MANY))
     expected = reference(tmp_path)
     for logits, prompt in zip(paged.prefill(prompts(), CHUNK), prompts(), strict=True):
