@@ -136,28 +136,39 @@ def test_without_a_tokenizer_there_are_tokens_and_no_text() -> None:
 
 
 @given(
-    text=st.text(alphabet="abc stop日ü", max_size=40),
+    text=st.text(alphabet="abc stop日ü", min_size=1, max_size=40),
     cuts=st.lists(st.integers(0, 40), max_size=10),
     stop=st.sampled_from([(), ("stop",), ("st", "top"), ("日",), ("ab", "abc")]),
+    min_tokens=st.sampled_from([0, 3, 9]),
+    end=st.sampled_from(["length", "stop", ""]),
 )
-@settings(max_examples=200, deadline=None)
-def test_batches_of_tokens_give_the_same_as_single_ones(
-    text: str, cuts: list[int], stop: tuple[str, ...]
+@settings(max_examples=300, deadline=None)
+def test_groups_of_tokens_give_the_same_as_single_ones(
+    text: str, cuts: list[int], stop: tuple[str, ...], min_tokens: int, end: str
 ) -> None:
+    """Also where the core ends it, with the last token of a group, or only afterwards."""
     ids = tokens(text)
     bounds = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
-    batches = [ids[a:b] for a, b in pairwise(bounds)]
+    groups = [ids[a:b] for a, b in pairwise(bounds)]
 
-    def run(groups: list[list[int]]) -> tuple[str, str | None, list[int]]:
-        process = processor(stop=stop)
+    def run(groups: list[list[int]]) -> tuple[object, ...]:
+        process = processor(stop=stop, min_tokens=min_tokens, stop_token_ids=(ids[-1],))
         outputs: list[RequestOutput] = []
-        for group in groups:
-            outputs.append(process.process(group))
+        for index, group in enumerate(groups):
+            reason = end if index == len(groups) - 1 else ""
+            stop_reason = ids[-1] if reason == "stop" else None
+            logprobs = [TokenLogprobs([token], [-0.5], 1) for token in group]
+            outputs.append(
+                process.process(group, logprobs, finish_reason=reason, stop_reason=stop_reason)
+            )
             if process.finished:
                 break
         else:
-            outputs.append(process.process([], finish_reason="length"))
+            outputs.append(process.process([], finish_reason="abort"))
         used = [token for output in outputs for token in output.token_ids]
-        return collect(outputs), outputs[-1].finish_reason, used
+        chosen = [found.token_ids[0] for out in outputs for found in out.logprobs or []]
+        last = outputs[-1]
+        assert chosen == used
+        return collect(outputs), last.finish_reason, last.stop_reason, used
 
-    assert run([[token] for token in ids]) == run(batches)
+    assert run([[token] for token in ids]) == run(groups)
