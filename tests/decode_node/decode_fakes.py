@@ -88,6 +88,7 @@ class FakeEngine:
         self.on_generate: Callable[[FakeRequest], None] = lambda request: None
         self._tokenizer = tokenizer
         self._auto = auto
+        self.tokens_per_output = 1
 
     # AsyncLLM -------------------------------------------------------------------------------
 
@@ -204,9 +205,27 @@ class FakeEngine:
             if output.finished:
                 return
 
+    def produce_group(self, fake: FakeRequest, count: int) -> None:
+        """Up to `count` tokens in one output, behind the first token."""
+        processor, sampling = fake.state.processor, fake.request.spec.sampling
+        count = min(count, sampling.max_tokens - processor.num_output_tokens)
+        position = len(fake.request.spec.prompt_token_ids) + processor.num_new_tokens
+        tokens = [token_at(position + i, sampling.seed) for i in range(count)]
+        logprobs = None
+        if sampling.logprobs is not None:
+            ids = [[token, 1, 2, 3][: 1 + sampling.logprobs] for token in tokens]
+            logprobs = [
+                TokenLogprobs(one, [-0.25 * (i + 1) for i in range(len(one))], 1) for one in ids
+            ]
+        done = processor.num_output_tokens + count == sampling.max_tokens
+        output = processor.process(tokens, logprobs, finish_reason="length" if done else "")
+        fake.finished = output.finished
+        fake.state.queue.put_nowait(output)
+
     def produce_all(self, fake: FakeRequest) -> None:
+        self.produce(fake)
         while not fake.finished:
-            self.produce(fake)
+            self.produce_group(fake, self.tokens_per_output)
 
     def die(self, reason: str = "worker 0 was killed by SIGKILL") -> None:
         self.is_dead = True

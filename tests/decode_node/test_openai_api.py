@@ -186,6 +186,44 @@ async def test_token_ids_on_request() -> None:
         assert streamed == choice["token_ids"]
 
 
+@pytest.mark.parametrize("url", URLS)
+async def test_outputs_of_several_tokens_stream_like_single_ones(url: str) -> None:
+    """Text, log probabilities and their offsets, ids, usage and end; in fewer chunks."""
+    wanted = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    wanted |= {"logprobs": 2} if "prompt" in URLS[url] else {"logprobs": True, "top_logprobs": 2}
+    body = {**URLS[url], **wanted, "max_tokens": 14}
+    answers, num_chunks = [], []
+    for tokens_per_output in (1, 4):
+        async with http_node() as node:
+            node.engine.tokens_per_output = tokens_per_output
+            chunks = await stream(node, url, body)
+            answers.append(joined(chunks))
+            num_chunks.append(len(chunks))
+    assert answers[0] == answers[1]
+    assert len(answers[0]["token_ids"]) == len(answers[0]["logprobs"]) == 14
+    assert num_chunks[1] < num_chunks[0] - 8
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of a stream of one choice."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    logprobs = [found for choice in choices if (found := choice.get("logprobs"))]
+    if logprobs and "content" in logprobs[0]:
+        entries = [entry for found in logprobs for entry in found["content"]]
+    else:
+        entries = [list(entry) for found in logprobs for entry in zip(*found.values(), strict=True)]
+    return {
+        "text": "".join(
+            choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            for choice in choices
+        ),
+        "logprobs": entries,
+        "token_ids": [token for choice in choices for token in choice.get("token_ids") or []],
+        "ends": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+        "usage": [chunk["usage"] for chunk in chunks if chunk.get("usage")],
+    }
+
+
 async def test_sampling_parameters_reach_the_engine() -> None:
     sent = {
         "temperature": 0.5,
