@@ -28,7 +28,7 @@ import torch
 from engine.batch.buffer_utils import to_device, upload
 from engine.batch.places import Int32Array as Int32Array
 from engine.batch.places import Places
-from engine.batch.states import RequestState
+from engine.batch.row_states import RowStates
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
 from tandem_kernels.batch_tables import RowTables, StepInputs
@@ -58,7 +58,7 @@ class BatchOrder:
 def order_batch(
     decode_rows: Int32Array,
     prefill_chunks: list[tuple[int, int]],
-    states: RequestState,
+    states: RowStates,
     attention: AttentionBackend,
     decode_query_len: int = 1,
 ) -> BatchOrder:

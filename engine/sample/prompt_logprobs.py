@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.batch.input_batch import BatchOrder
-from engine.batch.states import RequestState
+from engine.batch.row_states import RowStates
 from engine.outputs import PromptLogprobs, RowPromptLogprobs
 from engine.sample.states import NO_LOGPROBS
 from engine.sched.output import NewRequestData
@@ -93,7 +93,7 @@ class PromptLogprobsStates:
         self,
         order: BatchOrder,
         hidden: torch.Tensor,
-        states: RequestState,
+        states: RowStates,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[PromptLogprobsTensors]:
         """Looks up prompt tokens of a step. `hidden` is [T, H] of the step, whose tokens `states`

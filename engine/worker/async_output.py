@@ -37,8 +37,8 @@ class StepTensors:
         )
 
 
-class OutputStream:
-    """Where results are copied. On the CPU there is nothing to copy and no stream."""
+class ResultCopier:
+    """Copies results on a stream of its own. On the CPU there is nothing to copy and no stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -77,12 +77,12 @@ class AsyncOutput:
         epochs: list[int],
         sampled: SamplerOutput | None,
         prompt_logprobs: list[PromptLogprobsTensors],
-        stream: OutputStream,
+        copier: ResultCopier,
     ) -> None:
         self._step_id = step_id
         self._rows: list[int] = rows.tolist()
         self._epochs = epochs
-        self._waits = stream.waits
+        self._waits = copier.waits
         self._found: StepTensors | None = None
         if sampled is not None or prompt_logprobs:
             self._found = StepTensors(
@@ -90,7 +90,7 @@ class AsyncOutput:
                 None if sampled is None else sampled.logprobs,
                 prompt_logprobs,
             )
-            self._copy = stream.start_copy(self._found)
+            self._copy = copier.start_copy(self._found)
 
     @property
     def is_ready(self) -> bool:

@@ -29,7 +29,7 @@ from engine.batch.buffer_utils import CarriedTensor, carry_over, to_device
 from engine.batch.decode_set import DecodeSet
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.places import NO_TOKEN
-from engine.batch.states import RequestState, RowError
+from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
 from engine.layers.attention.selection import choose_attention
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
@@ -37,7 +37,7 @@ from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTe
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sampling_params import MAX_LOGPROBS
 from engine.sched.output import NewRequestData, SchedulerOutput
-from engine.worker.async_output import AsyncOutput, OutputStream
+from engine.worker.async_output import AsyncOutput, ResultCopier
 from engine.worker.cudagraph_utils import (
     CudaGraphManager,
     GraphKey,
@@ -71,7 +71,7 @@ class ModelRunner:
         self._model = model
         self._connector = connector
         self._device = device
-        self.states = RequestState(rows, max_model_len, device)
+        self.states = RowStates(rows, max_model_len, device)
         self._decode_query_len = config.decode_query_len
         self._groups = config.kv_layout.groups
         self._block_tables = [
@@ -100,7 +100,7 @@ class ModelRunner:
             device,
             [group.window for group in self._groups],
         )
-        self._output_stream = OutputStream(device)
+        self._result_copier = ResultCopier(device)
         self._attention = choose_attention(config, device)
         self._graphs: CudaGraphManager | None = None
         self.drafter: Drafter | None = None
@@ -127,7 +127,7 @@ class ModelRunner:
         epochs = self.states.epoch_np[rows].tolist()
         if len(order.rows) == 0:
             self._connector.no_forward(step)
-            return AsyncOutput(step.step_id, rows, epochs, None, [], self._output_stream)
+            return AsyncOutput(step.step_id, rows, epochs, None, [], self._result_copier)
 
         on_layer = self._connector.pre_forward(step)
         key = self._graph_key(order)
@@ -141,7 +141,7 @@ class ModelRunner:
         if self._decode_query_len > 1:
             self.states.limit(order.rows, self._block_tables[0].num_slots(order.rows))
             self._draft(order)
-        return AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._output_stream)
+        return AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
 
     @torch.inference_mode()
     def capture_model(self, report: Callable[[float], None]) -> None:

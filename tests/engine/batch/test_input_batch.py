@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import carry_over
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
-from engine.batch.states import RequestState, RowError
+from engine.batch.row_states import RowError, RowStates
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from engine.layers.attention.paged import PagedBackend
 from engine.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ class Entry:
 
 class Rows:
     def __init__(self, entries: list[Entry]) -> None:
-        self.states = RequestState(ROWS, MAX_LEN, CPU)
+        self.states = RowStates(ROWS, MAX_LEN, CPU)
         self.block_tables = BlockTables(ROWS, MAX_LEN, BLOCK_SIZE, CPU)
         self.buffers = InputBuffers(ROWS, MAX_TOKENS, [MAX_LEN // BLOCK_SIZE], CPU)
         for entry in entries:

@@ -9,7 +9,7 @@ import torch
 from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import carry_over
 from engine.batch.input_batch import InputBuffers, order_batch
-from engine.batch.states import RequestState
+from engine.batch.row_states import RowStates
 from engine.layers.attention.paged import PagedBackend
 from engine.outputs import TokenLogprobs
 from engine.sample.sampler import Sampler, SamplerOutput
@@ -29,7 +29,7 @@ class SamplerBench:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.states = RequestState(ROWS, MAX_LEN, device)
+        self.states = RowStates(ROWS, MAX_LEN, device)
         self.block_tables = BlockTables(ROWS, MAX_LEN, 16, device)
         self.buffers = InputBuffers(ROWS, ROWS * MAX_LEN, [MAX_LEN // 16], device)
         self.sampler = Sampler(ROWS, VOCAB, device, token_ids=self.states.token_ids.tensor)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.batch.states import RowError
+from engine.batch.row_states import RowError
 from engine.sample import prompt_logprobs
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sched.output import SchedulerOutput

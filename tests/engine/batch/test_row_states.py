@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import carry_over
 from engine.batch.decode_set import DecodeSet
-from engine.batch.states import RequestState, RowError
+from engine.batch.row_states import RowError, RowStates
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData
 from tandem_kernels import ops
@@ -40,7 +40,7 @@ class RowMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.states = RequestState(ROWS, MAX_LEN, CPU)
+        self.states = RowStates(ROWS, MAX_LEN, CPU)
         self.block_tables = BlockTables(ROWS, MAX_LEN, BLOCK_SIZE, CPU)
         self.decode_set = DecodeSet(ROWS)
         self.decoding: set[int] = set()
@@ -146,7 +146,7 @@ TestRows = RowMachine.TestCase
 
 @pytest.mark.parametrize("row", [-1, ROWS])
 def test_rows_that_do_not_exist_are_refused(row: int) -> None:
-    states = RequestState(ROWS, MAX_LEN, CPU)
+    states = RowStates(ROWS, MAX_LEN, CPU)
     with pytest.raises(RowError, match=f"row {row} does not exist; there are {ROWS}"):
         states.add_request(new_request(row, [1]))
 

@@ -33,7 +33,7 @@ class RowError(RuntimeError):
     """A step message names a row that cannot be meant: the worker and the scheduler disagree."""
 
 
-class RequestState:
+class RowStates:
     """All arrays are indexed by row. Tensors named without a suffix live on the device."""
 
     def __init__(self, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
