@@ -35,6 +35,7 @@ from edge.security.tls_http import TlsConfig
 from edge.tracing.file import TraceFile
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
+from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
 from engine.node.lifetime import NodeLifetime
@@ -204,7 +205,10 @@ def create_proxy(
     settings: DecodeNodeSettings, engine: AsyncLLM, client: PrefillClient
 ) -> DisaggProxy:
     config = engine.config
-    num_blocks, block_size = engine.ready.num_blocks, config.cache.block_size
+    block_size = config.cache.block_size
+    # Credits count tokens in blocks of that size, whatever groups of layers take of the pool.
+    num_tokens = tokens_that_fit(config.kv_layout.groups, engine.ready.num_blocks)
+    num_blocks = num_tokens // block_size
     num_remembered = num_blocks if config.cache.enable_prefix_caching else 0
     return DisaggProxy(
         engine,

@@ -24,11 +24,11 @@ from collections.abc import Iterable, Sequence
 
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.capacity import num_blocks_for
 from engine.kv_cache.group_manager import (
     BlockTables,
     RequestBlocks,
     create_group_managers,
-    num_blocks_for,
 )
 from engine.request import Request
 from kv_transfer.layout import BlockIds, KVGroup

@@ -17,6 +17,7 @@ from edge.supervisor import tell_supervisor
 from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
+from engine.kv_cache.capacity import tokens_that_fit
 from engine.messages import LoadProgress
 
 _GC_THRESHOLDS = (50_000, 20, 50)
@@ -32,7 +33,7 @@ def emit_ready(engine: AsyncLLM, **facts: object) -> None:
         **facts,
         pid=os.getpid(),
         engine_id=config.engine_id,
-        kv_cache_tokens=engine.ready.num_blocks * config.cache.block_size,
+        kv_cache_tokens=tokens_that_fit(config.kv_layout.groups, engine.ready.num_blocks),
     )
 
 

@@ -24,6 +24,7 @@ from typing import Protocol
 import grpc
 
 from engine.config import EngineConfig
+from engine.kv_cache.capacity import tokens_that_fit
 from engine.messages import EngineReady
 from engine.outputs import SchedulerStats
 from host.life_signs import Silence
@@ -118,6 +119,12 @@ class NodeStatus:
         except TimeoutError:
             return
 
+    def _tokens_per_block(self) -> int:
+        """On average, when every group of layers takes blocks from the pool."""
+        num_blocks = self._engine.ready.num_blocks
+        groups = self._engine.config.kv_layout.groups
+        return max(1, tokens_that_fit(groups, num_blocks) // max(1, num_blocks))
+
     def load(self) -> node_pb2.NodeLoad:
         """Returns a report. Newer ones have greater `sequence`."""
         self._sequence += 1
@@ -134,7 +141,7 @@ class NodeStatus:
             num_waiting_tokens=stats.num_waiting_tokens,
             num_free_blocks=stats.num_free_blocks if stats.num_total_blocks else total,
             num_total_blocks=total,
-            block_size=config.cache.block_size,
+            block_size=self._tokens_per_block(),
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             seconds_since_progress=self.seconds_since_progress(),
             num_transfers=stats.num_waiting_for_remote_kvs + stats.num_delayed_frees,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.kv_cache.group_manager import tokens_that_fit
+from engine.kv_cache.capacity import tokens_that_fit
 from engine.request import Request
 
 

@@ -15,7 +15,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CannotStartError
-from engine.kv_cache.group_manager import num_blocks_for, tokens_that_fit
+from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile

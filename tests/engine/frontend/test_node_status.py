@@ -14,13 +14,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from edge.security.config import Role
 from edge.security.credentials import Credentials
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVLayers
 from engine.messages import EngineReady
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus, fingerprint
 from engine.outputs import SchedulerStats
 from host.life_signs import Silence
+from kv_transfer.layout import Plane
 from tandem_pb import node_pb2, node_pb2_grpc
 from tests.engine.core.tiny_engine import tiny_config
 
@@ -90,6 +91,15 @@ def test_a_report_says_what_the_engine_does(engine: StillEngine, status: NodeSta
 def test_before_the_first_step_all_blocks_are_free(status: NodeStatus) -> None:
     load = status.load()
     assert (load.num_free_blocks, load.num_total_blocks) == (96, 96)
+
+
+def test_with_several_groups_a_block_counts_for_fewer_tokens() -> None:
+    """Three groups alike take three blocks for eight tokens."""
+    planes = (Plane("k", 2, 32), Plane("v", 2, 32))
+    groups = tuple(KVLayers(layers=(layer,), planes=planes, window=8) for layer in range(3))
+    engine = StillEngine(config=tiny_config(kv_layers=groups, num_layers=3))
+    load = NodeStatus(engine, node_pb2.NODE_ROLE_DECODE, stuck_after_s=5.0).load()
+    assert (load.num_total_blocks, load.block_size) == (96, 96 // 3 * 8 // 96)
 
 
 def test_fingerprints_differ_where_kv_does_not_fit() -> None:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
-from engine.kv_cache.group_manager import tokens_that_fit
+from engine.kv_cache.capacity import tokens_that_fit
 from engine.messages import EngineCoreOutputs, KVTransferResult
 from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
