@@ -10,10 +10,10 @@ sends nothing.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from msgspec import UNSET, UnsetType
 
@@ -23,6 +23,7 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.response_format import ResponseFormat
 from decode_node.sse import event
 from decode_node.timeline import Timeline
+from edge.http import long_work
 from engine.frontend.output_processor import RequestOutput
 
 JOURNAL_INTERVAL_S = 0.25
@@ -133,14 +134,14 @@ class Answer:
         """Writes log probabilities of a long prompt, which takes seconds, beside the event loop."""
         if not output.prompt_logprobs:
             return self._form.chunk(choice, output, timeline)
-        return await asyncio.to_thread(self._form.chunk, choice, output, timeline)
+        return await long_work.run(True, partial(self._form.chunk, choice, output, timeline))
 
     async def _body(self, results: list[ChoiceResult]) -> bytes:
         usage, timeline = self._generation.usage(), self._timeline(True)
         num_logprobs = sum(len(r.prompt_logprobs) + len(r.logprobs) for r in results)
         if num_logprobs <= _MANY_LOGPROBS:
             return self._form.body(results, usage, timeline)
-        return await asyncio.to_thread(self._form.body, results, usage, timeline)
+        return await long_work.run(True, partial(self._form.body, results, usage, timeline))
 
     def _timeline(self, is_last: bool) -> Timeline | UnsetType:
         return self._generation.timeline() if is_last and self._wants_timeline else UNSET

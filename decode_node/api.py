@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -21,7 +21,6 @@ from decode_node.journal import (
 )
 from decode_node.metrics import DecodeMetrics
 from decode_node.protocol import (
-    LONG_BODY,
     BodyT,
     ChatCompletionRequest,
     CompletionRequest,
@@ -31,6 +30,7 @@ from decode_node.responses import Model, ModelList
 from decode_node.router_headers import prefill_nodes, prefix_hash, resume_offset
 from decode_node.serving import OpenAIServing, RequestContext
 from edge.http import headers as names
+from edge.http import long_work
 from edge.http.client_connection import BodyLimits, read_json_body, request_headers
 from edge.tracing.context import TraceContext
 from engine.config import ModelConfig
@@ -88,7 +88,7 @@ class Api:
         context = RequestContext(
             request_id=request.state.request_id,
             received_at=received_at,
-            is_long=len(raw) > LONG_BODY,
+            is_long=len(raw) > long_work.LONG_BODY,
             prefill_nodes=None if named is None else prefill_nodes(named),
             wants_timeline=headers.get(names.TIMELINE) == "1",
             wants_journal=headers.get(names.JOURNAL) == "1",
@@ -97,7 +97,8 @@ class Api:
             trace=trace,
             prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),
         )
-        return await _parse(raw[:offset], kind), context
+        body = await long_work.run(context.is_long, partial(parse_body, raw[:offset], kind))
+        return body, context
 
     def models(self) -> ModelList:
         model = self.model
@@ -149,13 +150,6 @@ def create_router(api: Api) -> APIRouter:
             return Response(api.metrics.text(), media_type=METRICS_TYPE)
 
     return router
-
-
-async def _parse(raw: bytes, kind: type[BodyT]) -> BodyT:
-    """Parses a long body beside the event loop. Raises `BadRequest`."""
-    if len(raw) <= LONG_BODY:
-        return parse_body(raw, kind)
-    return await asyncio.to_thread(parse_body, raw, kind)
 
 
 def _json(content: msgspec.Struct) -> Response:

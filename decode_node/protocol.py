@@ -28,10 +28,6 @@ _MAX_ITEMS = 4096
 _MAX_STRING = 512
 """Limit of characters of fields that are names."""
 
-LONG_BODY = 16 << 10
-"""Bytes from which a body is read beside the event loop: what is shorter is read sooner than a
-thread begins."""
-
 Name = Annotated[str, Field(max_length=_MAX_STRING)]
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 """Integers that messages between processes can carry; tighter limits follow where a field is

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from starlette.responses import Response
 
@@ -25,12 +24,13 @@ from decode_node.heartbeats import Heartbeats
 from decode_node.journal import JournalWriter, Resume, ResumedChoice
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefill_headers import prefill_headers
-from decode_node.protocol import LONG_BODY, ChatCompletionRequest, CompletionRequest, too_long
+from decode_node.protocol import ChatCompletionRequest, CompletionRequest, too_long
 from decode_node.proxy import DisaggProxy
 from decode_node.response_format import ChatFormat, CompletionFormat, FormatOptions, ResponseFormat
 from decode_node.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.timeline import RequestRecord
 from edge.http import headers as names
+from edge.http import long_work
 from edge.http.errors import BadRequest
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
@@ -40,8 +40,6 @@ from engine.frontend.input_processor import GenerationRequest, InputProcessor, c
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer, TokenizerError, TooManyTokens
 from engine.request_spec import RequestSpec
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,9 @@ class OpenAIServing:
         self.check_model(body.model)
         body.check_supported()
         self._check_count(body, body.num_prompts)
-        prompts = await _run(context.is_long, partial(body.prompts, self._model.max_model_len))
+        prompts = await long_work.run(
+            context.is_long, partial(body.prompts, self._model.max_model_len)
+        )
         tokens = [await self._encode(p, context) if isinstance(p, str) else p for p in prompts]
         echoes = [await self._echo(p, context) if body.echo else "" for p in prompts]
         form = self._format(CompletionFormat, body, context)
@@ -106,7 +106,7 @@ class OpenAIServing:
         self.check_model(body.model)
         body.check_supported()
         self._check_count(body, 1)
-        text = await _run(context.is_long, partial(self._render, body))
+        text = await long_work.run(context.is_long, partial(self._render, body))
         tokens = [await self._encode(text, context, is_rendered=True)]
         form = self._format(ChatFormat, body, context)
         choices = await self._choices(body, tokens, [""], context)
@@ -211,7 +211,7 @@ class OpenAIServing:
         make = partial(body.sampling, self._tokenizer.encode_all)
         with _as_bad_request():
             return RequestSpec(
-                sampling=await _run(context.is_long, make),
+                sampling=await long_work.run(context.is_long, make),
                 priority=body.priority or 0,
                 cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
                 prefix_hash=context.prefix_hash,
@@ -283,7 +283,10 @@ class OpenAIServing:
             self._tokenizer.encode, text, add_special_tokens=not is_rendered, max_tokens=limit
         )
         try:
-            return await _run(context.is_long or len(text) > LONG_BODY, encode)
+            if not context.is_long and len(text) <= long_work.LONG_BODY:
+                return encode()
+            # Takes seconds and lets other threads go on, so that each has its own.
+            return await asyncio.to_thread(encode)
         except TooManyTokens as error:
             raise too_long(limit, error.num_tokens) from None
         except TypeError:
@@ -292,7 +295,7 @@ class OpenAIServing:
     async def _echo(self, prompt: str | list[int], context: RequestContext) -> str:
         if isinstance(prompt, str):
             return prompt
-        return await _run(context.is_long, partial(self._tokenizer.decode, prompt))
+        return await long_work.run(context.is_long, partial(self._tokenizer.decode, prompt))
 
     def _check_length(self, text: str) -> None:
         """Refuses a text that cannot fit for its length, before seconds are spent on it."""
@@ -323,11 +326,6 @@ class OpenAIServing:
                 f"{n} times {prompts}",
                 param="n",
             )
-
-
-async def _run(is_long: bool, work: Callable[[], _Result]) -> _Result:
-    """Returns what `work` does. Long work is done beside the event loop."""
-    return await asyncio.to_thread(work) if is_long else work()
 
 
 @contextmanager

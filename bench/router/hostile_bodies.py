@@ -2,7 +2,7 @@
 """How long one client's body silences everybody else: the longest gap of another stream.
 
 A router before a token server, and a decode node that computes a tiny model on the processor, each
-a process of its own. One client reads streams all the time; a thread posts one hostile body after
+a process of its own. One client reads streams all the time; others post one hostile body after
 the other. The first row posts a harmless body: what is there is the machine's.
 
     python -m bench.router.hostile_bodies
@@ -163,7 +163,7 @@ def post(port: int, path: str, body: bytes) -> int:
         connection.close()
 
 
-async def measure(service: str, port: int, repeats: int) -> list[Row]:
+async def measure(service: str, port: int, repeats: int, at_once: int) -> list[Row]:
     silence, reading = Silence(), asyncio.Event()
     rows = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
@@ -176,7 +176,8 @@ async def measure(service: str, port: int, repeats: int) -> list[Row]:
                 await asyncio.sleep(_SETTLE_S)
                 silence.reset()
                 started_at = time.monotonic()
-                status = await asyncio.to_thread(post, port, path, body)
+                posts = (asyncio.to_thread(post, port, path, body) for _ in range(at_once))
+                status = max(await asyncio.gather(*posts))
                 answered_s = min(answered_s, time.monotonic() - started_at)
                 await asyncio.sleep(_SETTLE_S)
                 silence.chunk()
@@ -216,30 +217,41 @@ def service(tree: Path, *args: str) -> Iterator[int]:
         process.wait()
 
 
-def measure_router(tree: Path, repeats: int) -> list[Row]:
+def measure_router(tree: Path, repeats: int, at_once: int) -> list[Row]:
     ports = multiprocessing.get_context("spawn").Queue()
     with child(run_token_server, ports, 100.0):
         status_port, port = ports.get(timeout=30), ports.get(timeout=30)
         entry = f"127.0.0.1:{port}/{status_port}"
         with service(tree, "router", "--decode", entry) as router:
             time.sleep(1.0)
-            return asyncio.run(measure("router", router, repeats))
+            return asyncio.run(measure("router", router, repeats, at_once))
 
 
-def measure_node(tree: Path, repeats: int) -> list[Row]:
+def measure_node(tree: Path, repeats: int, at_once: int) -> list[Row]:
     args = ("--model", str(DEMO_CHECKPOINT), "--device", "cpu")
     with service(tree, "decode_node", *args) as node:
-        return asyncio.run(measure("decode node", node, repeats))
+        return asyncio.run(measure("decode node", node, repeats, at_once))
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
+    """Bars, and circles for the result `hostile_bodies_before`, if there is one."""
     names = list(BODIES)
+    before = RESULTS / "hostile_bodies_before.json"
+    older = json.loads(before.read_text())["figures"] if before.exists() else []
     figure, axes = pyplot.subplots(figsize=(8, 0.28 * len(names) + 1.2))
     for offset, (name, colour) in enumerate((("router", "#4c78a8"), ("decode node", "#f58518"))):
         found = {row.body: row.silence_ms for row in rows if row.service == name}
-        places = [i + 0.4 * offset - 0.2 for i in range(len(names))]
-        axes.barh(places, [found.get(body, 0.0) for body in names], 0.4, label=name, color=colour)
+        places = {body: i + 0.4 * offset - 0.2 for i, body in enumerate(names)}
+        widths = [found.get(body, 0.0) for body in names]
+        axes.barh(list(places.values()), widths, 0.4, label=name, color=colour)
+        known = [row for row in older if row["service"] == name and row["body"] in places]
+        axes.scatter(
+            [row["silence_ms"] for row in known],
+            [places[row["body"]] for row in known],
+            s=14, facecolors="none", edgecolors=colour, label=f"{name}, before",
+        )  # fmt: skip
     axes.axvline(LIMIT_MS, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xscale("log")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("longest silence of another stream (ms)")
@@ -253,9 +265,11 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, default=Path.cwd(), help="source tree to measure")
     parser.add_argument("--name", default="hostile_bodies", help="name of the result")
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many is kept")
+    parser.add_argument("--at-once", type=int, default=1, help="clients that post the same body")
     args = parser.parse_args()
     tree = args.tree.resolve()
-    rows = measure_router(tree, args.repeats) + measure_node(tree, args.repeats)
+    rows = measure_router(tree, args.repeats, args.at_once)
+    rows += measure_node(tree, args.repeats, args.at_once)
     write_result(args.name, [asdict(row) for row in rows])
     plot(rows, RESULTS / f"{args.name}.png")
     return 0

@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from edge.http import long_work
 from edge.http.client_connection import (
     BodyLimits,
     ClientDisconnected,
@@ -99,7 +101,10 @@ class ProxyEndpoint:
         headers = request_headers(scope)
         body = await read_json_body(headers, receive, self.body_limits)
         name = trace.request_id
-        info = read_request_info(scope["path"], name, headers, body, _tenant(scope))
+        is_long = len(body) > long_work.LONG_BODY
+        tenant = _tenant(scope)
+        read = partial(read_request_info, scope["path"], name, headers, body, tenant)
+        info = await long_work.run(is_long, read)
         return ClientRequest(info, headers, body, trace)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -300,3 +301,19 @@ def test_a_million_messages_that_are_none_are_read_up_to_the_first(
     body = b'{"messages": [' + b"0," * 1_000_000 + b"0]}"
     read = info.read_request_info("/v1/chat/completions", "r", {}, body)
     assert not read.session_key and not read.is_later_turn
+
+
+async def test_a_long_body_is_read_beside_the_event_loop(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop: list[bool] = []
+
+    def watched(*args: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return info.read_request_info(*args)
+
+    monkeypatch.setattr("router.edge.api.read_request_info", watched)
+    router = await cluster.router(await cluster.decode())
+    for size in (100, 100_000):
+        await router.text({**BODY, "prompt": "y" * size})
+    assert on_loop == [True, False]
