@@ -89,7 +89,7 @@ BUGS = (
     ),
     Bug(
         "first-block-key", "all who share a system prompt are one session",
-        "router/request/info.py", 'if _role(message) == "user":', "if True:",
+        "router/request/info.py", "is_user = (message.is_of_user for", "is_user = (True for",
         ("tests/router/test_session.py",),
     ),
     Bug(
