@@ -1,4 +1,4 @@
-"""What every HTTP service of tandem may tell a client, and in which form.
+"""Errors that every HTTP service of tandem may answer, and their form.
 
     HttpError
     ├── BadRequest              400  the request is wrong; param says where

@@ -206,7 +206,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _on_head_timeout(self) -> None:
-        """Who has sent nothing at all gets no answer either."""
+        """Ends a connection that takes too long. A client that has sent nothing at all gets no
+        answer either."""
         self._head_timer = None
         if self._num_head_bytes:
             self._refuse(RequestTimeout("the request's headers did not arrive in time"))

@@ -33,7 +33,7 @@ _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @dataclass(slots=True)
 class JsonCounter:
-    """What was fed so far; `num_looks` is the number of pieces it took."""
+    """Everything fed so far; `num_looks` is the number of pieces it took."""
 
     num_values: int = 1
     num_lists_and_objects: int = 0

@@ -15,13 +15,13 @@ from edge.security.credentials import CallerRefused, Credentials
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
-"""For everybody who gets a connection: they tell nothing that a probe must not know."""
+"""Services for everybody who gets a connection: they tell nothing that a probe must not know."""
 _NAMES = "x509_subject_alternative_name"
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """`callers`: by name of the service, who may call it. One that is not there is for no
-    certificate at all. Methods must take one request."""
+    """Judges every call. `callers` say by name of the service who may call it. One that is not
+    there is for no certificate at all. Methods must take one request."""
 
     def __init__(self, credentials: Credentials, callers: Mapping[str, Collection[Role]]) -> None:
         self._credentials = credentials

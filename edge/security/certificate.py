@@ -1,4 +1,4 @@
-"""What a certificate says, as far as we have to know: when it ends.
+"""Reads of a certificate what we have to know: when it ends.
 
     Certificate { TBSCertificate { [version] serial algorithm issuer Validity { from until } ...
 
@@ -35,7 +35,7 @@ def expires_at(pem: bytes) -> float:
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """(tag, content) of what stands side by side."""
+    """Yields (tag, content) of what stands side by side."""
     while der:
         length, start = der[1], 2
         if length & 0x80:

@@ -35,7 +35,7 @@ class Role(StrEnum):
 
 
 def roles_of(names: Collection[str]) -> set[Role]:
-    """What a certificate with these DNS names says of its owner."""
+    """Returns the roles that a certificate with these DNS names gives its owner."""
     return {role for role in Role if role.certificate_name in names}
 
 

@@ -1,4 +1,4 @@
-"""What a service shows to others, and what it demands of them.
+"""Credentials are what a service shows to others, and what it demands of them.
 
     dial      `channel` (gRPC), `client_context` and `headers` (HTTP): by these alone
     listen    `add_port` (gRPC), `server_context` (HTTP)
@@ -33,13 +33,13 @@ class CallerRefused(Exception):
 
     @property
     def code(self) -> grpc.StatusCode:
-        """For calls of gRPC."""
+        """The status with which a gRPC call is refused."""
         status = grpc.StatusCode
         return status.PERMISSION_DENIED if self.is_known else status.UNAUTHENTICATED
 
 
 class Credentials:
-    """Of one service. Raises `SecurityError` when files cannot be used."""
+    """The credentials of one service. Raises `SecurityError` when files cannot be used."""
 
     def __init__(self, config: SecurityConfig | None = None) -> None:
         self.config = config = config or SecurityConfig()
@@ -53,21 +53,21 @@ class Credentials:
 
     @property
     def version(self) -> int:
-        """Of the certificates: connections made under another one show old ones."""
+        """Version of the certificates: connections made under another one show old ones."""
         return 0 if self._tls is None else self._tls.version
 
     def certificate_expires_at(self) -> float | None:
-        """In Unix time; None: without TLS."""
+        """Returns when the certificate ends, in Unix time, or None without TLS."""
         return None if self._tls is None else self._tls.expires_at()
 
     # Dialling ---------------------------------------------------------------------------------
 
     def metadata(self) -> Metadata:
-        """To send with every call."""
+        """Returns what to send with every call."""
         return () if self._token is None else ((TOKEN_HEADER, self._token.shown()),)
 
     def check_dial(self, host: str) -> None:
-        """Raises `PlaintextRefused`."""
+        """Raises `PlaintextRefused` where nobody may be dialled without TLS."""
         self.config.check_plaintext("a connection to another service", host)
 
     def channel(
@@ -85,22 +85,23 @@ class Credentials:
         return grpc.aio.secure_channel(address, credentials, options=list(options))
 
     def client_context(self, *, h2: bool = False) -> ssl.SSLContext | None:
-        """For one connection. None: without TLS."""
+        """Returns the TLS context for one connection, or None without TLS."""
         return None if self._tls is None else self._tls.client_context(h2=h2)
 
     def server_name(self, server: Role) -> str | None:
-        """What a server's certificate must name; None: the address that was dialled."""
+        """Returns the name that a server's certificate must have; None stands for the address
+        that was dialled."""
         is_by_role = self._tls is not None and self.config.tls_identity == "role"
         return server.certificate_name if is_by_role else None
 
     # Listening --------------------------------------------------------------------------------
 
     def check_listen(self, host: str) -> None:
-        """Raises `PlaintextRefused`."""
+        """Raises `PlaintextRefused` where nobody may listen without TLS."""
         self.config.check_plaintext("listening for other services", host)
 
     def add_port(self, server: grpc.aio.Server, host: str, port: int) -> int:
-        """The port. Raises `PlaintextRefused`, and `RuntimeError` when it cannot be had."""
+        """Returns the port. Raises `PlaintextRefused`, and `RuntimeError` when it cannot be had."""
         self.check_listen(host)
         address = join_address(host, port)
         tls = self._tls
@@ -119,7 +120,7 @@ class Credentials:
     def server_context(
         self, *, demands_certificate: bool = True, h2: bool = False
     ) -> ssl.SSLContext | None:
-        """For a listener. None: without TLS."""
+        """Returns the TLS context for a listener, or None without TLS."""
         if self._tls is None:
             return None
         mode = ssl.CERT_REQUIRED if demands_certificate else ssl.CERT_OPTIONAL

@@ -29,7 +29,7 @@ class RenewedChannel:
         self._retired: set[asyncio.Task[None]] = set()
 
     def get(self) -> grpc.aio.Channel:
-        """For one call. Raises what `dial` does."""
+        """Returns a channel for one call. Raises what `dial` does."""
         version = self._credentials.version
         if self._channel is None or version != self._version:
             old = self._channel

@@ -58,14 +58,15 @@ class TlsFiles:
         return self._files.get().expires_at
 
     def client_context(self, *, h2: bool = False) -> ssl.SSLContext:
-        """For one connection; the same object until the files change."""
+        """Returns a context for one connection; the same object until the files change."""
         loaded = self._files.get()
         return loaded.client_h2 if h2 else loaded.client
 
     def server_context(
         self, verify: ssl.VerifyMode = ssl.CERT_REQUIRED, *, h2: bool = False
     ) -> ssl.SSLContext:
-        """For a listener: each of its connections uses what the files say by then."""
+        """Returns a context for a listener: each of its connections uses what the files say by
+        then."""
         context = _new_context(ssl.PROTOCOL_TLS_SERVER, self._certificate, self._key)
         self._set_up_server(context, verify, h2)
 

@@ -9,7 +9,7 @@ import uvicorn
 
 
 class TlsConfig(uvicorn.Config):
-    """`tls` None: plain HTTP."""
+    """Serves HTTP; without `tls` it is plain."""
 
     def __init__(self, app: Any, tls: ssl.SSLContext | None, **options: Any) -> None:
         super().__init__(app, **options)

@@ -24,8 +24,8 @@ _ATTEMPTS = 3
 
 
 class WatchedFiles(Generic[T]):
-    """What `read` makes of `paths`, made again when one of them has changed. May be used by many
-    threads. Raises `SecurityError` if it cannot be made at first."""
+    """Keeps what `read` makes of `paths`, made again when one of them has changed. May be used by
+    many threads. Raises `SecurityError` if it cannot be made at first."""
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T]) -> None:
         self._paths = [Path(path) for path in paths]

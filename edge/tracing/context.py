@@ -48,6 +48,6 @@ class TraceContext:
         return replace(self, span_id=_new_span_id())
 
     def child_headers(self) -> dict[str, str]:
-        """For calls to the next hop, whose spans are children of ours."""
+        """Returns the headers for calls to the next hop, whose spans are children of ours."""
         headers = {"traceparent": f"00-{self.trace_id}-{self.span_id}-{self.flags}"}
         return headers | {"tracestate": self.state} if self.state else headers

@@ -39,7 +39,7 @@ class TraceFile:
     """Appends to `path`. One service, one thread. What cannot be written ends nothing."""
 
     def __init__(self, path: Path, service: str, instance: str) -> None:
-        """Raises `TraceFileError`."""
+        """Opens the file. Raises `TraceFileError`."""
         try:
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:

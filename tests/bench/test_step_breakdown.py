@@ -1,4 +1,4 @@
-"""From kernels on a time line to figures of a step."""
+"""Kernels on a time line become figures of a step."""
 
 from __future__ import annotations
 

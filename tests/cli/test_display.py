@@ -1,4 +1,4 @@
-"""What `tandem up` shows when its services are ready."""
+"""`tandem up` shows a table when its services are ready."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ async def read_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def send_for_ever(writer: asyncio.StreamWriter) -> None:
-    """Until the other side has really gone."""
+    """Reads until the other side has really gone."""
     with contextlib.suppress(ConnectionError):
         async with asyncio.timeout(TIMEOUT_S):
             while True:

@@ -1,4 +1,4 @@
-"""What is counted in JSON text is what a parser would build, however the text is cut."""
+"""The count of JSON text is what a parser would build, however the text is cut."""
 
 from __future__ import annotations
 

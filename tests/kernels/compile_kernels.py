@@ -41,8 +41,8 @@ from tandem_kernels import (
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HEAD_SIZES = {80: (128,), 90: (64, 80, 128, 256)}
-"""By capability. Above 64 all sizes up to 128 are padded to 128, as 80 is; 128 takes the most
-shared memory."""
+"""Head sizes by capability. Above 64 all sizes up to 128 are padded to 128, as 80 is; 128 takes the
+most shared memory."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ def small_m_cases(capability: int) -> Iterator[Case]:
 
 
 def fused_gate_up_cases(capability: int) -> Iterator[Case]:
-    """For Hopper alone."""
+    """Yields cases for Hopper alone."""
     tiles = fused_gate_up.ROWS, fused_gate_up.COLS, fused_gate_up.DEPTH
     rows, cols, depth = tiles
     boxes = {"x": [rows, depth], "weight": [2, cols, depth], "out": [rows, cols]}

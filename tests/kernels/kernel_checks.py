@@ -1,4 +1,4 @@
-"""What each operation must do, for any column of the dispatch table and any device.
+"""Checks what each operation must do, for any column of the dispatch table and any device.
 
 Inputs are fresh random numbers; `op` is the function under test.
 """
@@ -51,7 +51,7 @@ def small_m_gemm(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> None:
-    """`shape`: (rows, outputs, inner). Rows of x lie apart, as a slice's do."""
+    """Checks a GEMM. `shape` is (rows, outputs, inner). Rows of x lie apart, as a slice's do."""
     rows, outputs, inner = shape
     x = torch.randn(rows, 2 * inner, device=device).to(dtype)[:, :inner]
     weight = (torch.randn(outputs, inner, device=device) * inner**-0.5).to(dtype)
@@ -67,7 +67,8 @@ def small_m_gemm(
 def fused_gate_up(
     op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """`shape`: (rows, width, inner). Rows of x lie apart; gates reach from 0 to 100."""
+    """Checks a gated GEMM. `shape` is (rows, width, inner). Rows of x lie apart; gates reach from 0
+    to 100."""
     rows, width, inner = shape
     x = torch.randn(rows, 2 * inner, device=device).to(dtype)[:, :inner]
     weight = torch.randn(2 * width, inner, device=device) * inner**-0.5
@@ -83,7 +84,7 @@ def fused_gate_up(
 def invariant_gemm(
     op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """`shape`: (rows, outputs, inner). A row has the same bits in any company."""
+    """Checks a GEMM. `shape` is (rows, outputs, inner). A row has the same bits in any company."""
     rows, outputs, inner = shape
     x = torch.randn(rows, 2 * inner, device=device).to(dtype)[:, :inner]
     weight = (torch.randn(outputs, inner, device=device) * inner**-0.5).to(dtype)
@@ -287,7 +288,7 @@ def post_update(op: Op, lengths: list[int], seed: int, width: int, device: str =
 
 
 def write_drafts(op: Op, num_reqs: int, seed: int, device: str = "cpu") -> None:
-    """Of one padding request and `num_reqs` others, some at the end of the table."""
+    """Checks a step of one padding request and `num_reqs` others, some at the end of the table."""
     rows = make_rows(seed, device)
     rows.total_len[: NUM_ROWS // 2] = MAX_LEN - torch.arange(NUM_ROWS // 2).int().to(device)
     mapping = [*torch.randperm(NUM_ROWS)[:num_reqs].tolist(), -1]
@@ -307,7 +308,7 @@ def write_drafts(op: Op, num_reqs: int, seed: int, device: str = "cpu") -> None:
 def apply_staged_writes(
     op: Op, pieces: list[tuple[int, int]], width: int, seed: int, device: str = "cpu"
 ) -> None:
-    """`pieces`: (start, length) of one edit each, in different rows."""
+    """Stages edits. `pieces` are (start, length) of one edit each, in different rows."""
     torch.manual_seed(seed)
     num_rows = len(pieces) + 2
     base = torch.randint(0, 100, (num_rows, width), dtype=torch.int32)

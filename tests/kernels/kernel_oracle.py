@@ -160,7 +160,8 @@ def gumbel(seed: int, position: int, token_id: int) -> float:
 def filtered_probabilities(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> list[float]:
-    """What is left of a distribution after min-p, top-k, top-p, equal logits kept together."""
+    """Returns what is left of a distribution after min-p, top-k, top-p, equal logits kept
+    together."""
     scaled = [x / temperature for x in logits]
     peak = max(scaled)
     weights = [math.exp(x - peak) for x in scaled]

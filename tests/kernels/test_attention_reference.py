@@ -80,7 +80,7 @@ def test_through_a_window(
     window: int,
     fixed_order: bool,
 ) -> None:
-    """Of nothing before it a number is used."""
+    """No number of what lies before it is used."""
     if not decodes and not prefills:
         return
     torch.manual_seed(window)

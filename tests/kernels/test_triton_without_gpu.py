@@ -45,7 +45,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 @pytest.mark.timeout(400)
 def test_kernels_compile_ahead_of_time() -> None:
-    """For Ampere and Hopper."""
+    """Kernels compile for Ampere and Hopper."""
     out = _output(_start([str(HERE / "compile_kernels.py"), "80", "90"], {}))
     lines = [line.split(" | ")[:2] for line in out.splitlines()]
     compiled = {(capability, name.split()[0]) for capability, name in lines}

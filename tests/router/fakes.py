@@ -154,7 +154,8 @@ class FakeDecodeNode(FakeNode):
         await super().stop()
 
     async def stop_http(self) -> None:
-        """From now on connections to the HTTP port are refused; open ones are cut."""
+        """Shuts the node's door: from now on connections to the HTTP port are refused; open ones
+        are cut."""
         if self._runner is not None:
             for connection in list(self._runner.server.connections if self._runner.server else ()):
                 if connection.transport is not None:

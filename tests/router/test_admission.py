@@ -1,4 +1,4 @@
-"""Who may go on to the nodes, who waits, and what the others are told."""
+"""Admission decides who may go on to the nodes, who waits, and what the others are told."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_better_classes_go_first() -> None:
 
 
 def test_nobody_waits_for_ever() -> None:
-    """After 20 s a batch request is in the first class, with the earliest deadline."""
+    """A batch request is, after 20 s, in the first class, with the earliest deadline."""
     gate = Gate(wait_s=1000)
     gate.offer("first")
     gate.offer("batch", priority=BATCH)
@@ -208,7 +208,7 @@ def test_a_full_line_refuses() -> None:
 
 
 def refused_after_s(gate: Gate, count: int) -> list[int]:
-    """What so many are told who find the line full."""
+    """Returns what so many are told who find the line full."""
     told = []
     for _ in range(count):
         with pytest.raises(Overloaded) as refused:

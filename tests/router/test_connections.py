@@ -21,7 +21,7 @@ async def connect(router: RunningRouter) -> tuple[asyncio.StreamReader, asyncio.
 
 
 async def answer_to(router: RunningRouter, data: bytes) -> tuple[int, dict]:
-    """Of a connection that the router closes."""
+    """Returns what comes of a connection that the router closes."""
     reader, writer = await connect(router)
     writer.write(data)
     try:
@@ -106,7 +106,7 @@ async def test_trickling_heads_are_closed_and_others_are_served(cluster: Cluster
     first, *rest = b"GET /health HTTP/1.1\r\nhost: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 
     async def begin() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """With a byte at once: who sends nothing for so long gets no answer."""
+        """The client sends a byte at once: who sends nothing for so long gets no answer."""
         reader, writer = await connect(router)
         writer.write(bytes([first]))
         return reader, writer

@@ -1,4 +1,4 @@
-"""What the router answers itself: limits, keys, bad input, models, readiness, metrics."""
+"""The router answers some things itself: limits, keys, bad input, models, readiness, metrics."""
 
 from __future__ import annotations
 

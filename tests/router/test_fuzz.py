@@ -133,8 +133,8 @@ def mutated(rng: random.Random) -> bytes:
 
 
 async def answers_to(router: RunningRouter, requests: list[bytes]) -> list[bytes]:
-    """What is said to each until two that came after them have their whole answers: who is not
-    answered by then waits for what we do not send, or shall go on when we have left."""
+    """Returns what is said to each until two that came after them have their whole answers: who is
+    not answered by then waits for what we do not send, or shall go on when we have left."""
     host, port = router.url.removeprefix("http://").split(":")
     connections = [await asyncio.open_connection(host, int(port)) for _ in requests]
     for (_, writer), data in zip(connections, requests, strict=True):

@@ -36,7 +36,7 @@ DONE = b"data: [DONE]\n\n"
 def test_however_it_arrives(
     count: int, cuts: list[int], beats: list[int], again: list[int]
 ) -> None:
-    """With signs of life and repetitions anywhere."""
+    """Entries arrive with signs of life and repetitions anywhere."""
     sent = b""
     for number in range(count):
         sent += b":\n\n" * beats.count(number) + event(number)

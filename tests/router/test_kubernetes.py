@@ -79,7 +79,7 @@ async def api() -> AsyncIterator[FakeApi]:
 
 
 class Followed:
-    """What a watch told. `last` waits for it to be so."""
+    """Keeps what a watch told. `last` waits for it to be so."""
 
     def __init__(self) -> None:
         self.seen: list[Endpoints] = []

@@ -53,7 +53,7 @@ async def stream(router: RunningRouter, seed: int, begun: asyncio.Semaphore) -> 
 
 
 async def run_streams(router: RunningRouter, switch: Switch, cut: str = "") -> list[bool]:
-    """`cut`: a host that is cut off when all streams have begun."""
+    """Runs streams. `cut` is a host that is cut off when all streams have begun."""
     begun = asyncio.Semaphore(0)
     tasks = [asyncio.create_task(stream(router, seed, begun)) for seed in range(NUM_STREAMS)]
     async with asyncio.timeout(TIMEOUT_S):

@@ -431,7 +431,8 @@ def tandem(fleet: Fleet, **parameters: Any) -> TandemPolicy:
 
 
 def test_a_turn_follows_its_prefix_wherever_it_was_computed() -> None:
-    """By what the router itself sent, and by what a node reports of another router's work."""
+    """A prefix is known by what the router itself sent, and by what a node reports of another
+    router's work."""
     fleet = fleet_of(20)
     policy = tandem(fleet)
     turn = request(

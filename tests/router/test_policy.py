@@ -20,7 +20,7 @@ PREFILL = NodeRole.PREFILL
 
 
 HALF_A_SECOND = SpillRule(*[Margin(ratio=1.0, services=4.0)] * 2)
-"""Before anything was served, a service takes an eighth of a second."""
+"""A service takes, before anything was served, takes an eighth of a second."""
 
 
 def policy(fleet: Fleet, **settings: Any) -> TandemPolicy:
@@ -92,7 +92,7 @@ def test_a_session_whose_home_leaves_moves_and_others_stay() -> None:
 def test_a_session_leaves_home_only_for_a_much_shorter_queue(
     home_tokens: int, other_tokens: int, choice: PrefillChoice
 ) -> None:
-    """1000 tokens/s, so 510 tokens are just over the half second it is willing to wait."""
+    """At 1000 tokens/s, 510 tokens are just over the half second it is willing to wait."""
     fleet = with_prefills(3)
     place = policy(fleet).place
     key = b"a session"

@@ -1,4 +1,4 @@
-"""What the registry believes about nodes: reports, restarts, silence, ejection."""
+"""The registry believes things about nodes: reports, restarts, silence, ejection."""
 
 from __future__ import annotations
 

@@ -159,7 +159,8 @@ class TokenHandler:
 
 
 def texts(answer: str, num_choices: int = 1) -> list[str]:
-    """Of a complete stream, by choice; the framing must be exact, and nothing inside show."""
+    """Returns the tokens of a complete stream, by choice; the framing must be exact, and nothing
+    inside show."""
     assert answer.endswith("data: [DONE]\n\n"), answer[-200:]
     *events, _ = answer.removesuffix("\n\n").split("\n\n")
     found = [""] * num_choices

@@ -52,6 +52,6 @@ def tls_config(folder: Path, identity: TlsIdentity = "address") -> SecurityConfi
 
 
 def move_service(source: Path, target: Path) -> None:
-    """What `target` shows from now on is what `source` has shown."""
+    """Copies files: what `target` shows from now on is what `source` has shown."""
     for file in ("tls.crt", "tls.key", "ca.crt"):
         (source / file).replace(target / file)

@@ -35,7 +35,7 @@ class Target:
         return int(line.split()[1]) >> 10
 
     def answers(self, token: str) -> grpc.StatusCode:
-        """What a call that gives this token comes to."""
+        """Returns what a call that gives this token comes to."""
         with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
             metadata = [("x-tandem-cluster-token", token)]
             answers = channel.unary_stream(CALLS[self.kind])(b"", timeout=30, metadata=metadata)

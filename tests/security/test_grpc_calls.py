@@ -1,4 +1,4 @@
-"""Who gets through to a gRPC server of ours, on a real connection."""
+"""Only those who may get through to a gRPC server of ours, on a real connection."""
 
 from __future__ import annotations
 

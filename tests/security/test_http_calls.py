@@ -1,4 +1,5 @@
-"""Who gets through to a decode node's API, and the router's way there, on real connections."""
+"""Only those who may get through to a decode node's API, and the router's way there, on real
+connections."""
 
 from __future__ import annotations
 

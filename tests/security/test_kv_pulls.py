@@ -78,7 +78,7 @@ async def producer(credentials: Credentials, kind: str = "h2", host: str = "127.
 
 
 async def pull(address: str, credentials: Credentials, kind: str = "h2") -> None:
-    """Raises `KVTransferError`."""
+    """Pulls KV. Raises `KVTransferError`."""
     transport, sink = TRANSPORTS[kind](credentials), Sink()
     try:
         async with asyncio.timeout(30):

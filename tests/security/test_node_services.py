@@ -1,4 +1,4 @@
-"""Who may call which service of a node, and what everybody may ask."""
+"""Services of a node say who may call them, and what everybody may ask."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def prefill_node(credentials: Credentials, host: str = "127.0.0.1"):
 
 
 async def outcomes(address: str, caller: Credentials) -> list[grpc.StatusCode]:
-    """Of a load report, a greeting that fits no layout, and the health."""
+    """Returns how calls end: a load report, a greeting that fits no layout, and the health."""
     metadata = caller.metadata()
     async with caller.channel(address, Role.PREFILL, []) as channel:
         watch = node_pb2_grpc.NodeStatusStub(channel).Watch(

@@ -1,4 +1,4 @@
-"""What services may be told about each other, and what they refuse."""
+"""Services are told about each other by settings, and what they refuse."""
 
 from __future__ import annotations
 
