@@ -12,7 +12,7 @@ SESSION = "x-session-id"
 PRIORITY = "x-tandem-priority"
 TTFT_DEADLINE = "x-slo-ttft-ms"
 TIMELINE = "x-tandem-timeline"
-"""With `1` in this header, the answer says where its time went."""
+"""An answer says where its time went, if this header is `1`."""
 
 PREFILL_NODES = "x-prefiller-host-port"
 """`host:port` of each, best first; empty: the decode node computes the prompt itself."""
