@@ -179,7 +179,6 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         expected_epoch=params.peer.epoch,
         prompt_token_ids=request.spec.prompt_token_ids,
         spec=encode_spec(request.spec),
-        num_tokens_held=params.num_tokens_held,
         first_token_only=params.first_token_only,
     )
 

@@ -3,6 +3,7 @@
 KVTransferError
 ├── HandshakeMismatch     the two nodes do not fit; names the field
 ├── PeerLost              the connection broke or the peer restarted
+│   └── NotServed         the peer cannot serve the pull over this transport
 ├── TransferTimeout       no progress within the limit, or the lease ended
 ├── TransferAborted       somebody asked for it
 ├── CorruptChunk          checksum, bounds or identity of a chunk is wrong
@@ -35,6 +36,10 @@ class HandshakeMismatch(KVTransferError):
 
 class PeerLost(KVTransferError):
     """The connection broke, or the peer is not the process that was greeted."""
+
+
+class NotServed(PeerLost):
+    """The peer does not serve this pull over the transport that was asked for."""
 
 
 class TransferTimeout(KVTransferError):

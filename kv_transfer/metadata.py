@@ -41,7 +41,6 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         transfer_id: 32 hex digits, random for each request.
         attempt: Grows with every new attempt of the same request.
         peer: The prefill node (on decode only).
-        num_tokens_held: Leading tokens that the puller has (on prefill only).
         first_token_only: The peer's first token is the whole answer: nothing is pulled (on decode
             only).
     """
@@ -51,7 +50,6 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     transfer_id: str
     attempt: int = 0
     peer: KVPeer | None = None
-    num_tokens_held: int = 0
     first_token_only: bool = False
 
 
@@ -84,7 +82,6 @@ class OfferMeta(msgspec.Struct, frozen=True, tag="offer", array_like=True):
     transfer_id: str
     attempt: int
     num_tokens: int
-    num_tokens_held: int
 
 
 class RecvMeta(msgspec.Struct, frozen=True, tag="recv", array_like=True):

@@ -256,7 +256,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 do_remote_decode=True,
                 transfer_id=message.transfer_id,
                 attempt=message.attempt,
-                num_tokens_held=message.num_tokens_held,
             )
         return request
 

@@ -76,6 +76,27 @@ ROUTER_ORDER = [
     {"__main__"},
 ]
 
+KV_TRANSFER_ORDER = [
+    {
+        "base",
+        "config",
+        "errors",
+        "layer_times",
+        "layout",
+        "metadata",
+        "no_connector",
+        "sizing",
+        "state",
+    },
+    {"memory"},
+    {"wire"},
+    {"transports"},
+    {"producer", "consumer"},
+    {"control"},
+    {"factory"},
+]
+"""Contracts first. Rooms of one level never import each other."""
+
 TORCH_FREE = [
     "edge",
     "host",
@@ -197,6 +218,31 @@ def test_router_knows_only_the_wire() -> None:
             packages = {name.partition(".")[0] for name in project_imports(module)}
             assert packages <= {"router", "tandem_pb", "edge"}, module
             assert not library_imports(module) & LIBRARIES_ROUTER_MAY_NOT_USE, module
+
+
+def test_kv_transfer_imports_in_one_direction() -> None:
+    level = {name: i for i, names in enumerate(KV_TRANSFER_ORDER) for name in names}
+    wrong = []
+    for module in modules():
+        if not module.startswith("kv_transfer."):
+            continue
+        own = module.split(".")[1]
+        for target in project_imports(module):
+            other = target.split(".")[1] if target.startswith("kv_transfer.") else own
+            if level[other] > level[own] or (level[other] == level[own] > 0 and other != own):
+                wrong.append(f"{module} imports {target}")
+    assert not wrong, wrong
+
+
+def test_transports_do_not_know_each_other() -> None:
+    """Nor who uses them; only the registry knows which there are."""
+    for module in modules():
+        room = module.split(".")[2:3]
+        if not module.startswith("kv_transfer.transports.") or room == ["registry"]:
+            continue
+        for target in project_imports(module):
+            found = target.removeprefix("kv_transfer.transports.").split(".")
+            assert found[0] not in {"stream", "cuda_ipc"} - set(room), f"{module}: {target}"
 
 
 def test_header_names_stand_in_one_place() -> None:

@@ -228,9 +228,7 @@ class KVPair:
         """Until everything has arrived."""
         caches, num_tokens = self.caches, self.caches.num_tokens
         self._transfer_id = transfer_id = uuid.uuid4().hex
-        offer = KVTransferParams(
-            do_remote_decode=True, transfer_id=transfer_id, num_tokens_held=self._held
-        )
+        offer = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
         wish = KVTransferParams(
             do_remote_prefill=True, transfer_id=transfer_id, peer=self._producer.peer_info
         )

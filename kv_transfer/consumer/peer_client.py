@@ -17,8 +17,6 @@ from kv_transfer.errors import PeerLost
 from kv_transfer.metadata import KVPeer, ReleaseMeta
 from kv_transfer.wire.channels import CONTROL, ChannelPool, new_channel
 from kv_transfer.wire.handshake import (
-    LocalCache,
-    cache_from_proto,
     check_peer,
     host_id,
     peer_from_proto,
@@ -38,13 +36,13 @@ class PeerClient:
         self._channels = ChannelPool(credentials)
         self._me = me
         self._timeout_s = timeout_s
-        self._greeted: dict[tuple[str, str, int], LocalCache | None] = {}
-        """By (address, engine id, epoch) of processes that answered as they should: how to read
-        their cache, if it is on this host and they allow it."""
+        self._greeted: dict[tuple[str, str, int], dict[int, bytes]] = {}
+        """By (address, engine id, epoch) of processes that answered as they should: what they said
+        of each transport over which we can have their KV."""
 
-    def cache_of(self, peer: KVPeer, address: str) -> LocalCache | None:
-        """After `greet`: how to read the cache of the rank that answers there; None: not at all."""
-        return self._greeted.get((address, peer.engine_id, peer.epoch))
+    def transports_of(self, peer: KVPeer, address: str) -> dict[int, bytes]:
+        """Returns what the process there said of its transports when it was greeted."""
+        return self._greeted.get((address, peer.engine_id, peer.epoch), {})
 
     def has_greeted(self, peer: KVPeer, address: str) -> bool:
         return (address, peer.engine_id, peer.epoch) in self._greeted
@@ -55,9 +53,8 @@ class PeerClient:
         async with new_channel(address, self._credentials) as channel:
             answer = await self._handshake(channel, address)
         check_peer(self._me.layout, peer, peer_from_proto(answer))
-        has_cache = answer.HasField("local_cache") and answer.host_id == host_id()
         key = (address, peer.engine_id, peer.epoch)
-        self._greeted[key] = cache_from_proto(answer.local_cache) if has_cache else None
+        self._greeted[key] = {transport.id: transport.data for transport in answer.transports}
 
     async def release(self, address: str, meta: ReleaseMeta) -> None:
         """Waits a while for the peer; one that cannot be reached is left to its lease."""

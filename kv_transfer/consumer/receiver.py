@@ -1,6 +1,7 @@
 """Consumer: pulls KV into blocks of this rank.
 
-    1. RecvMeta    layouts are compared, the peer's processes are greeted (once), streams open
+    1. RecvMeta    layouts are compared, the peer's processes are greeted (once), streams open,
+                   each over the first transport that both ends have
     2. FIRST_BYTE  the first KV has been written
     3. the end     RECEIVED when every stream is complete; FAILED for the first error, or silence;
                    ABORTED on AbortMeta. Reported when no stream is left that could write.
@@ -21,8 +22,9 @@ from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.joint_tasks import all_or_none
 from kv_transfer.consumer.peer_client import PeerClient
-from kv_transfer.errors import KVTransferError, PeerLost, TransferTimeout
-from kv_transfer.memory.block_views import BlockViews
+from kv_transfer.consumer.recv_transfer import RecvTransfer
+from kv_transfer.consumer.stream_plan import plan_streams
+from kv_transfer.errors import KVTransferError, NotServed, PeerLost, TransferTimeout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
     AbortMeta,
@@ -31,22 +33,17 @@ from kv_transfer.metadata import (
     ReleaseMeta,
     TransferEvent,
     TransferEventKind,
-    TransferStats,
 )
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
-from kv_transfer.transports.chunk_assembler import ChunkAssembler, PullSource
-from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
+from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.pull_stream import PullStream
+from kv_transfer.transports.registry import consumer_transports
 from kv_transfer.transports.stream.ends import new_pull_client
 from kv_transfer.wire.channels import slot_of
-from kv_transfer.wire.chunk_grid import ChunkGrid, num_streams_for, streams_of
 from kv_transfer.wire.handshake import check_endpoints
 
 _IDLE_S = 600.0
 """Connections that were not used for so long are closed; longer than a transfer can take."""
-
-_IN_PLACE_BYTES = 16 << 10
-"""Blocks from this size on are received in place; smaller ones are sooner copied."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,73 +52,6 @@ _EVENT_OF = {
     KVTransferState.FAILED: TransferEventKind.FAILED,
     KVTransferState.ABORTED: TransferEventKind.ABORTED,
 }
-
-
-class RecvTransfer:
-    """One transfer of one process: its streams, and what was measured."""
-
-    def __init__(self, meta: RecvMeta) -> None:
-        self.meta = meta
-        self.streams: list[PullStream] = []
-        self.is_planned = False
-        """The streams are known. A process may have none."""
-        self.num_bytes = 0
-        self.first_byte_at = 0.0
-        self.last_byte_at = 0.0
-        self.received_at = 0.0
-        self.task: asyncio.Task[None] | None = None
-        self.has_begun = False
-        self.abort_requested = False
-
-    @property
-    def stats(self) -> TransferStats:
-        return TransferStats(
-            self.num_bytes,
-            len(self.streams),
-            self.first_byte_at,
-            self.last_byte_at,
-            self.received_at,
-        )
-
-    def count(self, num_bytes: int) -> bool:
-        """Whether these were the first."""
-        self.last_byte_at = time.monotonic()
-        self.num_bytes += num_bytes
-        if self.first_byte_at > 0:
-            return False
-        self.first_byte_at = self.last_byte_at
-        return True
-
-    @property
-    def num_tokens_complete(self) -> int:
-        """Leading tokens of which our share is in our blocks, when all copies are done."""
-        if not self.is_planned:
-            return self.meta.first_token
-        known = (stream for stream in self.streams if stream.chunk_bytes is not None)
-        told = {stream.peer_rank: stream.chunk_bytes for stream in known}
-        complete = (
-            stream.num_tokens_complete(told.get(stream.peer_rank)) for stream in self.streams
-        )
-        return min(complete, default=self.meta.num_tokens)
-
-    def let_go(self) -> None:
-        """It has ended. Streams know their transfer, and what they received into would stay until
-        garbage is collected, which is seldom."""
-        self.streams = []
-        self.task = None
-
-    def excuse_silence(self) -> None:
-        """Time starts anew for all streams."""
-        for stream in self.streams:
-            stream.last_heard_at = time.monotonic()
-
-    def silent_streams(self, timeout_s: float) -> list[PullStream]:
-        horizon = time.monotonic() - timeout_s
-        return [
-            stream
-            for stream in self.streams
-            if not stream.is_done and stream.last_heard_at < horizon
-        ]
 
 
 class KVReceiver:
@@ -145,17 +75,12 @@ class KVReceiver:
         self._index = index
         self._process = rank * config.num_processes + index
         self._cache = cache
-        self._views = (
-            BlockViews(cache)
-            if cache.device.copies_at_once and cache.page_bytes >= _IN_PLACE_BYTES
-            else None
-        )
         self._emit_event = emit
         self._on_change = on_change
         credentials = Credentials(config.security)
         self._peers = PeerClient(me, config.stall_timeout_s, credentials)
-        self._transport = new_pull_client(config, credentials, source)
-        self._peer_caches = PeerCaches(cache.device)
+        self._client = new_pull_client(config, credentials, source)
+        self._transports = consumer_transports(config, cache)
         self._transfers: TransferTable[RecvTransfer] = TransferTable()
         self._releases: set[asyncio.Task[None]] = set()
         self.bytes_received = 0
@@ -210,7 +135,7 @@ class KVReceiver:
         while True:
             await asyncio.sleep(_IDLE_S / 10)
             await self._peers.close_idle(_IDLE_S)
-            await self._transport.close_idle(_IDLE_S)
+            await self._client.close_idle(_IDLE_S)
 
     async def close(self) -> None:
         """Ends all transfers without a word: the node is going."""
@@ -218,10 +143,11 @@ class KVReceiver:
         for task in [*tasks, *self._releases]:
             task.cancel()
         await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
-        await self._transport.close()
+        await self._client.close()
         await self._peers.close()
         await self._cache.copies.settled()
-        self._peer_caches.close()
+        for transport in self._transports:
+            transport.close()
 
     # One transfer -----------------------------------------------------------------------------
 
@@ -233,8 +159,7 @@ class KVReceiver:
         is_done = state is KVTransferState.DONE
         num_tokens_kept = transfer.meta.num_tokens if is_done else transfer.num_tokens_complete
         for stream in transfer.streams:
-            if stream.peer_cache is not None:
-                self._peer_caches.release(stream.peer_cache)
+            stream.close()
         self._end(transfer, state, reason, retryable, num_tokens_kept)
 
     async def _outcome(self, transfer: RecvTransfer) -> tuple[KVTransferState, str, bool]:
@@ -264,70 +189,45 @@ class KVReceiver:
             raise KVTransferError(str(error)) from error
         self._me.layout.check_compatible(meta.peer.layout)
         check_endpoints(meta.peer)
-        transfer.streams = self._plan(transfer)
+        jobs = plan_streams(meta, self._config, self._me.layout, self._rank, self._index)
+        await self._greet(meta.peer, {address for _, address in jobs})
+        for job, address in jobs:
+            transfer.streams.append(self._stream(transfer, job, address))
         transfer.is_planned = True
-        await self._greet(meta.peer, {stream.address for stream in transfer.streams})
         self._on_change()
-        self._map_peer_caches(transfer)
         for stream in transfer.streams:
             stream.last_heard_at = time.monotonic()
-        pulls = [stream.run(self._transport) for stream in transfer.streams]
+        pulls = [stream.run(self._client) for stream in transfer.streams]
         await all_or_none(pulls, self._watch(transfer))
         transfer.received_at = time.monotonic()
         await self._cache.copies.settled()
         transfer.last_byte_at = time.monotonic()
         for stream in transfer.streams:
-            stream.check_still_held()
+            stream.check()
 
     async def _greet(self, peer: KVPeer, addresses: set[str]) -> None:
         new = [address for address in addresses if not self._peers.has_greeted(peer, address)]
         if new:
             await all_or_none([self._peers.greet(peer, address) for address in new])
 
-    def _map_peer_caches(self, transfer: RecvTransfer) -> None:
-        """Streams from a cache on this host say where blocks lie; we copy them ourselves."""
-        peer, device = transfer.meta.peer, self._cache.device
-        if not self._config.shares_memory(device.is_gpu):
-            return
-        for stream in transfer.streams:
-            local = self._peers.cache_of(peer, stream.address)
-            if local is None or (local.handle.cuda is not None) != device.is_gpu:
-                continue
-            cache = self._peer_caches.acquire(peer, local.handle)
-            if cache is not None:
-                stream.use_peer_cache(cache, local.holds)
-
-    def _plan(self, transfer: RecvTransfer) -> list[PullStream]:
-        """The streams of this process, from every rank of the peer that holds what we need."""
-        meta, tp_size = transfer.meta, self._me.layout.tp_size
-        streams = []
-        for peer_rank, addresses in enumerate(meta.peer.endpoints):
-            share = meta.peer.layout.share(peer_rank, self._rank, tp_size)
-            if not any(page.num_bytes for page in share):
-                continue
-            source = PullSource(self._rank, tp_size, peer_rank, share)
-            num_streams = self._num_streams(meta, source, len(addresses))
-            for number in streams_of(num_streams, self._index, self._config.num_processes):
-                streams.append(
-                    PullStream(
-                        meta,
-                        ChunkAssembler(meta, source, self._cache, number, num_streams, self._views),
-                        addresses[number % len(addresses)],
-                        slot_of(number, len(addresses)),
-                        lambda num_bytes: self._count(transfer, num_bytes),
-                        self._refused,
-                    )
-                )
-        return streams
-
-    def _num_streams(self, meta: RecvMeta, source: PullSource, sender_processes: int) -> int:
-        chunk_bytes = self._config.chunk_bytes
-        grid = ChunkGrid.of(meta.peer.layout, chunk_bytes, meta.first_token, meta.num_tokens)
-        num_bytes = sum(
-            group.num_layers * (group.num_blocks - group.first_block) * page.num_bytes
-            for group, page in zip(grid.groups, source.share, strict=True)
+    def _stream(self, transfer: RecvTransfer, job: FetchJob, address: str) -> PullStream:
+        """Raises KVTransferError when the peer can be read over no transport of ours."""
+        said = self._peers.transports_of(job.meta.peer, address)
+        ways = [
+            way
+            for transport in self._transports
+            if transport.id in said and (way := transport.fetch(job, said[transport.id]))
+        ]
+        if not ways:
+            raise NotServed(f"{address} serves none of the transports that we know")
+        num_addresses = len(job.meta.peer.endpoints[job.source.peer_rank])
+        return PullStream(
+            ways,
+            address,
+            slot_of(job.stream, num_addresses),
+            lambda num_bytes: self._count(transfer, num_bytes),
+            self._refused,
         )
-        return num_streams_for(self._config.num_streams, num_bytes, chunk_bytes, sender_processes)
 
     async def _watch(self, transfer: RecvTransfer) -> None:
         """Raises when one of the streams has gone silent. When we were held up ourselves, what it
@@ -391,4 +291,4 @@ class KVReceiver:
         }
         addresses = {address for rank in lost.meta.peer.endpoints for address in rank}
         self._peers.forget(addresses - busy)
-        await self._transport.forget(addresses - busy)
+        await self._client.forget(addresses - busy)

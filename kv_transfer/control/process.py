@@ -285,7 +285,7 @@ class TransferProcess:
                 config.process,
                 config.generation,
                 self._address,
-                staged_bytes=sender.pool.used,
+                staged_bytes=sender.staged_bytes,
                 leases=sender.num_transfers,
                 num_transfers=sender.num_transfers,
                 num_pulls=sender.num_pulls,

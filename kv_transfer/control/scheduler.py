@@ -193,9 +193,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         if self._find(params) is not None:
             return
         self._replace_older(params)
-        offer = OfferMeta(
-            params.transfer_id, params.attempt, request.num_prompt_tokens, params.num_tokens_held
-        )
+        offer = OfferMeta(params.transfer_id, params.attempt, request.num_prompt_tokens)
         self._open(params, offer)
 
     def _send_chunk(

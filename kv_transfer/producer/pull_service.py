@@ -18,13 +18,14 @@ from typing import NoReturn
 import grpc
 
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError
+from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError, NotServed
 from kv_transfer.metadata import KVPeer, is_transfer_id
-from kv_transfer.producer.send_transfer import Pull, SendTransfer
+from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.producer.sender import KVSender
 from kv_transfer.state import LateMessage
-from kv_transfer.wire.chunk import ChunkKind
-from kv_transfer.wire.handshake import cache_to_proto, host_id, peer_from_proto, peer_to_proto
+from kv_transfer.transports.pull import Pull
+from kv_transfer.wire.chunk import ChunkKind, mark
+from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
 from kv_transfer.wire.rpc_method import PULL_PATH, SERVICE, RpcMethod, ServerCall
@@ -33,6 +34,7 @@ from tandem_pb import kv_transfer_pb2 as pb
 _STATUS_OF = {
     LateMessage: grpc.StatusCode.ABORTED,
     CorruptChunk: grpc.StatusCode.DATA_LOSS,
+    NotServed: grpc.StatusCode.UNIMPLEMENTED,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
@@ -43,6 +45,7 @@ class PullService:
     def __init__(self, config: KVTransferConfig, me: KVPeer, sender: KVSender) -> None:
         self._me = me
         self._sender = sender
+        self._chunk_bytes = config.chunk_bytes
         self._longest_wait_s = config.lease_s
         self._heartbeat_s = min(1.0, config.stall_timeout_s / 4)
 
@@ -64,10 +67,8 @@ class PullService:
         except HandshakeMismatch as error:
             await _refuse(call, error)
         reply = peer_to_proto(self._me)
-        cache = self._sender.cache_for_host()
-        if cache is not None and request.host_id == host_id():
-            reply.host_id = host_id()
-            reply.local_cache.CopyFrom(cache_to_proto(cache))
+        for name, data in self._sender.advertise(request.host_id).items():
+            reply.transports.append(pb.Transport(id=name, data=data))
         return reply
 
     async def release(self, request: pb.ReleaseRequest, call: ServerCall) -> pb.ReleaseReply:
@@ -83,11 +84,11 @@ class PullService:
         except KVTransferError as error:
             await _refuse(call, error)
         try:
-            await self._write_stream(pull, call)
+            await self._write_stream(transfer, pull, call)
         except KVTransferError as error:
             await _refuse(call, error)
         finally:
-            self._sender.close_pull(pull)
+            self._sender.close_pull(transfer, pull)
 
     async def _offered(self, request: pb.PullRequest, call: ServerCall) -> SendTransfer:
         """Waits for a transfer that is not offered yet, a bounded time."""
@@ -114,15 +115,14 @@ class PullService:
             first_token=request.first_token,
             num_tokens=request.num_tokens,
             repeat=frozenset(request.repeat_chunks),
-            direct=request.direct,
+            transport=request.transport,
         )
         return self._sender.open_pull(transfer, wish)
 
-    async def _write_stream(self, pull: Pull, call: ServerCall) -> None:
-        transfer = pull.transfer
+    async def _write_stream(self, transfer: SendTransfer, pull: Pull, call: ServerCall) -> None:
         while True:
             pull.wake.clear()
-            while message := self._sender.next_message(pull):
+            while message := pull.next_message():
                 await self._write(pull, call, message)
                 if transfer.end_reason:
                     break
@@ -143,7 +143,7 @@ class PullService:
     async def _mark(
         self, kind: ChunkKind, transfer_id: str, attempt: int, call: ServerCall
     ) -> None:
-        await call.write(OutMessage([self._sender.mark(kind, transfer_id, attempt)]))
+        await call.write(OutMessage([mark(kind, transfer_id, attempt, self._chunk_bytes)]))
 
     async def _wait(
         self, event: asyncio.Event, transfer_id: str, attempt: int, call: ServerCall

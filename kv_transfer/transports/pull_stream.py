@@ -10,16 +10,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kv_transfer.errors import CorruptChunk, PeerLost
-from kv_transfer.memory.cache_view import CacheMap
+from kv_transfer.errors import CorruptChunk, NotServed, PeerLost
 from kv_transfer.memory.staging import StagedChunk
-from kv_transfer.metadata import RecvMeta
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
-from kv_transfer.transports.cuda_ipc.read_leases import ReadLeasesFile
 from kv_transfer.wire.chunk import (
     ByteArray,
     Checksum,
@@ -36,12 +33,12 @@ _MAX_REFUSED = 16
 
 
 class PullStream:
-    """`last_heard_at`: when the peer last said anything. `on_bytes` is told of every payload."""
+    """`assemblers`: the ways in which the chunks can come, best first. `last_heard_at`: when the
+    peer last said anything. `on_bytes` is told of every payload."""
 
     def __init__(
         self,
-        meta: RecvMeta,
-        assembler: ChunkAssembler,
+        assemblers: Sequence[ChunkAssembler],
         address: str,
         slot: int,
         on_bytes: Callable[[int], None],
@@ -52,10 +49,8 @@ class PullStream:
         self.is_done = False
         self._connection = slot
         self._slot: StagedChunk | None = None
-        """Pinned memory of the message that is arriving."""
-        self._meta = meta
-        self._assembler = assembler
-        self._holds: ReadLeasesFile | None = None
+        """Memory of the message that is arriving."""
+        self._assemblers = list(assemblers)
         self._on_bytes = on_bytes
         self._on_refused = on_refused
         self._num_refused = 0
@@ -67,19 +62,13 @@ class PullStream:
         self._in_place: tuple[ChunkHeader, list[memoryview]] | None = None
 
     @property
-    def peer_cache(self) -> CacheMap | None:
-        """Where chunks may be copied from without the network."""
-        return self._assembler.peer_cache
-
-    def use_peer_cache(self, cache: CacheMap, holds: ReadLeasesFile) -> None:
-        """Before `run`."""
-        self._assembler.peer_cache = cache
-        self._holds = holds
+    def _assembler(self) -> ChunkAssembler:
+        return self._assemblers[0]
 
     @property
     def peer_rank(self) -> int:
         """The rank of the peer that it reads from."""
-        return self._assembler.source.peer_rank
+        return self._assembler.job.source.peer_rank
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -87,42 +76,48 @@ class PullStream:
         return self._assembler.chunk_bytes
 
     def num_tokens_complete(self, chunk_bytes: int | None) -> int:
-        """As `ChunkAssembler` has it, when all copies are done. Of blocks that the peer let go of
-        while they were copied nothing counts."""
+        """As `ChunkAssembler` has it, when all copies are done; nothing if they do not count."""
         try:
-            self.check_still_held()
+            self.check()
         except PeerLost:
-            return self._meta.first_token
+            return self._assembler.job.meta.first_token
         return self._assembler.num_tokens_complete(chunk_bytes)
 
-    def check_still_held(self) -> None:
-        """When all copies are done. Raises `PeerLost` if the peer let go of blocks before."""
-        hold, holds = self._assembler.hold, self._holds
-        if hold is None or holds is None:
-            return
+    def check(self) -> None:
+        """When all copies are done. Raises `PeerLost` if what was copied does not count."""
         try:
-            is_held = holds.is_held(*hold)
-        except OSError as error:
-            raise PeerLost(f"{self.address} died while its blocks were copied") from error
-        if not is_held:
-            raise PeerLost(f"{self.address} let go of its blocks while they were copied")
+            self._assembler.check()
+        except PeerLost as error:
+            raise PeerLost(f"{self.address}: {error}") from error
 
-    async def run(self, transport: PullClient) -> None:
+    def close(self) -> None:
+        """No copy of this stream is on its way."""
+        for assembler in self._assemblers:
+            assembler.close()
+
+    async def run(self, client: PullClient) -> None:
         """Raises a KVTransferError that says why the stream could not be completed."""
-        missing = await self._receive(transport, [])
+        while True:
+            try:
+                missing = await self._receive(client, [])
+                break
+            except NotServed:
+                if len(self._assemblers) == 1:
+                    raise
+                self._assemblers.pop(0).close()
         if missing:
-            missing = await self._receive(transport, missing)
+            missing = await self._receive(client, missing)
         if missing:
             raise CorruptChunk(f"{len(missing)} chunks arrived damaged twice")
         self.is_done = True
 
-    async def _receive(self, transport: PullClient, repeat: list[int]) -> list[int]:
+    async def _receive(self, client: PullClient, repeat: list[int]) -> list[int]:
         """One call. Chunks that are missing after it."""
         self.last_heard_at = time.monotonic()
         self._num_refused = 0
         self._has_ended = False
         try:
-            await transport.pull(self.address, self._connection, self._request(repeat), self)
+            await client.pull(self.address, self._connection, self._request(repeat), self)
         finally:
             self._give_back()
         missing = self._assembler.missing
@@ -153,12 +148,10 @@ class PullStream:
             self._checksum.extend(part)
 
     def _memory_for(self, num_bytes: int) -> ByteArray:
-        """Pinned memory for KV, if there is any free; whatever else comes is not copied."""
         self._give_back()
-        if num_bytes > self._assembler.block_bytes:
-            self._slot = self._assembler.inbox.reserve(num_bytes)
-            if self._slot is not None:
-                return self._slot.buffer
+        self._slot = self._assembler.memory_for(num_bytes)
+        if self._slot is not None:
+            return self._slot.buffer
         if num_bytes > len(self._buffer):
             self._buffer = np.empty(num_bytes, np.uint8)
         return self._buffer[:num_bytes]
@@ -166,7 +159,7 @@ class PullStream:
     def _give_back(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._assembler.inbox.give_back(slot)
+            self._assembler.give_back(slot)
 
     def end(self) -> None:
         self.last_heard_at = time.monotonic()
@@ -184,8 +177,6 @@ class PullStream:
             self._give_back()
 
     def _place(self, num_bytes: int) -> tuple[ChunkHeader, list[memoryview]] | None:
-        if not self._assembler.may_place:
-            return None
         try:
             header = decode_head(self._head, num_bytes)
             if header.kind is not ChunkKind.DATA:
@@ -211,16 +202,17 @@ class PullStream:
             self._has_ended = True
 
     def _request(self, repeat: list[int]) -> pb.PullRequest:
+        job, meta = self._assembler.job, self._assembler.job.meta
         return pb.PullRequest(
-            transfer_id=self._meta.transfer_id,
-            attempt=self._meta.attempt,
-            epoch=self._meta.peer.epoch,
-            stream_index=self._assembler.stream,
-            num_streams=self._assembler.num_streams,
-            rank=self._assembler.source.rank,
-            tp_size=self._assembler.source.tp_size,
-            first_token=self._meta.first_token,
-            num_tokens=self._meta.num_tokens,
+            transfer_id=meta.transfer_id,
+            attempt=meta.attempt,
+            epoch=meta.peer.epoch,
+            stream_index=job.stream,
+            num_streams=job.num_streams,
+            rank=job.source.rank,
+            tp_size=job.source.tp_size,
+            first_token=meta.first_token,
+            num_tokens=meta.num_tokens,
             repeat_chunks=repeat,
-            direct=self._assembler.peer_cache is not None,
+            transport=self._assembler.transport,
         )

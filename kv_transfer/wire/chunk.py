@@ -95,6 +95,13 @@ def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
     return b"".join((chunk_head(header, views), *views))
 
 
+def mark(kind: ChunkKind, transfer_id: str, attempt: int, chunk_bytes: int) -> bytes:
+    """Returns a message without KV. `chunk_bytes`: the sender's, from which its grid follows."""
+    return encode_chunk(
+        ChunkHeader(kind=kind, transfer_id=transfer_id, attempt=attempt, chunk_bytes=chunk_bytes)
+    )
+
+
 def chunk_head(header: ChunkHeader, parts: Sequence[memoryview]) -> bytes:
     """What goes before the payload `parts`."""
     payload_bytes = sum(part.nbytes for part in parts)

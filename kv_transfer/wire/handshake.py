@@ -7,38 +7,28 @@
 
 The layouts travel as protobuf; `KVPeer` is the same inside a node.
 
-Two processes with the same `host_id` can map each other's memory: then 3 may say how.
+With 3 come the transports over which this puller can have KV. Two processes with the same `host_id`
+can map each other's memory: some transports are for these alone.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
 from edge.address import split_address
-from kv_transfer.base import CudaCacheHandle, KVCacheHandle
 from kv_transfer.errors import PeerLost
 from kv_transfer.layout import KVGroup, KVLayout, Plane
 from kv_transfer.metadata import KVPeer
-from kv_transfer.transports.cuda_ipc.read_leases import ReadLeasesFile
 from tandem_pb import kv_transfer_pb2 as pb
 
 _MAX_PROCESSES = 64
 """Of one rank."""
 _MAX_ADDRESS = 300
 _MAX_NAME = 100
-
-
-@dataclass(frozen=True, slots=True)
-class LocalCache:
-    """What a puller on the same host needs to copy blocks itself."""
-
-    handle: KVCacheHandle
-    holds: ReadLeasesFile
 
 
 def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
@@ -141,40 +131,3 @@ def host_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     return f"{boot}/{namespace}/{os.getuid()}"
-
-
-def cache_to_proto(cache: LocalCache) -> pb.LocalCache:
-    handle = cache.handle
-    message = pb.LocalCache(
-        rank=handle.rank,
-        pid=handle.pid,
-        fd=handle.fd,
-        num_blocks=handle.num_blocks,
-        holds_pid=cache.holds.pid,
-        holds_fd=cache.holds.fd,
-    )
-    if handle.cuda is not None:
-        message.cuda.device_uuid = handle.cuda.device_uuid
-        message.cuda.ipc_handle = handle.cuda.ipc_handle
-        message.cuda.offset = handle.cuda.offset
-        message.cuda.num_bytes = handle.cuda.num_bytes
-    return message
-
-
-def cache_from_proto(message: pb.LocalCache) -> LocalCache:
-    cuda = None
-    if message.HasField("cuda"):
-        cuda = CudaCacheHandle(
-            device_uuid=message.cuda.device_uuid,
-            ipc_handle=message.cuda.ipc_handle,
-            offset=message.cuda.offset,
-            num_bytes=message.cuda.num_bytes,
-        )
-    handle = KVCacheHandle(
-        rank=message.rank,
-        pid=message.pid,
-        fd=message.fd,
-        num_blocks=message.num_blocks,
-        cuda=cuda,
-    )
-    return LocalCache(handle, ReadLeasesFile(message.holds_pid, message.holds_fd))

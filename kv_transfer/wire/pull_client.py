@@ -11,7 +11,13 @@ from typing import Protocol
 
 import grpc
 
-from kv_transfer.errors import CorruptChunk, KVTransferError, PeerLost, TransferTimeout
+from kv_transfer.errors import (
+    CorruptChunk,
+    KVTransferError,
+    NotServed,
+    PeerLost,
+    TransferTimeout,
+)
 from tandem_pb import kv_transfer_pb2 as pb
 
 HEAD_BYTES = 64
@@ -60,6 +66,8 @@ def refusal(address: str, code: grpc.StatusCode, details: str) -> KVTransferErro
     text = f"{address}: {code.name}: {details}"
     if code is grpc.StatusCode.DATA_LOSS:
         return CorruptChunk(text)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return NotServed(text)
     if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DEADLINE_EXCEEDED):
         return TransferTimeout(text)
     return PeerLost(text)

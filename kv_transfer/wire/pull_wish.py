@@ -17,7 +17,7 @@ class PullWish:
         stream, num_streams: As in `kv_transfer.wire.chunk_grid`.
         first_token, num_tokens: Tokens [first_token, num_tokens) of the prompt.
         repeat: Only these chunks, once more; empty for all of the stream.
-        direct: It has mapped our cache and wants to be told where blocks lie.
+        transport: How it wants to have it, see `kv_transfer/transports/base.py`.
     """
 
     rank: int
@@ -27,7 +27,7 @@ class PullWish:
     first_token: int
     num_tokens: int
     repeat: frozenset[int] = frozenset()
-    direct: bool = False
+    transport: int = 0
 
     def check(self, layout: KVLayout, process: int, num_processes: int, num_tokens: int) -> None:
         """Raises KVTransferError when process `process` of `num_processes` of a rank does not have

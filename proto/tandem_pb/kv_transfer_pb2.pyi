@@ -45,50 +45,28 @@ class KVPlane(_message.Message):
     def __init__(self, name: _Optional[str] = ..., heads: _Optional[int] = ..., row_bytes: _Optional[int] = ..., replicated: bool = ...) -> None: ...
 
 class KVPeer(_message.Message):
-    __slots__ = ("engine_id", "epoch", "layout", "ranks", "host_id", "local_cache")
+    __slots__ = ("engine_id", "epoch", "layout", "ranks", "host_id", "transports")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: int
     layout: KVLayout
     ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoints]
     host_id: str
-    local_cache: LocalCache
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., host_id: _Optional[str] = ..., local_cache: _Optional[_Union[LocalCache, _Mapping]] = ...) -> None: ...
+    transports: _containers.RepeatedCompositeFieldContainer[Transport]
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ...) -> None: ...
 
-class LocalCache(_message.Message):
-    __slots__ = ("rank", "pid", "fd", "num_blocks", "cuda", "holds_pid", "holds_fd")
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    FD_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CUDA_FIELD_NUMBER: _ClassVar[int]
-    HOLDS_PID_FIELD_NUMBER: _ClassVar[int]
-    HOLDS_FD_FIELD_NUMBER: _ClassVar[int]
-    rank: int
-    pid: int
-    fd: int
-    num_blocks: int
-    cuda: CudaMemory
-    holds_pid: int
-    holds_fd: int
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., num_blocks: _Optional[int] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ..., holds_pid: _Optional[int] = ..., holds_fd: _Optional[int] = ...) -> None: ...
-
-class CudaMemory(_message.Message):
-    __slots__ = ("device_uuid", "ipc_handle", "offset", "num_bytes")
-    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
-    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    device_uuid: bytes
-    ipc_handle: bytes
-    offset: int
-    num_bytes: int
-    def __init__(self, device_uuid: _Optional[bytes] = ..., ipc_handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+class Transport(_message.Message):
+    __slots__ = ("id", "data")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    data: bytes
+    def __init__(self, id: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class RankEndpoints(_message.Message):
     __slots__ = ("addresses",)
@@ -97,7 +75,7 @@ class RankEndpoints(_message.Message):
     def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "rank", "tp_size", "first_token", "num_tokens", "repeat_chunks", "direct")
+    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "rank", "tp_size", "first_token", "num_tokens", "repeat_chunks", "transport")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -108,7 +86,7 @@ class PullRequest(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPEAT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    DIRECT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
     epoch: int
@@ -119,8 +97,8 @@ class PullRequest(_message.Message):
     first_token: int
     num_tokens: int
     repeat_chunks: _containers.RepeatedScalarFieldContainer[int]
-    direct: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ..., direct: bool = ...) -> None: ...
+    transport: int
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ..., transport: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("transfer_id", "attempt", "epoch", "complete")

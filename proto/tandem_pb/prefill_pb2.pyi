@@ -23,13 +23,12 @@ class HelloReply(_message.Message):
     def __init__(self, prefill: _Optional[_Union[_kv_transfer_pb2.KVPeer, _Mapping]] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "num_tokens_held", "first_token_only", "spec")
+    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "first_token_only", "spec")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_HELD_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ONLY_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -37,10 +36,9 @@ class PrefillRequest(_message.Message):
     attempt: int
     expected_epoch: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_tokens_held: int
     first_token_only: bool
     spec: bytes
-    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., num_tokens_held: _Optional[int] = ..., first_token_only: bool = ..., spec: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., first_token_only: bool = ..., spec: _Optional[bytes] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("accepted", "first_token", "done", "failed", "prompt_logprobs", "load")

@@ -32,7 +32,9 @@ from kv_transfer.metadata import (
 )
 from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.sender import KVSender
+from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
 from kv_transfer.transports.stream.ends import new_pull_server
+from kv_transfer.transports.stream.producer import StreamProducer
 from kv_transfer.wire.pull_server import PullServer
 
 TIMEOUT_S = 60.0
@@ -47,6 +49,11 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+def stream_of(sender: KVSender) -> StreamProducer:
+    (stream,) = (one for one in sender.transports if isinstance(one, StreamProducer))
+    return stream
 
 
 class Node:
@@ -149,9 +156,9 @@ class LoopbackProducer(Node):
             endpoints=tuple(tuple(addresses[i : i + step]) for i in range(0, len(addresses), step)),
         )
 
-    def offer(self, transfer_id: str, num_tokens: int, held: int = 0, attempt: int = 0) -> None:
+    def offer(self, transfer_id: str, num_tokens: int, attempt: int = 0) -> None:
         for sender in self.senders:
-            sender.offer(OfferMeta(transfer_id, attempt, num_tokens, held))
+            sender.offer(OfferMeta(transfer_id, attempt, num_tokens))
 
     def send(
         self,
@@ -184,12 +191,12 @@ class LoopbackProducer(Node):
             for layer in range(self.layout.num_layers):
                 cache.write(seed, layer, range(num_tokens), block_ids)
 
-    def offer_computed(self, seed: int, num_tokens: int, held: int = 0, attempt: int = 0) -> str:
+    def offer_computed(self, seed: int, num_tokens: int, attempt: int = 0) -> str:
         """A whole prompt at once. Its transfer id."""
         transfer_id = new_transfer_id()
         block_ids = self.new_blocks(num_tokens)
         self.compute_all(seed, num_tokens, block_ids)
-        self.offer(transfer_id, num_tokens, held, attempt)
+        self.offer(transfer_id, num_tokens, attempt)
         self.send(transfer_id, -1, range(num_tokens), block_ids, num_tokens, attempt)
         return transfer_id
 
@@ -199,14 +206,16 @@ class LoopbackProducer(Node):
 
     @property
     def staged_bytes(self) -> int:
-        return sum(sender.pool.used for sender in self.senders)
+        return sum(sender.staged_bytes for sender in self.senders)
 
     async def until_empty(self) -> None:
         """No transfer, no staged byte, no call is left; calls take a moment to end."""
         for sender in self.senders:
             assert sender.num_transfers == 0
-            assert sender.pool.used == 0
-            assert sender._holds.num_held == 0
+            assert sender.staged_bytes == 0
+            for transport in sender.transports:
+                if isinstance(transport, CudaIpcProducer):
+                    assert transport.leases.num_held == 0
         await until(lambda: all(sender.num_pulls == 0 for sender in self.senders))
 
     async def close(self) -> None:

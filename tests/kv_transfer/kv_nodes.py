@@ -111,11 +111,10 @@ class KVNode:
 
     # Producer ---------------------------------------------------------------------------------
 
-    def offer(self, num_tokens: int, transfer_id: str = "", held: int = 0) -> FakeRequest:
+    def offer(self, num_tokens: int, transfer_id: str = "") -> FakeRequest:
         params = KVTransferParams(
             do_remote_decode=True,
             transfer_id=transfer_id or uuid.uuid4().hex,
-            num_tokens_held=held,
         )
         request = FakeRequest("p-" + params.transfer_id, num_tokens, params)
         self.connector.update_state_after_alloc(request, (), 0)

@@ -13,7 +13,9 @@ from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import KVPeer, RecvMeta
-from kv_transfer.transports.chunk_assembler import ChunkAssembler, PullSource
+from kv_transfer.transports.chunk_assembler import ChunkAssembler
+from kv_transfer.transports.fetch_job import FetchJob, PullSource
+from kv_transfer.transports.stream.consumer import StreamAssembler
 from kv_transfer.wire.chunk import (
     Chunk,
     ChunkHeader,
@@ -42,7 +44,7 @@ def assembler(cache: RankCache) -> Iterator[ChunkAssembler]:
     view = KVCacheView(cache.handle, SHAPE)
     peer = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
     meta = RecvMeta("ab" * 16, 2, peer, (BLOCK_IDS,), FIRST_TOKEN, NUM_TOKENS)
-    yield ChunkAssembler(meta, PullSource(0, 1, 0, SHARE), view, 0, 1)
+    yield StreamAssembler(FetchJob(meta, PullSource(0, 1, 0, SHARE), 0, 1), view)
     view.close()
 
 
@@ -131,73 +133,3 @@ def test_the_end_of_another_stream_is_refused(assembler: ChunkAssembler) -> None
         assembler.end(chunk(0, 0, 0, kind=ChunkKind.END, attempt=0))
     with pytest.raises(CorruptChunk):
         assembler.end(chunk(0, 0, 0, kind=ChunkKind.END, chunk_bytes=4 * SHAPE.page_bytes))
-
-
-HOLD = 5, 77
-
-
-def named(assembler: ChunkAssembler, *words: int) -> Chunk:
-    """A message that names blocks of a peer whose cache is our own."""
-    assembler.peer_cache = assembler._cache
-    header = ChunkHeader(
-        kind=ChunkKind.BLOCKS,
-        transfer_id="ab" * 16,
-        attempt=2,
-        shape=shape_code(*SHARE),
-        chunk_bytes=2 * SHAPE.page_bytes,
-    )
-    return decode_chunk(np.frombuffer(encode_chunk(header, [np.array(words, "<u4")]), np.uint8))
-
-
-def test_several_chunks_are_named_at_once(cache: RankCache, assembler: ChunkAssembler) -> None:
-    """Group 0 has one block that was asked for, group 1 two; the layers share them."""
-    for layer in (0, 1):
-        cache.write(1, layer, range(64), [0, 2, 4, 6])
-    assert assembler.accept(named(assembler, *HOLD, 3, 1, 2, 0, 2, 4, 6)) == 4 * SHAPE.page_bytes
-    assert assembler.missing == [3]
-    assembler.accept(named(assembler, *HOLD, 1, 3, 4, 6))
-    assert assembler.missing == [] and assembler.hold == HOLD
-    cache.check(1, range(FIRST_TOKEN, NUM_TOKENS), BLOCK_IDS)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        (0,),
-        (0, 4, 6),
-        (1,),
-        (9, 1, 4, 6),
-        (1, 1),
-        (1, 1, 4),
-        (1, 1, 4, 6, 0),
-        (2, 0, 1, 4, 6),
-        (2, 1, 1, 4, 6),
-        (1, 4, 4, 6),
-        (1, 1, 4, 8),
-    ],
-    ids=str,
-)
-def test_names_that_make_no_sense_change_nothing(
-    cache: RankCache, assembler: ChunkAssembler, words: tuple[int, ...]
-) -> None:
-    before = cache.words.copy()
-    for message in (words, (*HOLD, *words)):
-        with pytest.raises(CorruptChunk):
-            assembler.accept(named(assembler, *message))
-    np.testing.assert_array_equal(cache.words, before)
-    assert assembler.missing in (None, [0, 1, 2, 3])
-    assert assembler.hold is None
-
-
-def test_a_stream_names_blocks_of_one_transfer_only(assembler: ChunkAssembler) -> None:
-    assembler.accept(named(assembler, *HOLD, 1, 3, 4, 6))
-    with pytest.raises(CorruptChunk, match="two transfers"):
-        assembler.accept(named(assembler, 5, 78, 1, 1, 4, 6))
-
-
-def test_names_of_a_cache_that_is_not_mapped_are_refused(assembler: ChunkAssembler) -> None:
-    message = named(assembler, *HOLD, 1, 1, 4, 6)
-    assembler.peer_cache = None
-    with pytest.raises(CorruptChunk, match="not mapped"):
-        assembler.accept(message)

@@ -21,6 +21,7 @@ from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, TransferEventKind
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
+from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
@@ -72,7 +73,8 @@ async def test_every_pair_of_layouts(
         await decode.until_empty()
 
 
-async def test_what_was_staged_before_the_pull_comes_over_the_network() -> None:
+async def test_what_is_still_in_its_blocks_is_copied_out_of_them() -> None:
+    """Though it was staged, because no puller had come."""
     async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
         transfer_id = new_transfer_id()
         source = prefill.blocks.take(SHAPE, 100)
@@ -84,14 +86,31 @@ async def test_what_was_staged_before_the_pull_comes_over_the_network() -> None:
         target = decode.pull(prefill.peer, transfer_id, 100)
         await until(lambda: decode.count(FIRST_BYTE, transfer_id) == 1)
         staged = prefill.staged_bytes
+        moved = prefill.senders[0].bytes_sent
         for layer in (1, 2):
             prefill.compute(5, 1, layer, range(100), source)
         await decode.until_all(RECEIVED, transfer_id)
         assert prefill.staged_bytes == staged
+        assert prefill.senders[0].bytes_sent - moved < SHAPE.page_bytes, "names, and no KV"
         decode.check(5, range(100), target)
         decode.release(prefill.peer, transfer_id)
         await prefill.until_all(RELEASED, transfer_id)
         await prefill.until_empty()
+
+
+async def test_what_has_left_its_blocks_comes_over_the_network() -> None:
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
+        transfer_id = prefill.offer_computed(6, 100)
+        await prefill.until_all(STAGED, transfer_id)
+        target = decode.pull(prefill.peer, transfer_id, 100)
+        await decode.until_all(RECEIVED, transfer_id)
+        assert prefill.senders[0].bytes_sent > 100 // 16 * SHAPE.block_bytes
+        decode.check(6, range(100), target)
+        decode.release(prefill.peer, transfer_id)
+        await prefill.until_all(RELEASED, transfer_id)
+        assert prefill.count(STAGED, transfer_id) == 1
+        await prefill.until_empty()
+        await decode.until_empty()
 
 
 async def test_only_missing_tokens_are_copied() -> None:
@@ -100,7 +119,7 @@ async def test_only_missing_tokens_are_copied() -> None:
         source = prefill.blocks.take(SHAPE, 100)
         prefill.compute_all(4, 100, source)
         target = decode.pull(prefill.peer, transfer_id, 100, first_token=35)
-        prefill.offer(transfer_id, 100, held=32)
+        prefill.offer(transfer_id, 100)
         await until(lambda: prefill.senders[0].num_pulls > 0)
         prefill.send(transfer_id, -1, range(100), source, 100)
         await decode.until_all(RECEIVED, transfer_id)
@@ -119,7 +138,7 @@ async def test_one_side_that_does_not_allow_it_is_enough(setting: str) -> None:
         await prefill.until_all(STAGED, transfer_id)
         await decode.until_all(RECEIVED, transfer_id)
         decode.check(1, range(60), target)
-        assert len(decode.receivers[0]._peer_caches) == 0
+        assert not any(isinstance(t, CudaIpcProducer) for t in prefill.senders[0].transports)
 
 
 async def test_a_cache_that_cannot_be_mapped_comes_over_the_network(

@@ -54,7 +54,7 @@ def slow() -> Iterator[None]:
 
 def one_prompt(prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, held: int = 0) -> None:
     """From offer to release, in steps of 40 tokens; nothing waits for the device."""
-    request = prefill.offer(num_tokens, held=held)
+    request = prefill.offer(num_tokens)
     source = prefill.blocks.take(prefill.layout, num_tokens)
     target = decode.blocks.take(decode.layout, num_tokens)
     decode.pull(prefill.peer, request.transfer_id, num_tokens, target, first_token=held)

@@ -12,19 +12,22 @@ from kv_caches import layout
 from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, until
 
 from kv_transfer.config import PullTransportName
-from kv_transfer.consumer.receiver import RecvTransfer
+from kv_transfer.consumer.recv_transfer import RecvTransfer
 from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import TransferEventKind
-from kv_transfer.producer.send_transfer import Pull, SendTransfer, SentChunk
+from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
+from kv_transfer.transports.pull import Pull
 from kv_transfer.transports.pull_stream import PullStream
 from kv_transfer.transports.stream.h2.connection import H2Connection
+from kv_transfer.transports.stream.stream_export import SentChunk, StreamExport
 from kv_transfer.wire.out_message import OutMessage
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
 HEAVY = (
-    RecvTransfer, PullStream, ChunkAssembler, H2Connection, SendTransfer, Pull, SentChunk,
+    RecvTransfer, PullStream, ChunkAssembler, H2Connection, SendTransfer, StreamExport, Pull,
+    SentChunk,
     StagedChunk, OutMessage,
 )  # fmt: skip
 """What holds memory for KV, or leads to it."""

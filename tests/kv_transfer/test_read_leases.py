@@ -1,4 +1,4 @@
-"""A hold is seen from outside for exactly as long as it lasts."""
+"""A read lease is seen from outside for exactly as long as it lasts."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import pytest
 from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases, ReadLeasesFile
 
 
-def test_a_hold_lasts_until_it_is_let_go() -> None:
-    holds = ReadLeases()
-    first, second = holds.hold(), holds.hold()
+def test_a_lease_lasts_until_it_is_let_go() -> None:
+    leases = ReadLeases()
+    first, second = leases.take(), leases.take()
     assert first.slot != second.slot and first.number != second.number
-    assert all(holds.file.is_held(hold.slot, hold.number) for hold in (first, second))
+    assert all(leases.file.is_held(lease.slot, lease.number) for lease in (first, second))
     first.let_go()
-    assert not holds.file.is_held(first.slot, first.number)
-    assert holds.file.is_held(second.slot, second.number)
+    assert not leases.file.is_held(first.slot, first.number)
+    assert leases.file.is_held(second.slot, second.number)
 
 
 def test_the_next_one_in_a_slot_is_another() -> None:
-    holds = ReadLeases()
-    first = holds.hold()
+    leases = ReadLeases()
+    first = leases.take()
     first.let_go()
-    second = holds.hold()
+    second = leases.take()
     assert second.slot == first.slot and second.number != first.number
     first.let_go()
-    assert holds.file.is_held(second.slot, second.number)
-    assert not holds.file.is_held(first.slot, first.number)
+    assert leases.file.is_held(second.slot, second.number)
+    assert not leases.file.is_held(first.slot, first.number)
     second.let_go()
-    assert holds.num_held == 0
+    assert leases.num_held == 0
 
 
 def test_other_processes_hold_other_numbers() -> None:
     """A slot of a process that took the place of a dead one says nothing about the dead one."""
-    assert len({ReadLeases().hold().number for _ in range(8)}) > 1
+    assert len({ReadLeases().take().number for _ in range(8)}) > 1
 
 
 HOLDER = """
 import sys
 from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
-holds = ReadLeases()
-hold = holds.hold()
-print(holds.file.fd, hold.slot, hold.number, flush=True)
+leases = ReadLeases()
+lease = leases.take()
+print(leases.file.fd, lease.slot, lease.number, flush=True)
 sys.stdin.read()
 """
 

@@ -3,28 +3,64 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_caches import layout
 
-from kv_transfer.memory.staging import StagedChunk
+from kv_transfer.errors import KVTransferError
 from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
-from kv_transfer.producer.send_transfer import Pull, SendTransfer
+from kv_transfer.producer.send_transfer import SendTransfer
+from kv_transfer.transports.base import ProducerTransfer
+from kv_transfer.transports.pull import Pull, PullTerms
 from kv_transfer.wire.chunk_grid import ChunkGrid
-from kv_transfer.wire.pull_wish import PullWish
 
 NONE_YET = StepProgress(0, 0)
 SHAPE = layout(num_layers=2)
 
 
+class Heard(ProducerTransfer):
+    """A transport that only hears what is ready."""
+
+    blocks_are_free = True
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self.num_narrowed = 0
+
+    def ready(self, indices: Sequence[int]) -> None:
+        self.indices += indices
+
+    def narrow(self) -> None:
+        self.num_narrowed += 1
+
+    def open_pull(self, terms: PullTerms) -> Pull:
+        raise NotImplementedError
+
+    def close_pull(self, pull: Pull) -> None:
+        raise NotImplementedError
+
+    def end(self, then: Callable[[], None]) -> None:
+        then()
+
+
+def grid_from(held: int, num_tokens: int, per_chunk: int = 2) -> ChunkGrid:
+    return ChunkGrid.of(SHAPE, per_chunk * SHAPE.page_bytes, held, num_tokens)
+
+
 def offered(
     num_tokens: int, held: int = 0, per_chunk: int = 2, process: int = 0, num_processes: int = 1
 ) -> SendTransfer:
-    offer = OfferMeta("0" * 32, 0, num_tokens, held)
-    return SendTransfer(offer, SHAPE, per_chunk * SHAPE.page_bytes, process, num_processes)
+    """`held`: by a puller that is here already."""
+    offer = OfferMeta("0" * 32, 0, num_tokens)
+    share = (process, num_processes)
+    transfer = SendTransfer(offer, SHAPE, per_chunk * SHAPE.page_bytes, share)
+    transfer.parts = {0: Heard()}
+    if held:
+        transfer.narrow(grid_from(held, num_tokens, per_chunk))
+    return transfer
 
 
 def announce(
@@ -37,14 +73,14 @@ def announce(
 
 
 def ready(transfer: SendTransfer) -> list[tuple[int, int]]:
-    found = []
-    while transfer.has_ready:
-        place = transfer.next_ready
-        assert transfer.pop_ready() == place
+    """(layer, span) of what has become ready since the last call."""
+    heard = transfer.parts[0]
+    assert isinstance(heard, Heard)
+    places = [transfer.grid.position(index) for index in heard.indices]
+    heard.indices = []
+    for place in places:
         assert len(transfer.blocks_of(place)) == len(transfer.grid.blocks_of(place))
-        transfer.add_staged(transfer.grid.index(place), StagedChunk(0, np.empty(0, np.uint8)))
-        found.append((place.layer, place.span))
-    return found
+    return [(place.layer, place.span) for place in places]
 
 
 def test_layers_of_a_step_become_ready_one_by_one() -> None:
@@ -53,10 +89,8 @@ def test_layers_of_a_step_become_ready_one_by_one() -> None:
     assert ready(transfer) == []
     transfer.advance(StepProgress(5, 1))
     assert ready(transfer) == [(0, 0), (0, 1)]
-    assert not transfer.is_staged
     transfer.advance(StepProgress(5, 2))
     assert ready(transfer) == [(1, 0), (1, 1)]
-    assert transfer.is_staged
 
 
 def test_progress_may_come_before_the_announcement() -> None:
@@ -86,9 +120,6 @@ def test_a_cached_prefix_is_ready_at_once_and_held_tokens_never() -> None:
     announce(transfer, 1, range(48, 64))
     transfer.advance(StepProgress(1, 2))
     assert ready(transfer) == [(0, 1), (1, 1)]
-    assert transfer.is_staged
-    all_held = offered(64, held=64)
-    assert all_held.is_staged
 
 
 def test_the_end_of_a_request_makes_up_for_lost_progress() -> None:
@@ -159,37 +190,22 @@ def test_every_chunk_once_and_never_before_its_tokens(
     collect()
     grid = shares[0].grid
     assert sorted(staged) == [grid.position(index)[1:] for index in grid.stripe(0, 1)]
-    assert all(transfer.is_staged for transfer in shares)
 
 
-async def test_pulls_see_their_stream_in_the_order_of_staging() -> None:
-    transfer = offered(96, per_chunk=1)
-    announce(transfer, 1, range(96))
-
-    def pull(stream: int, first_block: int = 0, repeat: frozenset[int] = frozenset()) -> Pull:
-        wish = PullWish(
-            rank=0,
-            tp_size=1,
-            stream=stream,
-            num_streams=2,
-            first_token=first_block * 16,
-            num_tokens=96,
-            repeat=repeat,
-        )
-        grid = ChunkGrid.of(SHAPE, SHAPE.page_bytes, wish.first_token, 96)
-        opened = Pull(transfer, wish, SHAPE.share(0, 0, 1), (1,), grid)
-        transfer.pulls.add(opened)
-        return opened
-
-    even, odd, late = pull(0), pull(1), pull(0, first_block=4)
-    assert list(even.staged()) == []
+def test_the_first_pull_says_what_nobody_wants() -> None:
+    """What was ready before is told again to nobody, and a later pull cannot want more."""
+    transfer = offered(128)
+    heard = transfer.parts[0]
+    assert isinstance(heard, Heard)
+    announce(transfer, 1, range(128))
+    transfer.advance(StepProgress(1, 1))
+    assert ready(transfer) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    transfer.narrow(grid_from(70, 128))
+    assert heard.num_narrowed == 1
+    assert list(transfer.own_chunks()) == [2, 3, 6, 7]
     transfer.advance(StepProgress(1, 2))
-    ready(transfer)
-    assert even.wake.is_set() and odd.wake.is_set()
-    assert [entry.index for entry in even.staged()] == [0, 2, 4, 6, 8, 10]
-    assert [entry.index for entry in odd.staged()] == [1, 3, 5, 7, 9, 11]
-    assert [entry.index for entry in late.staged()] == [4, 10]
-    assert even.is_complete and odd.is_complete and late.is_complete
-    again = pull(0, repeat=frozenset({2, 3, 10}))
-    assert [entry.index for entry in again.staged()] == [2, 10]
-    assert again.is_complete
+    assert ready(transfer) == [(1, 2), (1, 3)]
+    transfer.narrow(grid_from(96, 128))
+    assert heard.num_narrowed == 1
+    with pytest.raises(KVTransferError, match="another pull"):
+        transfer.narrow(grid_from(40, 128))

@@ -14,6 +14,7 @@ from kv_loopback import (
     LoopbackConsumer,
     LoopbackProducer,
     new_transfer_id,
+    stream_of,
     until,
 )
 from kv_proxy import Proxy
@@ -440,7 +441,7 @@ async def test_transfers_larger_than_the_staging_pool_flow_through_it(
             assert producer.staged_bytes <= capacity
             await asyncio.sleep(0)
         consumer.check(3, range(600), target)
-        assert producer.senders[0].pool.num_displaced > 0
+        assert stream_of(producer.senders[0]).pool.num_displaced > 0
         consumer.release(producer.peer, transfer_id)
         await producer.until_all(RELEASED, transfer_id)
         await producer.until_empty()
@@ -452,7 +453,7 @@ async def test_the_processes_of_a_rank_share_its_staging_memory() -> None:
         SHAPE, SHAPE, producer_processes=4, consumer_processes=2, staging_bytes=capacity
     )
     async with loopback as (producer, consumer):
-        pools = [sender.pool for sender in producer.senders]
+        pools = [stream_of(sender).pool for sender in producer.senders]
         assert capacity // 2 < sum(pool.capacity for pool in pools) <= capacity
         transfer_id = producer.offer_computed(1, 600)
         target = consumer.pull(producer.peer, transfer_id, 600)
@@ -490,10 +491,19 @@ async def test_a_block_larger_than_the_pool_fails_with_the_cure() -> None:
 
 @pytest.mark.parametrize("first_token", [1, 15, 16, 17, 32, 99, 100])
 async def test_only_missing_tokens_are_sent_and_written(first_token: int) -> None:
-    for held in sorted({0, first_token // 16 * 16, first_token}):
+    for is_early in (True, False):
         async with Loopback(SHAPE, layout(block_size=64)) as (producer, consumer):
-            transfer_id = producer.offer_computed(4, 100, held=held)
-            target = consumer.pull(producer.peer, transfer_id, 100, first_token=first_token)
+            transfer_id = new_transfer_id()
+            block_ids = producer.blocks.take(SHAPE, 100)
+            producer.compute_all(4, 100, block_ids)
+            producer.offer(transfer_id, 100)
+            if is_early:
+                target = consumer.pull(producer.peer, transfer_id, 100, first_token=first_token)
+                await until(lambda: producer.senders[0].num_pulls > 0)
+            producer.send(transfer_id, -1, range(100), block_ids, 100)
+            if not is_early:
+                await producer.until_all(STAGED, transfer_id)
+                target = consumer.pull(producer.peer, transfer_id, 100, first_token=first_token)
             await consumer.until_all(RECEIVED, transfer_id)
             consumer.check(4, range(first_token, 100), target)
             blocks = GROUP.num_blocks_for(100) - first_token // 16
@@ -547,7 +557,6 @@ GOOD_WISH = {
         {"stream_index": 1},
         {"stream_index": 2},
         {"num_tokens": 41},
-        {"first_token": 0},
         {"transfer_id": "x"},
         {"transfer_id": ""},
     ],
@@ -555,7 +564,7 @@ GOOD_WISH = {
 )
 async def test_a_pull_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
     async with Loopback(SHAPE, SHAPE, producer_processes=2) as (producer, consumer):
-        transfer_id = producer.offer_computed(1, 40, held=32)
+        transfer_id = producer.offer_computed(1, 40)
         named = {"transfer_id": transfer_id, "epoch": producer.peer.epoch}
         request = pb.PullRequest(**{**named, **GOOD_WISH, **wrong})
         async with grpc.aio.insecure_channel(producer.peer.endpoints[0][0]) as channel:

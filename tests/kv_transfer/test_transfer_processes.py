@@ -118,7 +118,7 @@ def one_prompt(
     prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, cached: int = 0, held: int = 0
 ) -> None:
     """From offer to release, in steps of 40 tokens."""
-    request = prefill.offer(num_tokens, held=held)
+    request = prefill.offer(num_tokens)
     source = prefill.blocks.take(prefill.layout, num_tokens)
     target = decode.blocks.take(decode.layout, num_tokens)
     decode.pull(prefill.peer, request.transfer_id, num_tokens, target, first_token=held)
@@ -278,7 +278,7 @@ def test_mismatch_is_named_and_final(make_node: MakeNode, share_node: MakeNode) 
 def test_full_local_hit_releases_the_peer_at_once(share_node: MakeNode) -> None:
     prefill = share_node("prefill", layout())
     decode = share_node("decode", layout())
-    request = prefill.offer(48, held=48)
+    request = prefill.offer(48)
     decode.pull(prefill.peer, request.transfer_id, 48, [1, 2, 3], first_token=48)
     poll_until(lambda: request.transfer_id in prefill.done.released, prefill, decode)
     assert request.transfer_id in prefill.done.sent

@@ -6,7 +6,14 @@ import asyncio
 
 import pytest
 from kv_caches import layout
-from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, new_transfer_id, until
+from kv_loopback import (
+    Loopback,
+    LoopbackConsumer,
+    LoopbackProducer,
+    new_transfer_id,
+    stream_of,
+    until,
+)
 from kv_proxy import Proxy
 
 from kv_transfer.metadata import TransferEventKind
@@ -93,7 +100,7 @@ async def test_an_abort_in_the_middle_of_a_chunk(is_puller: bool, no_puller_is_s
         sender = producer.senders[0]
         transfer = sender.find(transfer_id, 0)
         assert transfer is not None
-        await until(lambda: bool(transfer.straight))
+        await until(lambda: bool(stream_of(sender).exports()[0].zero_copies))
         if is_puller:
             consumer.abort(transfer_id)
             await consumer.until_all(ABORTED, transfer_id)

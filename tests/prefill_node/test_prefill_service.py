@@ -78,14 +78,14 @@ async def refusal(node: ServedPrefill, **fields: Any) -> tuple[prefill_pb2.Prefi
 async def test_the_usual_way() -> None:
     async with served_prefill() as node:
         sampling = SamplingParams(max_tokens=9, seed=5, min_tokens=3, logprobs=1)
-        call = node.stub.Prefill(request(node, attempt=2, num_tokens_held=8, sampling=sampling))
+        call = node.stub.Prefill(request(node, attempt=2, sampling=sampling))
         accepted = await read(call)
         assert accepted.WhichOneof("event") == "accepted"
         assert accepted.load.epoch == node.engine.config.epoch
         prompt = await node.engine.added()
         params = prompt.request.kv_transfer_params
         assert params is not None and params.do_remote_decode
-        assert (params.transfer_id, params.attempt, params.num_tokens_held) == (TRANSFER, 2, 8)
+        assert (params.transfer_id, params.attempt) == (TRANSFER, 2)
         assert prompt.request.spec.prompt_token_ids == [1, 2, 3]
         assert prompt.request.spec.sampling.max_tokens == 1
         assert prompt.request.spec.sampling.min_tokens == 1, "the end token stays masked"

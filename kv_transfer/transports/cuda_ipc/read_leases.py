@@ -3,10 +3,10 @@
 The holder may let go at any time, and a puller that copies blocks itself would not notice. So the
 holder's transfer process has memory in which it takes back its word before it tells anybody else:
 
-    words[slot] = number of the hold; 0: nobody's
+    words[slot] = number of the lease; 0: nobody's
 
 1. producer `ReadLeases()`; process and descriptor go with the handshake
-2. `hold()`       before blocks of a transfer are named; slot and number go with the names
+2. `take()`       before blocks of a transfer are named; slot and number go with the names
 3. `let_go()`     when the transfer ends, before its blocks can serve another
 4. puller `is_held(...)` when its copies are done: if it is, all that they read was right. A process
    that has died cannot let go, but its descriptors have gone with it
@@ -32,7 +32,7 @@ _RANGE = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class ReadLeasesFile:
-    """Where a puller finds the holds of a transfer process."""
+    """Where a puller finds the read leases of a transfer process."""
 
     pid: int
     fd: int
@@ -48,26 +48,26 @@ class ReadLeasesFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class ReadLease:
     """Of one transfer; `number` tells it from all others that have had the slot."""
 
-    holds: ReadLeases
+    leases: ReadLeases
     slot: int
     number: int
 
     def let_go(self) -> None:
         """Idempotent."""
-        self.holds.end(self)
+        self.leases.end(self)
 
 
 class ReadLeases:
     """Of one transfer process that names blocks."""
 
     def __init__(self) -> None:
-        self._memory = MemoryFile.create("tandem-block-holds", _NUM_SLOTS * _WORD.size)
+        self._memory = MemoryFile.create("tandem-read-leases", _NUM_SLOTS * _WORD.size)
         finalize(self, self._memory.close)
         self._free = list(reversed(range(_NUM_SLOTS)))
-        # From anywhere, so that the holds of another process are no holds of ours.
+        # From anywhere, so that the leases of another process are no leases of ours.
         self._numbers = count(secrets.randbelow(_RANGE))
 
     @property
@@ -78,18 +78,18 @@ class ReadLeases:
     def num_held(self) -> int:
         return _NUM_SLOTS - len(self._free)
 
-    def hold(self) -> Hold:
+    def take(self) -> ReadLease:
         """Raises KVTransferError when there are too many."""
         if not self._free:
             raise KVTransferError(f"{_NUM_SLOTS} transfers are read by pullers of this host")
-        hold = Hold(self, self._free.pop(), next(self._numbers) % (_RANGE - 1) + 1)
-        self._write(hold.slot, hold.number)
-        return hold
+        lease = ReadLease(self, self._free.pop(), next(self._numbers) % (_RANGE - 1) + 1)
+        self._write(lease.slot, lease.number)
+        return lease
 
-    def end(self, hold: Hold) -> None:
-        if self._read(hold.slot) == hold.number:
-            self._write(hold.slot, 0)
-            self._free.append(hold.slot)
+    def end(self, lease: ReadLease) -> None:
+        if self._read(lease.slot) == lease.number:
+            self._write(lease.slot, 0)
+            self._free.append(lease.slot)
 
     def _read(self, slot: int) -> int:
         word: int = _WORD.unpack_from(self._memory.buffer, slot * _WORD.size)[0]

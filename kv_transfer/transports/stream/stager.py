@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.staging import StagedChunk, StagingPool
-from kv_transfer.producer.send_transfer import SendTransfer
-from kv_transfer.state import TransferTable
+from kv_transfer.transports.base import ExportOwner
 from kv_transfer.transports.stream.chunk_messages import ChunkMessages
+from kv_transfer.transports.stream.stream_export import StreamExport
 from kv_transfer.transports.stream.zero_copy_sends import SLOW_S, ZeroCopySends
-from kv_transfer.wire.chunk import HEADER, fill_header
+from kv_transfer.wire.chunk import HEADER, ChunkHeader, fill_header
 from kv_transfer.wire.chunk_grid import ChunkPlace
 
 _WAIT_FOR_PULL_S = 0.05
@@ -31,38 +30,37 @@ _WAIT_FOR_PULL_S = 0.05
 
 
 class Stager:
-    """`staged` hears of every copy that is done, `fail` of a chunk that can never be staged."""
+    """Works for all of `parts`, which others change. `owner` hears of chunks that have left their
+    blocks, and of one that can never be staged."""
 
     def __init__(
         self,
-        transfers: TransferTable[SendTransfer],
+        parts: set[StreamExport],
         cache: KVCacheView,
         pool: StagingPool,
         messages: ChunkMessages,
-        straight: ZeroCopySends,
-        staged: Callable[[SendTransfer], None],
-        fail: Callable[[SendTransfer, str], None],
+        zero_copy: ZeroCopySends,
+        owner: ExportOwner,
     ) -> None:
-        self._transfers = transfers
+        self._parts = parts
         self._cache = cache
         self._pool = pool
         self._messages = messages
-        self._straight = straight
-        self._staged = staged
-        self._fail = fail
+        self._zero_copy = zero_copy
+        self._owner = owner
         self._work = asyncio.Event()
         self._next_look: asyncio.TimerHandle | None = None
 
     def wake(self) -> None:
         self._work.set()
 
-    def wait_for_puller(self, transfer: SendTransfer) -> None:
-        """It has just been offered, and its puller may want no copy."""
-        transfer.stage_after = time.monotonic() + _WAIT_FOR_PULL_S
+    def wait_for_puller(self) -> float:
+        """Returns until when nothing is staged for an export that was opened just now."""
         asyncio.get_running_loop().call_later(_WAIT_FOR_PULL_S, self.wake)
+        return time.monotonic() + _WAIT_FOR_PULL_S
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Works until cancelled."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -71,12 +69,12 @@ class Stager:
                 await asyncio.sleep(0)
 
     def _stage_round(self) -> bool:
-        """Whether anything could be staged; if not, whoever makes it possible calls `wake`."""
+        """Returns whether anything could be staged; if not, whoever makes it possible wakes us."""
         any_staged = False
-        for transfer in sorted(self._transfers, key=lambda transfer: not transfer.pulls):
-            if self._straight.keeps_up(transfer):
+        for part in sorted(self._parts, key=lambda part: not part.pulls):
+            if self._zero_copy.keeps_up(part):
                 self._look_again_soon()
-            elif transfer.has_ready and self._stage_one(transfer):
+            elif part.has_ready and part.may_stage and self._stage_one(part):
                 any_staged = True
         return any_staged
 
@@ -89,40 +87,40 @@ class Stager:
         self._next_look = None
         self.wake()
 
-    def _stage_one(self, transfer: SendTransfer) -> bool:
-        if transfer.name_ready():
-            return True
-        if not transfer.pulls and time.monotonic() < transfer.stage_after:
-            return False
-        chunk = self._take_room(transfer)
+    def _stage_one(self, part: StreamExport) -> bool:
+        chunk = self._take_room(part)
         if chunk is None:
             return False
-        place = transfer.pop_ready()
+        place = part.pop_ready()
         # Whatever becomes of the transfer, the copy ends before the slot serves another.
         self._pool.pin(chunk)
         payload = int(chunk.buffer.ctypes.data) + HEADER.size
-        self._cache.copy_out(place.group, place.layer, transfer.blocks_of(place), payload)
-        self._cache.copies.then(lambda: self._copied(transfer, place, chunk))
+        header = self._messages.header(part.export, place)
+        self._cache.copy_out(place.group, place.layer, part.export.blocks_of(place), payload)
+        self._cache.copies.then(lambda: self._copied(part, place, header, chunk))
         return True
 
-    def _take_room(self, transfer: SendTransfer) -> StagedChunk | None:
-        """For the chunk that is ready; None: there is no room now."""
-        place = transfer.next_ready
+    def _take_room(self, part: StreamExport) -> StagedChunk | None:
+        """Returns room for the chunk that is ready; None: there is none now."""
+        place = part.next_ready
         page_bytes = self._cache.pages[place.group].num_bytes
-        num_bytes = HEADER.size + len(transfer.grid.blocks_of(place)) * page_bytes
+        num_bytes = HEADER.size + len(part.export.grid.blocks_of(place)) * page_bytes
         try:
-            return self._pool.take(num_bytes, is_awaited=bool(transfer.pulls))
+            return self._pool.take(num_bytes, is_awaited=bool(part.pulls))
         except KVTransferError as error:
-            self._fail(transfer, str(error))
+            self._owner.fail(part.export, str(error))
             return None
 
-    def _copied(self, transfer: SendTransfer, place: ChunkPlace, chunk: StagedChunk) -> None:
-        if transfer.end_reason:
+    def _copied(
+        self, part: StreamExport, place: ChunkPlace, header: ChunkHeader, chunk: StagedChunk
+    ) -> None:
+        """`header`: of the blocks that were copied; the grid may have lost some meanwhile."""
+        if part.export.end_reason:
             self._pool.drop(chunk)
         else:
-            fill_header(chunk.buffer, self._messages.header(transfer, place))
+            fill_header(chunk.buffer, header)
             self._pool.publish(chunk)
-            transfer.add_staged(transfer.grid.index(place), chunk)
+            part.add_staged(part.export.grid.index(place), chunk)
         self._pool.unpin(chunk)
         self.wake()
-        self._staged(transfer)
+        self._owner.left_blocks(part.export)

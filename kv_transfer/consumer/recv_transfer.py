@@ -1,0 +1,76 @@
+"""One transfer on the consumer's side, as one transfer process sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kv_transfer.metadata import RecvMeta, TransferStats
+from kv_transfer.transports.pull_stream import PullStream
+
+
+class RecvTransfer:
+    """Its streams, and what was measured."""
+
+    def __init__(self, meta: RecvMeta) -> None:
+        self.meta = meta
+        self.streams: list[PullStream] = []
+        self.is_planned = False
+        """The streams are known. A process may have none."""
+        self.num_bytes = 0
+        self.first_byte_at = 0.0
+        self.last_byte_at = 0.0
+        self.received_at = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self.has_begun = False
+        self.abort_requested = False
+
+    @property
+    def stats(self) -> TransferStats:
+        return TransferStats(
+            self.num_bytes,
+            len(self.streams),
+            self.first_byte_at,
+            self.last_byte_at,
+            self.received_at,
+        )
+
+    def count(self, num_bytes: int) -> bool:
+        """Whether these were the first."""
+        self.last_byte_at = time.monotonic()
+        self.num_bytes += num_bytes
+        if self.first_byte_at > 0:
+            return False
+        self.first_byte_at = self.last_byte_at
+        return True
+
+    @property
+    def num_tokens_complete(self) -> int:
+        """Leading tokens of which our share is in our blocks, when all copies are done."""
+        if not self.is_planned:
+            return self.meta.first_token
+        known = (stream for stream in self.streams if stream.chunk_bytes is not None)
+        told = {stream.peer_rank: stream.chunk_bytes for stream in known}
+        complete = (
+            stream.num_tokens_complete(told.get(stream.peer_rank)) for stream in self.streams
+        )
+        return min(complete, default=self.meta.num_tokens)
+
+    def let_go(self) -> None:
+        """It has ended. Streams know their transfer, and what they received into would stay until
+        garbage is collected, which is seldom."""
+        self.streams = []
+        self.task = None
+
+    def excuse_silence(self) -> None:
+        """Time starts anew for all streams."""
+        for stream in self.streams:
+            stream.last_heard_at = time.monotonic()
+
+    def silent_streams(self, timeout_s: float) -> list[PullStream]:
+        horizon = time.monotonic() - timeout_s
+        return [
+            stream
+            for stream in self.streams
+            if not stream.is_done and stream.last_heard_at < horizon
+        ]

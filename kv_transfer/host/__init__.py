@@ -1,1 +1,0 @@
-"""What the processes of one engine share: memory files, child processes, sockets."""

@@ -1,0 +1,16 @@
+"""What a producer says of its cache, so that a puller on the same host can read it itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.transports.cuda_ipc.read_leases import ReadLeasesFile
+
+
+class CacheAdvert(msgspec.Struct, frozen=True, array_like=True):
+    """`host`: as `host_id` has it; who is elsewhere can make no use of the rest."""
+
+    host: str
+    handle: KVCacheHandle
+    leases: ReadLeasesFile

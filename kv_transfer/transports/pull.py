@@ -1,0 +1,70 @@
+"""One PullKV call on the producer's side, whatever transport it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from kv_transfer.layout import PageShape
+from kv_transfer.wire.chunk_grid import ChunkGrid
+from kv_transfer.wire.out_message import OutMessage
+from kv_transfer.wire.pull_wish import PullWish
+
+
+@dataclass(frozen=True, slots=True)
+class PullTerms:
+    """What follows from a wish.
+
+    Attributes:
+        share: What the puller takes of each block, by group.
+        num_pullers: Calls that carry each chunk, this one included, by group.
+        grid: That of its tokens. Chunks have the same indices as in the export's.
+    """
+
+    wish: PullWish
+    share: tuple[PageShape, ...]
+    num_pullers: tuple[int, ...]
+    grid: ChunkGrid
+
+
+class Pull(ABC):
+    """What the call still wants. `wake` is set when there is more to see."""
+
+    def __init__(self, terms: PullTerms) -> None:
+        self.wish = terms.wish
+        self.share = terms.share
+        self.grid = terms.grid
+        self.num_pullers = terms.num_pullers
+        self.wake = asyncio.Event()
+        self.is_writing = False
+        self._wanted = {
+            index
+            for index in terms.grid.stripe_of(self.share, self.wish.stream, self.wish.num_streams)
+            if not self.wish.repeat or index in self.wish.repeat
+        }
+
+    @abstractmethod
+    def next_message(self) -> OutMessage | None:
+        """Returns what is sent next; None: nothing more now. Raises `CorruptChunk` for a repeat of
+        what cannot be repeated."""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._wanted
+
+    def wants(self, index: int) -> bool:
+        return index in self._wanted
+
+    def wants_any(self, indices: set[int]) -> bool:
+        return not self._wanted.isdisjoint(indices)
+
+    def forget(self, index: int) -> None:
+        """It has got the chunk."""
+        self._wanted.discard(index)
+
+    def take(self, index: int) -> bool:
+        """Returns whether the chunk was wanted; it is not any more."""
+        is_wanted = index in self._wanted
+        self._wanted.discard(index)
+        return is_wanted
