@@ -1,4 +1,4 @@
-"""`host:port` as text, the same for names, IPv4 and IPv6 (`[::1]:8000`)."""
+"""Reads and writes `host:port`, the same for names, IPv4 and IPv6 (`[::1]:8000`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _MAX_PORT = 65535
 
 
 def join_address(host: str, port: int) -> str:
-    """An IPv6 address gets brackets, unless it has them."""
+    """Joins host and port. An IPv6 address gets brackets, unless it has them."""
     return f"{bracketed(host)}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port. Raises `ValueError`."""
+    """Returns host, without brackets, and port. Raises `ValueError`."""
     host, separator, digits = address.rpartition(":")
     name = host.removeprefix("[").removesuffix("]")
     is_port = digits.isascii() and digits.isdigit() and int(digits) <= _MAX_PORT
@@ -27,7 +27,8 @@ def bracketed(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this host can be there. Names other than localhost are not asked for."""
+    """Returns whether nobody but this host can be there. Names other than localhost are not asked
+    for."""
     name = host.removeprefix("[").removesuffix("]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True

@@ -24,7 +24,7 @@ def tell_supervisor(event: str, **facts: object) -> None:
 
 
 def _let_go() -> None:
-    """Python itself would end with an error if it could not write the rest."""
+    """Lets go of what is left: Python itself would end with an error if it could not write it."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""`python -m router`: see `--help`, or `router.config.RouterSettings`."""
+"""Runs `python -m router`: see `--help`, or `router.config.RouterSettings`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_checked(settings: RouterSettings) -> int:
-    """What `--check` does; the exit code. Secrets are masked. Raises `ConfigurationError`,
-    `SecurityError`."""
+    """Prints what `--check` shows, with secrets masked; returns the exit code. Raises
+    `ConfigurationError`, `SecurityError`."""
     check_plaintext(settings)
     https_files(settings)
     ApiKeys(file=settings.api_key_file)

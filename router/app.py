@@ -64,7 +64,7 @@ from router.request.tenants import ANYONE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterWorld:
-    """Where the router touches what is not the router. `transport` None: real HTTP."""
+    """Holds where the router touches what is not the router. `transport` None means real HTTP."""
 
     transport: Transport | None = None
     resolve: Resolver = resolve_host
@@ -73,7 +73,7 @@ class OuterWorld:
 
 @dataclass(slots=True, kw_only=True)
 class Services:
-    """The parts of one router, at `app.state.services`."""
+    """Holds the parts of one router, at `app.state.services`."""
 
     registry: NodeRegistry
     metrics: RouterMetrics
@@ -102,8 +102,8 @@ class Services:
 
 
 def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> FastAPI:
-    """Raises `ConfigurationError` when a node list cannot be read, `SecurityError` when a
-    certificate cannot."""
+    """Returns the router. Raises `ConfigurationError` when a node list is wrong, `SecurityError`
+    when a certificate cannot."""
     services = make_services(settings, world or OuterWorld())
     app = _bare_app(_lifespan)
     app.state.services = services
@@ -134,7 +134,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
 
 
 def create_admin_app(services: Services) -> FastAPI:
-    """For `admin_port`. Asks for no key."""
+    """Returns what serves `admin_port`. It asks for no key."""
     app = _bare_app()
     app.include_router(_probe_routes(services))
     app.include_router(admin_routes(services.metrics, services.view))

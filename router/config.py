@@ -1,4 +1,4 @@
-"""Settings of the router: each field is a flag, an environment variable and a helm value."""
+"""Defines the router's settings: each field is a flag, an environment variable and a helm value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router adds to the errors that every HTTP service has (`edge.http.errors`).
+"""Adds the router's own to the errors that every HTTP service has (`edge.http.errors`).
 
     HttpError                       answered to the client with an OpenAI error body
       ModelNotFound         404     no node serves the model

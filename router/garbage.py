@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles, kept from stopping all streams at once.
+"""Keeps Python's collector of reference cycles from stopping all streams at once.
 
 A full collection looks at every object: the hundred thousand of the libraries alone take it 50 ms,
 in which nothing is passed on. What is there once the router has been built stays for ever, so it
@@ -15,7 +15,7 @@ _OLD = 50
 
 
 def settle() -> None:
-    """To be called once, when all that lasts has been made."""
+    """Leaves out what is there now. Call it once, when all that lasts has been made."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _OLD)

@@ -1,4 +1,4 @@
-"""The router as a process: listens, says so, and ends without breaking an answer.
+"""Runs the router: listens, says so, and ends without breaking an answer.
 
 1. listening   the socket is bound, watches have begun; one JSON line on standard output
 2. draining    SIGTERM or SIGINT: `/ready` says no, and for `drain_delay_s` requests are still
@@ -42,7 +42,7 @@ _SEND_BUFFER_BYTES = 256 << 10
 
 
 class AdminServer(uvicorn.Server):
-    """Of `/metrics` and `/status`, when they have a port of their own."""
+    """Serves `/metrics` and `/status`, when they have a port of their own."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
@@ -61,12 +61,12 @@ class AdminServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The router's server has them."""
+        """Leaves signals to the router's server."""
         yield
 
 
 class RouterServer(uvicorn.Server):
-    """`admin_listener`: where `/metrics` and `/status` are, if not with the API."""
+    """Serves the API; `/metrics` and `/status` are at `admin_listener`, if there is one."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RouterServer(uvicorn.Server):
         self._admin_listener = admin_listener
 
     async def run_until_drained(self) -> None:
-        """The admin port stays open until the last answer has ended."""
+        """Serves until drained. The admin port stays open until the last answer has ended."""
         if self._admin_listener is None:
             await self.serve(sockets=[self._listener])
             return
@@ -123,7 +123,7 @@ class RouterServer(uvicorn.Server):
         tell_supervisor("ready", **facts)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by Python in between two steps of the event loop."""
+        """Begins to drain. Python calls it in between two steps of the event loop."""
         if self.services.draining:
             self.force_exit = self.should_exit = True
             return
@@ -137,7 +137,7 @@ class RouterServer(uvicorn.Server):
 
 
 def https_files(settings: RouterSettings) -> tuple[str, str] | None:
-    """Certificate and key for clients; None: plain HTTP. Raises `ConfigurationError`."""
+    """Returns certificate and key for clients; None for plain HTTP. Raises `ConfigurationError`."""
     certificate, key = settings.https_cert_file, settings.https_key_file
     if certificate is None and key is None:
         return None
@@ -147,7 +147,7 @@ def https_files(settings: RouterSettings) -> tuple[str, str] | None:
 
 
 def _https_context(settings: RouterSettings) -> ssl.SSLContext | None:
-    """Raises `ConfigurationError`, `SecurityError`."""
+    """Returns the TLS context. Raises `ConfigurationError`, `SecurityError`."""
     files = https_files(settings)
     return None if files is None else TlsFiles(*files).server_context(ssl.CERT_NONE)
 
@@ -162,7 +162,7 @@ def _limits(settings: RouterSettings) -> ConnectionLimits:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Raises `OSError` when the address cannot be had.
+    """Returns a listener. Raises `OSError` when the address cannot be had.
 
     The protocol is named because asyncio turns off Nagle's delay only for sockets that say TCP.
     """

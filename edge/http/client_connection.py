@@ -1,4 +1,4 @@
-"""The client's side of one HTTP request: its headers, its body, and whether it is still there."""
+"""Handles the client's side of a request: its headers, its body, and whether it is still there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class ClientGuard:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """`timeout_s` is the time from the head of the request to the end of its body."""
+    """Bounds a body. `timeout_s` is the time from the head of the request to the end of its
+    body."""
 
     max_bytes: int
     timeout_s: float
@@ -70,7 +71,7 @@ def request_headers(scope: Scope) -> Mapping[str, str]:
 
 
 def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
-    """The same, of headers as they arrive."""
+    """Returns the same, of headers as they arrive."""
     headers: dict[str, str] = {}
     for name, value in raw:
         headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))

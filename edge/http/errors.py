@@ -30,14 +30,14 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The error object of the OpenAI API."""
+    """Is the error object of the OpenAI API."""
 
     error: ErrorDetail
 
 
 class HttpError(Exception):
-    """An answer that is no success. `type` groups errors for people, `code` for programs; `param`
-    is the wrong field; `retry_after_s` says when to come back."""
+    """Is an answer that is no success. `type` groups errors for people, `code` for programs;
+    `param` is the wrong field; `retry_after_s` says when to come back."""
 
     status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
     type = "server_error"
@@ -63,7 +63,7 @@ class HttpError(Exception):
         return error_body(self.message, self.type, self.code, self.param)
 
     def headers(self) -> dict[str, str]:
-        """Headers beyond those of the body, names in lower case."""
+        """Returns headers beyond those of the body, names in lower case."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections of clients, with bounds that uvicorn itself does not have.
+"""Guards HTTP/1.1 connections of clients by bounds that uvicorn itself does not have.
 
 1. connected     from here on the head of a request has `header_timeout_s` to arrive complete,
                  however its bytes trickle; the same at the first byte of each further request
@@ -56,7 +56,8 @@ class HeadCheck(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """`max_per_address` and `max_without_key` 0: any number of connections."""
+    """Bounds connections. `max_per_address` and `max_without_key` are any number when they are
+    0."""
 
     header_timeout_s: float = 10.0
     max_header_bytes: int = 16 << 10
@@ -66,14 +67,15 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class OpenConnections:
-    """All connections of one listener. `unknown` begins with the oldest."""
+    """Counts all connections of one listener. `unknown` begins with the oldest."""
 
     by_address: Counter[str] = field(default_factory=Counter)
     unknown: dict[GuardedProtocol, float] = field(default_factory=dict)
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Use `guarded_protocol`, which sets what connections of one listener share."""
+    """Is one connection. Use `guarded_protocol`, which sets what connections of one listener
+    share."""
 
     limits = ConnectionLimits()
     check: HeadCheck | None = None
@@ -177,7 +179,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return None
 
     def _judge_caller(self) -> HttpError | None:
-        """Only a path that is written plainly is open to everybody."""
+        """Lets the check judge. Only a path that is written plainly is open to everybody."""
         if self.check is None:
             return None
         path = self.url.partition(b"?")[0].decode("latin-1")
@@ -234,7 +236,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.end_gently()
 
     def _cut_open_answer(self) -> bool:
-        """Whoever answers a request of this connection hears that its client has gone, and writes
+        """Tells whoever answers on this connection that its client has gone, so that it writes
         no more. Returns whether the client has got a part of that answer."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
@@ -245,7 +247,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class _AnswerTransport:
-    """A connection as one answer sees it: to close it, it need not have read its whole request."""
+    """Shows a connection to one answer, which may close it without having read its whole
+    request."""
 
     def __init__(self, protocol: GuardedProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol = protocol

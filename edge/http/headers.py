@@ -1,4 +1,4 @@
-"""The names of tandem's own HTTP headers, in lower case, and who says each to whom.
+"""Names tandem's own HTTP headers, in lower case, and says who says each to whom.
 
 Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID
 Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME

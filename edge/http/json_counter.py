@@ -46,7 +46,7 @@ class JsonCounter:
     _ends_in_escape: bool = False
 
     def feed(self, data: bytes) -> None:
-        """Raises `BadRequest` as soon as a limit is passed; it names the limit."""
+        """Counts `data`. Raises `BadRequest` as soon as a limit is passed; it names the limit."""
         for start in range(0, len(data), _PIECE_BYTES):
             self._look(data[start : start + _PIECE_BYTES])
 

@@ -1,4 +1,4 @@
-"""A gRPC server's gate: every call is judged before its handler hears of it."""
+"""Judges every call to a gRPC server before its handler hears of it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _FIELDS_BEFORE_VALIDITY = 3
 
 
 def expires_at(pem: bytes) -> float:
-    """End of the first certificate, in seconds of Unix time. Raises `SecurityError`."""
+    """Returns the end of the first certificate, in seconds of Unix time. Raises `SecurityError`."""
     try:
         found = _PEM.search(pem.decode("ascii", "replace"))
         der = ssl.PEM_cert_to_DER_cert(found[0] if found else "")
@@ -46,7 +46,7 @@ def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _seconds(kind: int, text: str) -> float:
-    """The shorter form has two digits for a year from 1950 to 2049."""
+    """Returns Unix seconds. The shorter form has two digits for a year from 1950 to 2049."""
     if kind == _UTC_TIME:
         text = ("19" if text[:2] >= "50" else "20") + text
     return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

@@ -1,4 +1,4 @@
-"""When the certificates that a service shows end: to be warned in time when nobody renews them."""
+"""Tells Prometheus when the certificates of a service end, to warn when nobody renews them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edge.security.credentials import Credentials
 
 
 class CertificateCollector(Collector):
-    """Without TLS it has nothing to say."""
+    """Collects that. Without TLS it has nothing to say."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials

@@ -1,4 +1,4 @@
-"""The secret that services of one cluster show each other.
+"""Reads the secret that services of one cluster show each other.
 
 The file has one secret a line: the first is shown, each is accepted. To renew it without a gap,
 add the new one as the second line everywhere, then swap the lines, then drop the old one.
@@ -20,14 +20,14 @@ MIN_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """`digests` of all that are accepted."""
+    """Holds `digests` of all that are accepted."""
 
     shown: str
     digests: list[bytes]
 
 
 class ClusterToken:
-    """Raises `SecurityError` if the file has none."""
+    """Knows the tokens of a file. Raises `SecurityError` if the file has none."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -37,7 +37,7 @@ class ClusterToken:
         return self._files.get().shown
 
     def accepts(self, given: str) -> bool:
-        """Takes the same time for every wrong one."""
+        """Returns whether it is one of them, in the same time for every wrong one."""
         digest = _digest(given)
         matches = [hmac.compare_digest(digest, one) for one in self._files.get().digests]
         return any(matches)

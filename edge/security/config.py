@@ -1,4 +1,4 @@
-"""How services make sure of each other.
+"""Says how services authenticate each other.
 
     TLS        both ends show certificates of one authority          --tls-cert-file, ...
     token      the caller shows a secret that all services know       --cluster-token-file
@@ -22,7 +22,7 @@ TlsIdentity = Literal["address", "role"]
 
 
 class Role(StrEnum):
-    """A kind of service."""
+    """Is a kind of service."""
 
     ROUTER = "router"
     PREFILL = "prefill"
@@ -30,7 +30,7 @@ class Role(StrEnum):
 
     @property
     def certificate_name(self) -> str:
-        """DNS name in certificates."""
+        """Returns the DNS name in certificates."""
         return f"tandem-{self.value}"
 
 
@@ -40,7 +40,7 @@ def roles_of(names: Collection[str]) -> set[Role]:
 
 
 class SecurityError(Exception):
-    """Services cannot make sure of each other. The message says how to mend it."""
+    """Services cannot authenticate each other. The message says how to mend it."""
 
 
 class PlaintextRefused(SecurityError):
@@ -49,7 +49,7 @@ class PlaintextRefused(SecurityError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
-    """Paths; empty: not used.
+    """Holds paths; an empty one is not used.
 
     Attributes:
         tls_cert_file: Our certificate with its chain, PEM.
@@ -75,7 +75,7 @@ class SecurityConfig:
 
     @property
     def is_secured(self) -> bool:
-        """Whether callers have to show something."""
+        """Returns whether callers have to show something."""
         return self.has_tls or bool(self.cluster_token_file)
 
     def check(self) -> None:

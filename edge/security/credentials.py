@@ -73,7 +73,7 @@ class Credentials:
     def channel(
         self, address: str, server: Role, options: Sequence[tuple[str, Any]]
     ) -> grpc.aio.Channel:
-        """To a service of this role. Raises `PlaintextRefused`."""
+        """Returns a channel to a service of this role. Raises `PlaintextRefused`."""
         self.check_dial(split_address(address)[0])
         if self._tls is None:
             return grpc.aio.insecure_channel(address, options=list(options))
@@ -131,8 +131,8 @@ class Credentials:
     def check_caller(
         self, allowed: Collection[Role], names: Collection[str] | None, headers: Mapping[str, str]
     ) -> None:
-        """Whether a caller may go on: what its certificate must say, and the token. `names`: DNS
-        names of its certificate; None: it has shown none. Raises `CallerRefused`."""
+        """Checks whether a caller may go on, by its certificate and the token. `names` are the DNS
+        names of its certificate; None when it has shown none. Raises `CallerRefused`."""
         if self._tls is not None:
             self._check_role(allowed, names)
         if self._token is not None and not self._token.accepts(headers.get(TOKEN_HEADER, "")):

@@ -1,4 +1,4 @@
-"""A gRPC channel that shows certificates of today.
+"""Keeps a gRPC channel that shows certificates of today.
 
 1. dialled     when first asked for
 2. replaced    at the first call after the certificates were renewed; calls in motion stay on the
@@ -19,7 +19,7 @@ _LONGEST_CALL_S = 900.0
 
 
 class RenewedChannel:
-    """`dial` makes a channel that shows what `credentials` are now."""
+    """Calls `dial` for a channel that shows what `credentials` are now."""
 
     def __init__(self, dial: Callable[[], grpc.aio.Channel], credentials: Credentials) -> None:
         self._dial = dial
@@ -42,7 +42,7 @@ class RenewedChannel:
         return self._channel
 
     async def close(self) -> None:
-        """Calls in motion fail."""
+        """Closes it. Calls in motion fail."""
         for task in self._retired:
             task.cancel()
         await asyncio.gather(*self._retired, return_exceptions=True)

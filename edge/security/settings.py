@@ -1,4 +1,4 @@
-"""The settings by which services make sure of each other: defined once, for all of them."""
+"""Defines once, for all services, the settings by which they authenticate each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SecuritySettings(BaseSettings):
     )
 
     def security_config(self) -> SecurityConfig:
-        """Raises `SecurityError` when they do not fit together."""
+        """Returns them. Raises `SecurityError` when they do not fit together."""
         config = SecurityConfig(
             tls_cert_file=_text(self.tls_cert_file),
             tls_key_file=_text(self.tls_key_file),

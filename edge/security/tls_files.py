@@ -1,4 +1,4 @@
-"""A certificate, its key and the authorities, and the TLS contexts made of them.
+"""Makes TLS contexts of a certificate, its key and the authorities.
 
 1. read        wrong files are an error at once
 2. used        every handshake takes what the files say now
@@ -33,7 +33,8 @@ class _Loaded:
 
 
 class TlsFiles:
-    """PEM files. Without authorities nobody is asked for a certificate. Raises `SecurityError`."""
+    """Reads PEM files. Without authorities nobody is asked for a certificate. Raises
+    `SecurityError`."""
 
     def __init__(self, certificate: str, key: str, authorities: str = "") -> None:
         self._certificate = certificate
@@ -44,17 +45,17 @@ class TlsFiles:
 
     @property
     def version(self) -> int:
-        """Grows when the files were renewed."""
+        """Returns a number that grows when the files were renewed."""
         self._files.get()
         return self._files.version
 
     def pems(self) -> tuple[bytes, bytes, bytes]:
-        """Certificate, key, authorities."""
+        """Returns certificate, key and authorities."""
         loaded = self._files.get()
         return loaded.certificate, loaded.key, loaded.authorities
 
     def expires_at(self) -> float:
-        """When the certificate ends, in Unix time."""
+        """Returns when the certificate ends, in Unix time."""
         return self._files.get().expires_at
 
     def client_context(self, *, h2: bool = False) -> ssl.SSLContext:
@@ -136,7 +137,8 @@ def _new_context(protocol: int, certificate: str, key: str) -> ssl.SSLContext:
 
 
 def certificate_names(certificate: Any) -> list[str] | None:
-    """DNS names in what a TLS connection says of its peer's certificate; None: it showed none."""
+    """Returns the DNS names that a TLS connection says its peer's certificate has; None for
+    none."""
     if not certificate:
         return None
     return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]

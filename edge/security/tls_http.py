@@ -1,4 +1,4 @@
-"""HTTPS for uvicorn, with contexts that follow their files."""
+"""Gives uvicorn HTTPS, with contexts that follow their files."""
 
 from __future__ import annotations
 

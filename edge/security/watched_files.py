@@ -1,4 +1,4 @@
-"""Files that are renewed while we run, such as certificates and secrets.
+"""Watches files that are renewed while we run, such as certificates and secrets.
 
 They are looked at when they are used: that costs a system call each, and misses nothing. What is
 renewed file by file does not fit together for a moment; until it does, what was read before goes
@@ -54,13 +54,13 @@ class WatchedFiles(Generic[T]):
             logger.info("read again: %s", ", ".join(map(str, self._paths)))
 
     def _complain(self, error: Exception) -> None:
-        """Once for each reason."""
+        """Logs a failure, once for each reason."""
         if str(error) != self._complaint:
             self._complaint = str(error)
             logger.warning("the former one is used still: %s", error)
 
     def _read_whole(self) -> tuple[_Signature, T]:
-        """Again if they were replaced meanwhile."""
+        """Reads the files, again if they were replaced meanwhile."""
         for _ in range(_ATTEMPTS):
             try:
                 before = self._sign()

@@ -1,4 +1,4 @@
-"""W3C Trace Context: the caller's trace goes on through every hop, or one begins here.
+"""Carries W3C Trace Context: the caller's trace goes on through every hop, or one begins here.
 
 It travels in HTTP headers and as gRPC metadata. Each service names the trace in its log (level
 debug), and its own span of the request is the parent of those that it calls:
@@ -25,8 +25,8 @@ def _new_span_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """`span_id` is ours, `parent_id` the caller's: empty when the trace begins here. `state`
-    belongs to whoever began the trace."""
+    """Is one hop. `span_id` is ours, `parent_id` the caller's: empty when the trace begins here.
+    `state` belongs to whoever began the trace."""
 
     trace_id: str
     flags: str = "00"
@@ -36,7 +36,7 @@ class TraceContext:
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> TraceContext:
-        """A new trace, not sampled, unless the caller has one."""
+        """Returns the caller's trace, or else a new one, not sampled."""
         match = _PARENT.fullmatch(headers.get("traceparent", ""))
         if match is None or not int(match[1], 16) or not int(match[2], 16):
             return cls(secrets.token_hex(16))
@@ -44,7 +44,7 @@ class TraceContext:
         return cls(match[1], match[3], state if _STATE.fullmatch(state) else "", match[2])
 
     def sibling(self) -> TraceContext:
-        """Another span of ours below the same parent."""
+        """Returns another span of ours below the same parent."""
         return replace(self, span_id=_new_span_id())
 
     def child_headers(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Traces of requests, a line of JSON each, in the format of OpenTelemetry (OTLP/JSON).
+"""Writes traces of requests, a line of JSON each, in the format of OpenTelemetry (OTLP/JSON).
 
 The collector's `otlpjsonfile` receiver reads such files; so do people with `jq`. Each service of a
 request writes its own line; the trace and the caller's span, which travel with the request, tie
@@ -23,7 +23,7 @@ _INTERNAL, _SERVER = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`start` and `end`: CLOCK_MONOTONIC seconds."""
+    """Is one part of a request. `start` and `end` are CLOCK_MONOTONIC seconds."""
 
     name: str
     start: float
@@ -56,7 +56,7 @@ class TraceFile:
         return None if path is None else cls(path, service, instance)
 
     def write(self, trace: TraceContext, spans: Sequence[Span]) -> None:
-        """The first span is the request, the others happened in it."""
+        """Writes a line. The first span is the request, the others happened in it."""
         request, *parts = spans
         found = [self._span(trace, request, trace.span_id, trace.parent_id, _SERVER)]
         found += [

@@ -1,4 +1,4 @@
-"""Who may go on to the nodes, who waits, and who is told to come back later.
+"""Decides who may go on to the nodes, who waits, and who is told to come back later.
 
     1. limits     the tenant's rates                                        429
     2. shedding   batch requests, more of them the longer the line is       503
@@ -32,7 +32,7 @@ _SLACK = 1.2
 
 
 class Refusal(StrEnum):
-    """Why a request was refused."""
+    """Says why a request was refused."""
 
     RATE_LIMITED = "rate_limited"
     SHED = "shed"
@@ -42,7 +42,7 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateLimits:
-    """What is let through.
+    """Bounds what is let through.
 
     Attributes:
         slots_per_node: Requests that wait for their first byte, for each node that computes
@@ -60,7 +60,8 @@ class GateLimits:
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionGate:
-    """`num_nodes` counts the nodes that compute prompts; `clock` gives monotonic seconds."""
+    """Lets requests through to the nodes. `num_nodes` counts the nodes that compute prompts;
+    `clock` gives monotonic seconds."""
 
     limits: GateLimits
     num_nodes: Callable[[], int]
@@ -101,18 +102,18 @@ class AdmissionGate:
         return waiting
 
     def free(self) -> None:
-        """A request that had a slot has its first byte, or has ended without one."""
+        """Takes back the slot of a request that has its first byte, or has ended without one."""
         self.num_started -= 1
         self._pace.slot_freed(self.clock(), is_waited_for=len(self.line) > 0)
         while len(self.line) and self.num_started < self.num_slots():
             self._start(self.line.pop(self.clock()).admit)
 
     def withdraw(self, waiting: Waiting) -> None:
-        """Its client has left."""
+        """Takes a request whose client has left out of the line."""
         self.line.remove(waiting)
 
     def too_late(self, waiting: Waiting) -> Overloaded:
-        """What to answer to `waiting`, whose deadline has come."""
+        """Returns the answer to `waiting`, whose deadline has come."""
         self.line.remove(waiting)
         return self._refuse(
             Refusal.TOO_LATE,
@@ -134,7 +135,7 @@ class AdmissionGate:
             )
 
     def num_slots(self) -> int:
-        """This router's share of what the nodes may have to do at once."""
+        """Returns this router's share of what the nodes may have to do at once."""
         limits = self.limits
         share = 1.0 if limits.num_routers == 1 else _SLACK / limits.num_routers
         return max(1, round(limits.slots_per_node * max(1, self.num_nodes()) * share))
@@ -191,5 +192,6 @@ class AdmissionGate:
 
 
 def shed_probability(fill: float) -> float:
-    """Of a batch request, when the line is filled to `fill`: all of them from a third on."""
+    """Returns how likely a batch request is refused when the line is filled to `fill`: surely from
+    a third on."""
     return min(1.0, 300 * fill**5)

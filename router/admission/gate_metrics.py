@@ -1,4 +1,4 @@
-"""What the gate shows to Prometheus, read at each scrape."""
+"""Shows Prometheus what the gate does, read at each scrape."""
 
 from __future__ import annotations
 

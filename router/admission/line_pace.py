@@ -20,7 +20,7 @@ _GUESS_S = 1.0
 
 @dataclass(slots=True)
 class LinePace:
-    """All times are monotonic seconds."""
+    """Holds what is known of the pace. All times are monotonic seconds."""
 
     _smoothed_s: float = 0.0
     _weight: float = 0.0
@@ -30,7 +30,7 @@ class LinePace:
     _promised_until: float = 0.0
 
     def line_begins(self, now: float) -> None:
-        """Somebody waits, and nobody did."""
+        """Hears that somebody waits, after nobody did."""
         self._since = now
 
     def slot_freed(self, now: float, *, is_waited_for: bool) -> None:

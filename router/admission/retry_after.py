@@ -12,7 +12,7 @@ _JITTER = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RetryAfter:
-    """Whole seconds from 1 to 60, a fifth up or down at random: clients that were refused together
+    """Draws whole seconds from 1 to 60, a fifth up or down: clients that were refused together
     should not come back together."""
 
     rng: random.Random

@@ -1,4 +1,4 @@
-"""What each tenant may use: requests and tokens a second.
+"""Bounds what each tenant uses: requests and tokens a second.
 
 1. taken      a request takes 1, and its prompt and longest answer, from its tenant's buckets
 2. refused    one of them is empty: 429, with the time until it no longer is
@@ -36,7 +36,7 @@ class TenantLimits:
     _buckets: dict[Tenant, _Buckets] = field(default_factory=dict)
 
     def take(self, request: RequestInfo, now: float) -> None:
-        """Raises `RateLimited`; then nothing is taken."""
+        """Takes what `request` costs. Raises `RateLimited`; then nothing is taken."""
         buckets = self._of(request.tenant)
         for bucket, unit in ((buckets.requests, "requests"), (buckets.tokens, "tokens")):
             if bucket is not None and (wait_s := bucket.wait_s(now)) > 0:
@@ -51,7 +51,8 @@ class TenantLimits:
             buckets.tokens.take(token_cost(request))
 
     def _of(self, tenant: Tenant) -> _Buckets:
-        """A tenant whose limits were changed is another tenant and begins with full buckets."""
+        """Returns the tenant's buckets. A tenant whose limits were changed is another tenant and
+        begins with full buckets."""
         found = self._buckets.get(tenant)
         if found is None:
             for known in [known for known in self._buckets if known.name == tenant.name]:
@@ -68,5 +69,5 @@ class TenantLimits:
 
 
 def token_cost(request: RequestInfo) -> int:
-    """Prompt, and the longest answer it may get."""
+    """Returns the tokens of the prompt and of the longest answer that it may get."""
     return request.num_prompt_tokens + (request.max_tokens or _DEFAULT_ANSWER)

@@ -1,4 +1,4 @@
-"""One request's way through the gate.
+"""Leads one request through the gate.
 
 async with Ticket(gate, request) as ticket:     waits for its turn, or is refused
     ticket.check(placement)                     too late after all?
@@ -18,7 +18,7 @@ from router.request.info import RequestInfo
 
 
 class Ticket:
-    """Entering raises `RateLimited` or `Overloaded`."""
+    """Waits for its turn when it is entered, which raises `RateLimited` or `Overloaded`."""
 
     def __init__(self, gate: AdmissionGate, request: RequestInfo) -> None:
         self._gate = gate

@@ -1,4 +1,4 @@
-"""A rate that may be exceeded for a moment and not in the long run."""
+"""Keeps a rate that may be exceeded for a moment and not in the long run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenBucket:
         self._level = self.burst
 
     def wait_s(self, now: float) -> float:
-        """Until something may be taken; 0: now."""
+        """Returns the time until something may be taken; 0 for now."""
         self._fill(now)
         return 0.0 if self._level > 0 else -self._level / self.rate + _MOMENT_S
 

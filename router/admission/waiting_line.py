@@ -1,4 +1,4 @@
-"""Requests that wait for the nodes to have room: who is next?
+"""Orders the requests that wait for the nodes to have room.
 
 1. by class     interactive before standard before batch. A request rises by one class for every
                 `age_s` it has waited, so nobody waits for ever
@@ -21,7 +21,7 @@ from router.request.info import RequestInfo
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One request in the line; `admit` is called when it may go."""
+    """Is one request in the line; `admit` is called when it may go."""
 
     request: RequestInfo
     since: float
@@ -31,7 +31,7 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class WaitingLine:
-    """`age_s`: seconds."""
+    """Holds those who wait. A request rises by one class in `age_s` seconds."""
 
     age_s: float = 10.0
     _waiting: dict[Waiting, None] = field(default_factory=dict)
@@ -48,14 +48,14 @@ class WaitingLine:
         self._waiting[waiting] = None
 
     def remove(self, waiting: Waiting) -> bool:
-        """False if it had left before."""
+        """Returns False if it had left before."""
         if waiting not in self._waiting:
             return False
         del self._waiting[waiting]
         return True
 
     def pop(self, now: float) -> Waiting:
-        """The next one. The line must not be empty."""
+        """Returns the next one. The line must not be empty."""
         chosen = min(self._waiting, key=lambda waiting: self._order(waiting, now))
         del self._waiting[chosen]
         self._count(chosen)
@@ -70,7 +70,8 @@ class WaitingLine:
         return max(self._virtual_time, self._served.get(waiting.request.tenant.name, 0.0))
 
     def _count(self, served: Waiting) -> None:
-        """A tenant that was away does not come back with a claim to all it missed."""
+        """Charges the tenant. One that was away does not come back with a claim to all it
+        missed."""
         start = self._virtual_time = self._start(served)
         self._served[served.request.tenant.name] = start + token_cost(served.request)
         if not self._waiting:

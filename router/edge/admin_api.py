@@ -1,4 +1,4 @@
-"""What operators and their tools ask the router.
+"""Answers what operators and their tools ask the router.
 
     GET  /health     200 while the process lives
     GET  /ready      200 while requests would be served, else 503

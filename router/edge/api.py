@@ -1,4 +1,4 @@
-"""The router's HTTP interface: what it answers itself, and what it passes on.
+"""Serves the router's HTTP interface: what it answers itself, and what it passes on.
 
     POST /v1/completions, /v1/chat/completions    passed on to a decode node
     GET  /v1/models, /v1/models/{id}              put together from the decode nodes
@@ -52,7 +52,7 @@ _CLIENT_LEFT = 499
 
 @dataclass(slots=True, kw_only=True)
 class ProxyEndpoint:
-    """ASGI endpoint of the paths that a decode node answers."""
+    """Serves the paths that a decode node answers (ASGI)."""
 
     forwarder: Forwarder
     gate: AdmissionGate
@@ -79,7 +79,7 @@ class ProxyEndpoint:
             trace.write(self.traces, status)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> int:
-        """The status that the client got, or would have got."""
+        """Returns the status that the client got, or would have got."""
         try:
             request = await self._read(scope, receive, trace)
             async with ClientGuard(receive), Ticket(self.gate, request.info) as ticket:

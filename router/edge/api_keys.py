@@ -30,7 +30,7 @@ _CHECK_S = 1.0
 
 
 class ApiKeys:
-    """`text`: comma-separated keys of nobody in particular."""
+    """Knows the valid keys. `text` holds comma-separated ones of nobody in particular."""
 
     def __init__(self, text: str = "", file: Path | None = None) -> None:
         """Raises `ConfigurationError`."""
@@ -63,7 +63,7 @@ class ApiKeys:
         return found[0] if found and scheme.lower() == "bearer" else None
 
     def reload(self) -> bool:
-        """Reads the file again if it has changed. True: there are new keys."""
+        """Reads the file again if it has changed. Returns whether there are new keys."""
         version = self._file_version()
         if version == self._version:
             return False
@@ -77,7 +77,7 @@ class ApiKeys:
         return True
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_S)
             self.reload()
@@ -91,7 +91,7 @@ class ApiKeys:
             raise ConfigurationError(f"the API key file cannot be read: {error}") from None
 
     def _file_version(self) -> tuple[int, ...]:
-        """Also changes when a link on the way points elsewhere, as with mounted secrets."""
+        """Returns what changes with the file, and when a link on the way points elsewhere."""
         if self._file is None:
             return ()
         try:

@@ -1,4 +1,4 @@
-"""The file that says who may use the router: tenants, their keys, what each may use.
+"""Reads the file that says who may use the router: tenants, their keys, what each may use.
 
     [[tenants]]
     name = "acme"
@@ -47,7 +47,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`digest`: SHA-256 of the key."""
+    """Is one key of a tenant; `digest` is its SHA-256."""
 
     digest: bytes
     tenant: Tenant
@@ -58,7 +58,8 @@ def digest_of(key: str) -> bytes:
 
 
 def read_keys(text: str) -> list[Key]:
-    """Raises `ConfigurationError` naming the tenant and what is wrong; never a key."""
+    """Returns the keys. Raises `ConfigurationError` naming the tenant and what is wrong; never a
+    key."""
     try:
         file = msgspec.toml.decode(text, type=_File)
     except (msgspec.DecodeError, ValueError) as error:
@@ -98,7 +99,7 @@ def _keys_of(entry: _Entry) -> list[Key]:
 
 
 def _salt(entry: _Entry) -> bytes:
-    """Not what the file says, so that it can go to nodes."""
+    """Returns a salt that is not what the file says, so that it can go to nodes."""
     if entry.salt == "":
         return b""
     source = f"name:{entry.name}" if entry.salt is None else f"salt:{entry.salt}"

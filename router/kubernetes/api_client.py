@@ -1,4 +1,4 @@
-"""The two calls to the Kubernetes API that a watch needs, and nothing else of it.
+"""Makes the two calls to the Kubernetes API that a watch needs, and no others.
 
 Token and certificate authority are files that the kubelet renews, so they are read again for each
 call. Outside a cluster (no token file) the API is asked without a token.
@@ -36,7 +36,7 @@ class SliceList(msgspec.Struct):
 
 
 class WatchEvent(msgspec.Struct):
-    """`type`: ADDED, MODIFIED, DELETED or BOOKMARK."""
+    """Is one change; `type` is ADDED, MODIFIED, DELETED or BOOKMARK."""
 
     type: str
     object: EndpointSlice
@@ -54,14 +54,14 @@ class _Status(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesAccess:
-    """`credentials`: the folder with `token`, `ca.crt` and `namespace`."""
+    """Reads `token`, `ca.crt` and `namespace` from the folder `credentials`."""
 
     url: str
     credentials: Path
 
     @property
     def namespace(self) -> str:
-        """Our own."""
+        """Returns our own namespace."""
         return self._read("namespace") or "default"
 
     def headers(self) -> dict[str, str]:
@@ -69,7 +69,7 @@ class KubernetesAccess:
         return {"authorization": f"Bearer {token}"} if token else {}
 
     def tls(self) -> ssl.SSLContext | bool:
-        """Raises `ApiUnavailable` when the authority cannot be read."""
+        """Returns the TLS context. Raises `ApiUnavailable` when the authority cannot be read."""
         authority = self.credentials / "ca.crt"
         if not authority.exists():
             return True
@@ -86,7 +86,7 @@ class KubernetesAccess:
 
 
 class EndpointSliceApi:
-    """EndpointSlices of one service. `namespace` empty: our own."""
+    """Asks for the EndpointSlices of one service. An empty `namespace` is our own."""
 
     def __init__(self, access: KubernetesAccess, service: str, namespace: str = "") -> None:
         self._access = access
@@ -108,7 +108,7 @@ class EndpointSliceApi:
             raise ApiUnavailable(_describe(error)) from None
 
     async def watch(self, version: str, seconds: int) -> AsyncIterator[WatchEvent]:
-        """Changes after `version`, until the API ends it after about `seconds`.
+        """Yields changes after `version`, until the API ends it after about `seconds`.
 
         Raises `VersionExpired`, `ApiUnavailable`.
         """
@@ -151,7 +151,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Of any length that an event may have; what is cut off at the end is left out."""
+    """Yields lines of any length; what is cut off at the end is left out."""
     rest = b""
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""What the EndpointSlices of one service say: which addresses there are, and which are ending.
+"""Reads from EndpointSlices which addresses a service has, and which of them are ending.
 
 A service has several slices, and an address may be in two of them while it moves from one to the
 other. It is ending only if no slice has it otherwise.
@@ -26,7 +26,7 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class EndpointSlice(msgspec.Struct):
-    """Of `discovery.k8s.io/v1`, the fields that matter here."""
+    """Holds the fields of `discovery.k8s.io/v1` that matter here."""
 
     metadata: Metadata = msgspec.field(default_factory=Metadata)
     endpoints: list[_Endpoint] | None = None
@@ -34,7 +34,7 @@ class EndpointSlice(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """IP addresses. Whether one is ready is not in it: nodes say so themselves."""
+    """Holds IP addresses. Whether one is ready is not in it: nodes say so themselves."""
 
     present: frozenset[str] = frozenset()
     terminating: frozenset[str] = frozenset()

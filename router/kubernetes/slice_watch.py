@@ -55,7 +55,7 @@ class SliceWatch:
         self._version = ""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         pause_s = self._min_pause_s
         while True:
             before = self._version
@@ -73,7 +73,7 @@ class SliceWatch:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _follow(self) -> None:
-        """Until the API ends the watch."""
+        """Runs until the API ends the watch."""
         if not self._version:
             await self._list()
         seconds = round(_WATCH_S * self._rng.uniform(0.8, 1.2))

@@ -1,4 +1,4 @@
-"""Where a node is, and how an operator writes it down."""
+"""Reads where nodes are from how an operator writes it down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.errors import ConfigurationError
 
 
 class NodeSource(StrEnum):
-    """What an entry of a node list stands for; also how it is written."""
+    """Says what an entry of a node list stands for, and how it is written."""
 
     STATIC = ""
     DNS = "dns://"
@@ -24,8 +24,8 @@ class NodeRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """`target` is where requests go (prefill: gRPC, decode: HTTP), `status_target` where
-    `NodeStatus` is served. Both are `host:port`."""
+    """Says where a node is: `target` is where requests go (prefill: gRPC, decode: HTTP),
+    `status_target` where `NodeStatus` is served. Both are `host:port`."""
 
     role: NodeRole
     target: str
@@ -37,7 +37,7 @@ class NodeAddress:
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
-    """One entry of a node list. `host` is the host of a static node, a DNS name with a node at
+    """Is one entry of a node list. `host` is the host of a static node, a DNS name with a node at
     each of its addresses, or a Kubernetes service (`service` or `service.namespace`)."""
 
     role: NodeRole
@@ -47,7 +47,7 @@ class NodeEntry:
     source: NodeSource
 
     def address(self, host: str | None = None) -> NodeAddress:
-        """The node of this entry at `host`, or at the entry's own host."""
+        """Returns the node of this entry at `host`, or at the entry's own host."""
         place = self.host if host is None else host
         return NodeAddress(
             self.role, join_address(place, self.port), join_address(place, self.status_port)

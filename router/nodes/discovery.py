@@ -1,4 +1,4 @@
-"""Which nodes there are: static ones, those that DNS names resolve to, those of services.
+"""Finds out which nodes there are: static ones, those of DNS names, those of services.
 
 Discovery says who may exist; reports and requests say who is used. So an answer is believed when
 it adds a node and doubted when it takes one away:
@@ -33,7 +33,7 @@ Watcher = Callable[[str, Callable[[Endpoints], None]], Awaitable[None]]
 
 
 async def no_kubernetes(service: str, on_endpoints: Callable[[Endpoints], None]) -> None:
-    """A watcher for a router without a cluster around it."""
+    """Refuses to watch: there is no cluster around this router."""
 
 
 async def resolve_host(name: str) -> Sequence[str]:
@@ -107,7 +107,7 @@ class Discovery:
         await self._watch(entry.host, lambda endpoints: self._take_endpoints(entry, endpoints))
 
     def _take_endpoints(self, entry: NodeEntry, endpoints: Endpoints) -> None:
-        """Whatever is missing now was there until now: the watch tells at once."""
+        """Takes what the watch tells. Whatever is missing now was there until now."""
         self._drop_missing(entry)
         self._present[entry] = {entry.address(host) for host in endpoints.present}
         self._leaving[entry] = {entry.address(host) for host in endpoints.terminating}

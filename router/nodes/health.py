@@ -1,4 +1,4 @@
-"""Passive health: a node that fails several requests in a row is left out for a while.
+"""Judges nodes by their answers: one that fails several requests in a row is left out for a while.
 
     in use ──failures in a row──▶ ejected ──time over──▶ half-open: one request at a time
        ▲                             ▲                      │  │
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Health:
-    """What is known about one node's failures. Times are monotonic seconds. `half_open` from an
-    ejection to the next success."""
+    """Holds what is known about one node's failures. Times are monotonic seconds. `half_open` from
+    an ejection to the next success."""
 
     consecutive_failures: int = 0
     num_ejections: int = 0
@@ -33,12 +33,12 @@ class Health:
 
     @property
     def accepts(self) -> bool:
-        """False while a probe is on its way and its outcome is not known."""
+        """Returns False while a probe is on its way and its outcome is not known."""
         return not (self.half_open and self.num_probes)
 
     @contextmanager
     def hold_probe(self) -> Iterator[None]:
-        """A request that began while the node was half-open is its probe."""
+        """Marks a request that began while the node was half-open as its probe."""
         is_probe = self.half_open
         self.num_probes += is_probe
         try:
@@ -59,7 +59,8 @@ class EjectionPolicy:
         health.half_open = False
 
     def record_failure(self, health: Health, tier: Collection[Health], now: float) -> bool:
-        """Counts a failure of `health`, a member of `tier`. True if it was ejected for it."""
+        """Counts a failure of `health`, a member of `tier`. Returns whether it was ejected for
+        it."""
         health.consecutive_failures += 1
         if health.consecutive_failures < self.failures or health.is_ejected(now):
             return False

@@ -1,4 +1,4 @@
-"""One long-lived `Watch` call to every member: how loaded it is, and whether it is alive.
+"""Keeps a long-lived `Watch` call to every member: how loaded it is, and whether it is alive.
 
 1. a member appears: a task calls `Watch`, each time on a channel of its own, which shows what
    certificates say by then
@@ -111,7 +111,7 @@ class LoadMonitor:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _call(self, address: NodeAddress) -> int:
-        """One connection; returns how many reports came."""
+        """Makes one connection; returns how many reports came."""
         role = Role(address.role)
         async with self._credentials.channel(address.status_target, role, _OPTIONS) as channel:
             stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
@@ -139,8 +139,8 @@ class LoadMonitor:
         return num_reports
 
     def _log_loss(self, address: NodeAddress, num_reports: int, reason: str) -> None:
-        """A node that is away stays away for many attempts: its leaving is news, and that it does
-        not believe us, or we it."""
+        """Logs a lost watch. A node that is away stays away for many attempts: its leaving is news,
+        and that it does not believe us, or we it."""
         is_refusal = any(word in reason for word in _REFUSALS)
         is_news = num_reports > 0 or (is_refusal and self._refusals.get(address) != reason)
         if is_refusal:

@@ -1,4 +1,4 @@
-"""Which models the cluster serves, as its decode nodes describe them."""
+"""Lists the models that the cluster serves, as its decode nodes describe them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelCatalog:
     node_api_key: str = ""
 
     async def list_models(self) -> list[ModelCard]:
-        """The union over the models, each asked of one node that serves it."""
+        """Returns all models, each asked of one node that serves it."""
         by_model: dict[str, list[Node]] = {}
         for node in self.registry.usable(NodeRole.DECODE):
             name = node.report.model_name if node.report else ""

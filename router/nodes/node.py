@@ -1,4 +1,4 @@
-"""One start of one node, as this router sees it: its last report and our own work on it.
+"""Holds one start of one node, as this router sees it: its last report and our own work on it.
 
     1. joining    discovery named it; no report yet, so it gets no requests
     2. ready      reports arrive
@@ -41,7 +41,7 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a node may be silent, in seconds."""
+    """Says how long a node may be silent, in seconds."""
 
     stale_after_s: float = 3.0
     down_after_s: float = 10.0
@@ -50,9 +50,9 @@ class Patience:
 
 @dataclass(slots=True)
 class OwnWork:
-    """What this router has put on a node and is not over. `recent_*` is the part since the node's
-    last report, which therefore cannot contain it yet. `tokens` are of prompts, on a prefill node;
-    `kv_tokens` are those that requests will hold in the end, on a decode node."""
+    """Counts what this router has put on a node and is not over. `recent_*` is the part since the
+    node's last report, which therefore cannot contain it yet. `tokens` are of prompts, on a prefill
+    node; `kv_tokens` are those that requests will hold in the end, on a decode node."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -108,25 +108,25 @@ class Node:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for nodes whose KV fits together; empty before the first report."""
+        """Is equal for nodes whose KV fits together; empty before the first report."""
         return self.report.fingerprint if self.report else ""
 
     @property
     def predicted_requests(self) -> int:
-        """Requests on the node, counting those of ours that its report cannot know yet."""
+        """Returns the requests on the node, with those of ours that its report cannot know yet."""
         reported = self.report.num_requests if self.report else 0
         return max(reported + self.work.recent_requests, self.work.num_requests)
 
     @property
     def predicted_tokens(self) -> int:
-        """Prompt tokens the node has yet to compute, counted likewise."""
+        """Returns the prompt tokens that the node has yet to compute, counted likewise."""
         report, work = self.report, self.work
         expected = work.recent_tokens + (report.num_waiting_tokens if report is not None else 0)
         return expected if expected > work.num_tokens else work.num_tokens
 
     def kv_usage_with(self, num_tokens: int) -> float:
-        """Part of the KV cache that will be in use with `num_tokens` more, counted likewise;
-        above 1 when it is more than fits. 0 for a node that has not told its size."""
+        """Returns the part of the KV cache that will be in use with `num_tokens` more, counted
+        likewise; above 1 when it is more than fits. 0 for a node that has not told its size."""
         report = self.report
         if report is None or report.num_kv_tokens == 0:
             return 0.0
@@ -134,7 +134,7 @@ class Node:
 
     @contextmanager
     def hold_request(self, num_kv_tokens: int = 0) -> Iterator[None]:
-        """One request of ours is on the node as long as this is open."""
+        """Counts one request of ours on the node as long as this is open."""
         work, known_at = self.work, self.reported_at
         work.num_requests += 1
         work.recent_requests += 1
@@ -150,7 +150,7 @@ class Node:
 
     @contextmanager
     def hold_tokens(self, num_tokens: int) -> Iterator[None]:
-        """So many prompt tokens of ours wait on the node as long as this is open."""
+        """Counts so many prompt tokens of ours on the node as long as this is open."""
         work, known_at = self.work, self.reported_at
         work.num_tokens += num_tokens
         work.recent_tokens += num_tokens

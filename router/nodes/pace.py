@@ -1,4 +1,4 @@
-"""How fast one node is, compared with what is expected of all.
+"""Measures how fast one node is, compared with what is expected of all.
 
 The median of the last few ratios: one prompt that was held up says nothing, several do.
 """
@@ -15,8 +15,8 @@ _MIN_OBSERVED = 3
 
 @dataclass(slots=True)
 class Pace:
-    """`factor` is 1 for an ordinary node and 2 for one that takes twice as long. `is_known`: enough
-    was observed for it to mean anything."""
+    """Compares times: `factor` is 1 for an ordinary node and 2 for one that takes twice as long.
+    `is_known`: enough was observed for it to mean anything."""
 
     factor: float = 1.0
     is_known: bool = False

@@ -1,4 +1,4 @@
-"""All nodes the router knows, by address. The only place where nodes appear, change and vanish.
+"""Knows all nodes, by address. Only here do nodes appear, change and vanish.
 
 discovery  ── set_members ──▶ ┐
 watches    ── apply_report ─▶ ├─ NodeRegistry ──▶ policy, metrics
@@ -30,7 +30,7 @@ _IN_DOUBT = (NodeState.SUSPECT, NodeState.LEAVING, NodeState.EJECTED)
 
 
 class ReportOutcome(StrEnum):
-    """What became of a report."""
+    """Says what became of a report."""
 
     APPLIED = "applied"
     RESTARTED = "restarted"
@@ -41,8 +41,9 @@ class ReportOutcome(StrEnum):
 
 @dataclass(slots=True)
 class NodeRegistry:
-    """`clock` gives monotonic seconds. `version` grows whenever something happens that changes
-    which nodes may be used; what only time changes (silence, the end of an ejection) does not."""
+    """Holds the nodes. `clock` gives monotonic seconds. `version` grows whenever something happens
+    that changes which nodes may be used; what only time changes (silence, the end of an ejection)
+    does not."""
 
     patience: Patience = field(default_factory=Patience)
     ejection: EjectionPolicy = field(default_factory=EjectionPolicy)
@@ -65,7 +66,7 @@ class NodeRegistry:
         self.version += 1
 
     def num_members(self, role: NodeRole) -> int:
-        """In whatever state."""
+        """Returns the number of members in whatever state."""
         return self._counts[role]
 
     def nodes(self, role: NodeRole) -> list[Node]:
@@ -78,18 +79,19 @@ class NodeRegistry:
         return node.state(self.clock(), self.patience)
 
     def usable(self, role: NodeRole) -> list[Node]:
-        """See `usable_of`."""
+        """Returns the usable nodes of `role`, as `usable_of` says."""
         return self.usable_of(self.nodes(role))
 
     def usable_of(self, nodes: Iterable[Node]) -> list[Node]:
-        """Those that are ready; with none, those whose state is only in doubt."""
+        """Returns those that are ready; with none, those whose state is only in doubt."""
         now = self.clock()
         by_state = [(node, node.state(now, self.patience)) for node in nodes]
         ready = [node for node, state in by_state if state in _IN_USE]
         return ready or [node for node, state in by_state if state in _IN_DOUBT]
 
     def is_down(self, node: Node) -> bool:
-        """A member that has been silent for long. Of one that left the list we know nothing."""
+        """Returns whether it is a member that has been silent for long. Of one that left the list
+        we know nothing."""
         is_member = self._nodes.get(node.address) is node
         return is_member and self.state(node) is NodeState.DOWN
 
@@ -98,12 +100,12 @@ class NodeRegistry:
         return node is not None and node.connected
 
     def model_names(self) -> set[str]:
-        """Models of all decode nodes that ever reported, whatever their state."""
+        """Returns the models of all decode nodes that ever reported, whatever their state."""
         reports = (node.report for node in self.nodes(NodeRole.DECODE))
         return {report.model_name for report in reports if report}
 
     def take_report(self, address: NodeAddress, report: NodeReport) -> ReportOutcome:
-        """`apply_report`, and what it says of prefixes to the listener."""
+        """Applies a report, and tells the listener what it says of prefixes."""
         outcome = self.apply_report(address, report)
         applied = outcome in (ReportOutcome.APPLIED, ReportOutcome.RESTARTED)
         if applied and report.recent_prefixes and self.on_prefixes is not None:
@@ -145,7 +147,7 @@ class NodeRegistry:
         return ReportOutcome.APPLIED
 
     def _changes_use(self, node: Node, new: NodeReport) -> bool:
-        """Whether `new` may change for what `node` can be used."""
+        """Returns whether `new` may change for what `node` can be used."""
         old = node.report
         if old is None or not node.connected:
             return True
@@ -187,7 +189,7 @@ class NodeRegistry:
             self.version += 1
 
     def find(self, role: NodeRole, target: str) -> Node | None:
-        """The node of `role` at `target` (`host:port`)."""
+        """Returns the node of `role` at `target` (`host:port`)."""
         wanted = (role, target)
         return next((n for a, n in self._nodes.items() if (a.role, a.target) == wanted), None)
 
@@ -195,7 +197,7 @@ class NodeRegistry:
         self.ejection.record_success(node.health)
 
     def record_failure(self, node: Node) -> bool:
-        """Counts a failed request against `node`. True if the node was ejected for it."""
+        """Counts a failed request against `node`. Returns whether it was ejected."""
         tier = [other.health for other in self.nodes(node.address.role)]
         if node.health not in tier:
             return False

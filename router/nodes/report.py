@@ -1,4 +1,4 @@
-"""A node's load report as the router uses it."""
+"""Holds a node's load report as the router uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ROLES = {NODE_ROLE_PREFILL: NodeRole.PREFILL, NODE_ROLE_DECODE: NodeRole.DECODE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What `NodeLoad` says, checked. `role` is None when the node did not name one we know."""
+    """Holds what `NodeLoad` says, checked. `role` is None when the node did not name one we
+    know."""
 
     node_id: str
     role: NodeRole | None
@@ -60,17 +61,17 @@ class NodeReport:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the KV cache has room for."""
+        """Returns the tokens that the KV cache has room for."""
         return self.num_total_blocks * self.block_size
 
     @property
     def kv_usage(self) -> float:
-        """Part of the KV cache in use, 0..1."""
+        """Returns the part of the KV cache in use, 0..1."""
         if self.num_total_blocks == 0:
             return 0.0
         return 1.0 - min(self.num_free_blocks / self.num_total_blocks, 1.0)
 
 
 def _usable(value: float) -> float:
-    """A float from the wire, with NaN, infinities and negative values read as "unknown"."""
+    """Returns a float from the wire, with NaN, infinities and negative values read as "unknown"."""
     return value if math.isfinite(value) and value > 0.0 else 0.0

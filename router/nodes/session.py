@@ -1,4 +1,4 @@
-"""Rendezvous hashing: every router finds the same home for a session, without shared state.
+"""Hashes by rendezvous: every router finds the same home for a session, without shared state.
 
 Each (session, node) pair has a pseudo-random weight, and a session's home is the node of the
 greatest one. A node that leaves moves only its own sessions; a node that joins takes an equal part
@@ -24,11 +24,11 @@ _RING_SEED = 1
 
 
 class Hashable(Protocol):
-    """Anything that can be a home."""
+    """Is anything that can be a home."""
 
     @property
     def hash_seed(self) -> int:
-        """64 bits that stand for the node."""
+        """Returns 64 bits that stand for the node."""
 
 
 Place = TypeVar("Place", bound=Hashable)
@@ -39,7 +39,7 @@ def node_hash_seed(name: str) -> int:
 
 
 class Rendezvous(Generic[Place]):
-    """Homes among nodes that stay the same. A session is remembered for its later turns."""
+    """Finds homes among nodes that stay the same. A session is remembered for its later turns."""
 
     def __init__(self, nodes: Sequence[Place]) -> None:
         """`nodes` is not empty when `home` is asked for; their order does not matter."""

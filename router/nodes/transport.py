@@ -1,4 +1,4 @@
-"""The one seam between the router and the nodes' HTTP servers.
+"""Is the one seam between the router and the nodes' HTTP servers.
 
 `HttpTransport` is the real one. Bytes pass as they are: no decompression, no cookies, no
 redirects. A reader that stops reading stops the node's sending, one socket buffer later.
@@ -22,7 +22,7 @@ _LARGE_BODY = 1 << 20
 
 
 class UpstreamResponse(Protocol):
-    """An answer whose head has arrived. Must be closed; closing early hangs up on the node."""
+    """Is an answer whose head has arrived. Must be closed; closing early hangs up on the node."""
 
     @property
     def status(self) -> int: ...
@@ -31,14 +31,15 @@ class UpstreamResponse(Protocol):
     def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
 
     async def read_chunk(self) -> bytes:
-        """What has arrived of the body; b"" at its end. Raises `NodeLost` if it breaks off."""
+        """Returns what has arrived of the body; b"" at its end. Raises `NodeLost` if it breaks
+        off."""
 
     def close(self) -> None: ...
 
 
 class Transport(Protocol):
     async def open(self) -> None:
-        """Inside the event loop, before the first request."""
+        """Opens it, inside the event loop and before the first request."""
 
     async def request(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes = b""
@@ -70,7 +71,7 @@ class HttpResponse:
 
 
 class HttpTransport:
-    """aiohttp, chosen by measurement (`bench/router/overhead.py`). Whether it is HTTP or HTTPS is
+    """Uses aiohttp, chosen by measurement (`bench/router/overhead.py`). Whether it is HTTPS is
     for `credentials` to say, not for URLs."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The last placements, for whoever asks why a request went where it went. Never any content."""
+"""Keeps the last placements, for whoever asks why a request went where it went. Never content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _KEPT = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`at`: Unix seconds. `num_tried`: decode nodes that had failed the request before."""
+    """Is one placement, at Unix seconds `at`, after `num_tried` decode nodes had failed the
+    request."""
 
     at: float
     request_id: str
@@ -35,7 +36,7 @@ class Decision:
 
 @dataclass(slots=True)
 class DecisionLog:
-    """`recent`: newest last."""
+    """Holds the decisions; the newest of `recent` is the last."""
 
     recent: deque[Decision] = field(default_factory=lambda: deque(maxlen=_KEPT))
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the router. Names and labels are part of its interface.
+"""Defines the router's Prometheus metrics. Names and labels are part of its interface.
 
 Counters and histograms are kept as things happen; figures about nodes are read from the registry
 at each scrape, so they vanish together with their node.
@@ -35,7 +35,7 @@ _DURATION_BUCKETS = (
 
 
 class NodeCollector(Collector):
-    """Gauges about the nodes that exist now."""
+    """Collects gauges about the nodes that exist now."""
 
     def __init__(self, nodes: NodeRegistry) -> None:
         self._nodes = nodes
@@ -78,7 +78,7 @@ class NodeCollector(Collector):
 
 
 class RouterMetrics:
-    """`tenants` gives the names of those that exist now."""
+    """Holds all counters. `tenants` gives the names of those that exist now."""
 
     def __init__(self, nodes: NodeRegistry, tenants: Callable[[], Iterable[str]] = tuple) -> None:
         self.registry = CollectorRegistry()
@@ -194,7 +194,7 @@ class RouterMetrics:
         self.reports.labels(outcome).inc()
 
     def totals(self) -> dict[str, float]:
-        """The figures that a person looks at first."""
+        """Returns the figures that a person looks at first."""
         return {
             "requests": _sum(self.requests),
             "retries before the first byte": _sum(self.retries),
@@ -212,7 +212,7 @@ class RouterMetrics:
 
 
 def _sum(counter: Counter, **labels: str) -> float:
-    """Over all children that have `labels`."""
+    """Returns the sum over all children that have `labels`."""
     return sum(
         sample.value
         for metric in counter.collect()

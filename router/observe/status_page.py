@@ -1,5 +1,5 @@
-"""`/status`: what the router sees and does now, as one HTML page. No script, nothing to load; the
-browser asks again every two seconds. Everything that came from elsewhere is escaped."""
+"""Renders `/status`: what the router sees and does, as one HTML page. No script, nothing to load;
+the browser asks again every two seconds. Everything that came from elsewhere is escaped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ body {{ color: #ddd; background: #181818 }} tr:nth-child(odd) td {{ background: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterView:
-    """What the page shows. `rates`: events per second by name; `totals` likewise since the
+    """Holds what the page shows. `rates` are events per second by name; `totals` likewise since the
     start."""
 
     state: str
@@ -141,7 +141,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], state_column: int = -1) -> str:
-    """Columns of numbers are set to the right, with their heads."""
+    """Renders a table. Columns of numbers are set to the right, with their heads."""
     if not rows:
         return "<p>None.</p>"
     numbers = [all(map(_NUMBER.fullmatch, column)) for column in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Counters that belong to something that may go: a node, a tenant. They go with it.
+"""Counts for something that may go, such as a node or a tenant. The counts go with it.
 
 Prometheus' own counters keep every label they ever had, so a cluster that rolls for months, or a
 key file that is edited, would fill the metrics with the dead.
@@ -16,7 +16,7 @@ Owner = tuple[str, ...]
 
 
 class Tally(Collector):
-    """`labels` name the parts of an owner; `owners` are those that exist now."""
+    """Counts by owner. `labels` name the parts of an owner; `owners` are those that exist now."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Tally(Collector):
         self._counts[owner][outcome] += 1
 
     def of(self, owner: Owner) -> Counter[str]:
-        """Outcome to count."""
+        """Returns counts by outcome."""
         return self._counts.get(owner, Counter())
 
     def collect(self) -> Iterator[Metric]:

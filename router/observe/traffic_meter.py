@@ -1,4 +1,4 @@
-"""How much the router did lately: totals are sampled every second, the last minute is kept."""
+"""Measures what the router did lately: totals are sampled each second, the last minute is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WINDOW_S = 60
 
 @dataclass(slots=True)
 class TrafficMeter:
-    """`totals` gives counters that only grow, by name."""
+    """Samples `totals`, which gives counters that only grow, by name."""
 
     totals: Callable[[], Totals]
     _samples: deque[tuple[float, Totals]] = field(
@@ -23,7 +23,7 @@ class TrafficMeter:
     )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             self.sample(time.monotonic())
             await asyncio.sleep(1.0)
@@ -32,7 +32,7 @@ class TrafficMeter:
         self._samples.append((now, dict(self.totals())))
 
     def per_second(self) -> dict[str, float]:
-        """Over the last minute, or since the start."""
+        """Returns rates over the last minute, or since the start."""
         if len(self._samples) < 2:
             return dict.fromkeys(self.totals(), 0.0)
         (then, old), (now, new) = self._samples[0], self._samples[-1]

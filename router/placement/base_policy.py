@@ -1,4 +1,4 @@
-"""What all policies have in common: a decode node, and why there is none.
+"""Does what all policies have in common: finds a decode node, or says why there is none.
 
 A policy differs in how it ranks prefill nodes (`rank`).
 """
@@ -30,7 +30,7 @@ _NOT_ITS_FAULT = {"resource_exhausted", "draining", "invalid_argument", "avoided
 
 @dataclass(frozen=True, slots=True)
 class RankedPrefills:
-    """`nodes`: best first. The rest is about the first of them."""
+    """Ranks prefill nodes, best first. The rest is about the first of them."""
 
     nodes: Sequence[Node]
     choice: PrefillChoice
@@ -40,7 +40,7 @@ class RankedPrefills:
 
 
 class BasePolicy(ABC):
-    """`max_prefill_candidates`: so many of the ranked nodes are handed to the decode node."""
+    """Hands the best `max_prefill_candidates` of the ranked nodes to the decode node."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class BasePolicy(ABC):
 
     @abstractmethod
     def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
-        """Prefill nodes of `group`, which is not empty."""
+        """Ranks the prefill nodes of `group`, which is not empty."""
 
     def place(self, request: RequestInfo, tried: Collection[Node] = ()) -> Placement:
         num_kv_tokens = request.num_prompt_tokens + self.outputs.expected(request)
@@ -83,7 +83,7 @@ class BasePolicy(ABC):
         return placement
 
     def placed(self, request: RequestInfo, placement: Placement) -> None:
-        """A decision was made."""
+        """Hears that a decision was made."""
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "request %s: decode %s, prefill %s (%s), about %d new tokens, first one in %.2f s",
@@ -96,7 +96,7 @@ class BasePolicy(ABC):
             )
 
     def observe(self, request: RequestInfo, placement: Placement, outcome: PrefillOutcome) -> None:
-        """Prefill nodes that failed this request, and the one that did not."""
+        """Judges prefill nodes that failed this request, and the one that did not."""
         for target, code in outcome.failures:
             node = self._prefill_node(placement, target)
             if node is not None and code not in _NOT_ITS_FAULT:
@@ -109,7 +109,7 @@ class BasePolicy(ABC):
         self.outputs.observe(request.model, num_tokens)
 
     def _prefill_node(self, placement: Placement, target: str) -> Node | None:
-        """The node at `target`, if it still exists."""
+        """Returns the node at `target`, if it still exists."""
         named = [node for node in placement.prefills if node.address.target == target]
         return named[0] if named else self.registry.find(NodeRole.PREFILL, target)
 

@@ -1,4 +1,4 @@
-"""The policy that the settings name."""
+"""Makes the policy that the settings name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def choose_policy(
     decode_choices: int = 2,
     max_prefill_candidates: int = 3,
 ) -> BasePolicy:
-    """`parameters` are for `tandem` alone."""
+    """Returns the policy `name`. `parameters` are for `tandem` alone."""
     if name is PolicyName.TANDEM:
         return TandemPolicy(
             registry,

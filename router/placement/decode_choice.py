@@ -1,4 +1,4 @@
-"""Which decode node: of a few drawn at random, the one whose steps will be shortest.
+"""Chooses a decode node: of a few drawn at random, the one whose steps will be shortest.
 
 Choosing between two random nodes rather than taking the best of all keeps routers that share
 stale reports from all running to the same node. With many nodes a third draw finds room sooner.
@@ -29,8 +29,8 @@ _STEP = 0.02
 
 @dataclass(slots=True)
 class OutputLengths:
-    """How long answers get: three in four are not longer. One number for each model, moved up
-    and down by each answer in proportion (stochastic quantile estimation)."""
+    """Learns how long answers get: three in four are not longer. One number for each model, moved
+    up and down by each answer in proportion (stochastic quantile estimation)."""
 
     _expected: dict[str, float] = field(default_factory=dict)
 
@@ -51,7 +51,8 @@ class DecodeChoice:
     max_kv_usage: float = 0.9
 
     def pick(self, nodes: Sequence[Node], num_kv_tokens: int) -> Node:
-        """`num_kv_tokens`: what the request will hold at its end. `nodes` is not empty."""
+        """Picks one of `nodes`, not empty, for a request that will hold `num_kv_tokens` at its
+        end."""
         few = self._draw(nodes)
         roomy = [node for node in few if self.fits(node, num_kv_tokens)]
         if not roomy:
@@ -69,7 +70,7 @@ class DecodeChoice:
 
 
 def step_cost(node: Node) -> float:
-    """Of a decode step on `node`, in sequences."""
+    """Returns the cost of a decode step on `node`, in sequences."""
     size = node.report.num_kv_tokens if node.report else 0
     return node.predicted_requests + node.kv_usage_with(0) * size / _TOKENS_PER_SEQUENCE
 

@@ -1,4 +1,4 @@
-"""When the decode node computes a prompt by itself although there are prefill nodes.
+"""Decides when the decode node computes a prompt itself although there are prefill nodes.
 
 A prompt so short that its KV would take longer to move than to compute; or a little longer one,
 while the prefill nodes are so busy that it would be done sooner. Never on a decode node whose KV
@@ -19,13 +19,14 @@ _LONGER = 4
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefillRule:
-    """`short_tokens` 0: never; the decode node's own rule remains, which counts exactly."""
+    """Applies to prompts up to `short_tokens`; with 0 only the decode node's own exact rule
+    remains."""
 
     short_tokens: int = 0
 
     def applies(self, decode: Node, num_prompt: int, alone_s: float, remote_s: float) -> bool:
-        """`alone_s`: to compute the prompt with nothing cached. `remote_s`: time to the first
-        token by way of a prefill node."""
+        """Returns whether. `alone_s` is to compute the prompt with nothing cached, `remote_s` to
+        the first token by way of a prefill node."""
         if not self.short_tokens or decode.kv_usage_with(num_prompt) > _MAX_KV_USAGE:
             return False
         if num_prompt <= self.short_tokens:

@@ -1,4 +1,4 @@
-"""The nodes that may be chosen, kept at hand: a decision does not look at every node.
+"""Keeps the nodes that may be chosen at hand: a decision does not look at every node.
 
 1. fresh   grouped by what they serve: decode nodes by model, prefill nodes by the KV they make
 2. stale   the registry's version has moved, or `refresh_s` are over (time alone makes a silent
@@ -21,7 +21,7 @@ from router.nodes.session import Rendezvous
 
 @dataclass(slots=True, eq=False)
 class NodeGroup:
-    """Nodes of one tier that can stand in for each other. `members`: the same as a set."""
+    """Holds nodes of one tier that can stand in for each other. `members` is the same as a set."""
 
     nodes: tuple[Node, ...] = ()
     members: frozenset[Node] = field(init=False)
@@ -47,13 +47,13 @@ class NodePool:
     _refreshed_at: float = 0.0
 
     def decodes(self, model: str) -> NodeGroup:
-        """Those that serve `model`, or all for "". Where some have a prefill node to work with,
-        only those."""
+        """Returns those that serve `model`, or all for "". Where some have a prefill node to work
+        with, only those."""
         self._refresh()
         return self._decodes.get(model, _NOBODY)
 
     def partners(self, decode: Node) -> NodeGroup:
-        """Prefill nodes whose KV `decode` can use."""
+        """Returns the prefill nodes whose KV `decode` can use."""
         self._refresh()
         return self._prefills.get(decode.fingerprint, _NOBODY)
 
@@ -86,7 +86,7 @@ def by_fingerprint(prefills: Iterable[Node]) -> dict[str, list[Node]]:
 
 
 def by_model(decodes: Iterable[Node]) -> dict[str, list[Node]]:
-    """With all of them under ""."""
+    """Groups nodes by model, with all of them under ""."""
     groups: defaultdict[str, list[Node]] = defaultdict(list)
     for node in decodes:
         groups[""].append(node)
@@ -96,7 +96,8 @@ def by_model(decodes: Iterable[Node]) -> dict[str, list[Node]]:
 
 
 def with_partner(decodes: list[Node], prefills: Iterable[str]) -> list[Node]:
-    """Decode nodes whose fingerprint is in `prefills`; all, when none has such a partner."""
+    """Returns decode nodes whose fingerprint is in `prefills`; all, when none has such a
+    partner."""
     known = set(prefills)
     return [node for node in decodes if node.fingerprint in known] or decodes
 

@@ -1,4 +1,4 @@
-"""The contract between those who place requests (`router.placement`) and those who carry them out.
+"""Is the contract between those who place requests and those who carry them out.
 
 1. place    nodes are chosen; what the request will cost them is written into the placement, and
             whoever carries it out holds that work on the nodes while it lasts
@@ -20,7 +20,7 @@ from router.request.info import RequestInfo
 
 
 class PrefillChoice(StrEnum):
-    """Why the first prefill node of a placement is the first. `local`: there are some, and the
+    """Says why the first prefill node of a placement is the first. `local`: there are some, and the
     decode node does it sooner by itself; `none`: there is none."""
 
     HOME = "home"
@@ -33,7 +33,7 @@ class PrefillChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes.
+    """Says where a request goes.
 
     Attributes:
         prefills: Ranked, best first; empty when the decode node is to compute the prompt.
@@ -52,11 +52,11 @@ class Placement:
     ttft_s: float = 0.0
 
     def hold_decode(self) -> AbstractContextManager[None]:
-        """The request counts as work of the decode node while this is open."""
+        """Counts the request as work of the decode node while this is open."""
         return self.decode.hold_request(self.num_kv_tokens)
 
     def hold_prefill(self) -> AbstractContextManager[None]:
-        """The prompt counts as work of the first prefill node while this is open."""
+        """Counts the prompt as work of the first prefill node while this is open."""
         if not self.prefills:
             return nullcontext()
         return self.prefills[0].hold_tokens(self.num_new_tokens)

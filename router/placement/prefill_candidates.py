@@ -1,4 +1,4 @@
-"""The few prefill nodes that a decision looks at.
+"""Picks the few prefill nodes that a decision looks at.
 
 home       the session's node by rendezvous hash: every router finds the same
 matches    up to two with the longest cached prefix, as far as this router knows
@@ -30,8 +30,8 @@ _work = attrgetter("predicted_tokens")
 def prefill_candidates(
     group: NodeGroup, home: Node | None, match: PrefixMatch, rng: random.Random
 ) -> list[Node]:
-    """Home first, without repetition; none that waits for the outcome of a probe, unless there
-    is nothing else."""
+    """Returns them, home first and without repetition; none that waits for the outcome of a probe,
+    unless there is nothing else."""
     chosen: list[Node] = [] if home is None else [home]
     if len(group.nodes) <= _LOOK_AT_ALL:
         chosen += group.nodes
@@ -42,12 +42,12 @@ def prefill_candidates(
 
 
 def others(nodes: Sequence[Node], rng: random.Random) -> list[Node]:
-    """Some that have little to do."""
+    """Returns some that have little to do."""
     if len(nodes) <= _MANY:
         return rng.sample(nodes, NUM_OTHERS)
     return nsmallest(NUM_OTHERS_OF_MANY, rng.choices(nodes, k=_DRAWN_OF_MANY), key=_work)
 
 
 def accepting(nodes: Sequence[Node] | dict[Node, None]) -> list[Node]:
-    """Those that may get a request now; all, when none may."""
+    """Returns those that may get a request now; all, when none may."""
     return [node for node in nodes if node.health.accepts] or list(nodes)

@@ -1,4 +1,4 @@
-"""What a decode node says about the prefill of a request, in the head of its answer.
+"""Reads what a decode node says about the prefill of a request, in the head of its answer.
 
 x-tandem-prefill-node: 10.0.0.7:5001                                (`local`: itself)
 x-tandem-prefill-work: prompt=1234;cached=1024;queue=0.012;compute=0.031
@@ -23,7 +23,7 @@ _LOCAL = "local"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOutcome:
-    """Nothing is certain: what a header lacks or spoils is left at its default.
+    """Holds it. What a header lacks or spoils is left at its default.
 
     Attributes:
         node: `host:port` of the prefill node that computed the prompt; empty when the decode node
@@ -43,7 +43,7 @@ class PrefillOutcome:
 
     @classmethod
     def from_headers(cls, headers: Iterable[tuple[bytes, bytes]]) -> Self:
-        """`headers` have lower-case names."""
+        """Reads `headers`, which have lower-case names."""
         given = {name: value.decode("latin-1") for name, value in headers}
         node = given.get(_NODE, "")
         work = dict(_pairs(given.get(_WORK, ""), ";"))
@@ -70,7 +70,7 @@ def _pairs(text: str, separator: str) -> Iterable[tuple[str, str]]:
 
 
 def _number(fields: dict[str, str], name: str) -> float:
-    """0 for what is absent, negative or no number."""
+    """Returns 0 for what is absent, negative or no number."""
     try:
         value = float(fields.get(name, ""))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What each prefill node has probably cached.
+"""Remembers what each prefill node has probably cached.
 
     block hash ──▶ nodes that have it, one bit each
     node       ──▶ its blocks, least recently used first, as many as its cache holds
@@ -32,7 +32,7 @@ _MAX_ENDS = 1000
 
 @dataclass(slots=True)
 class _Shelf:
-    """One node's blocks; `bit` stands for the node in the index."""
+    """Holds one node's blocks; `bit` stands for the node in the index."""
 
     bit: int
     ends: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -41,14 +41,14 @@ class _Shelf:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """`levels`: (blocks, nodes whose match ends there), shortest first; nodes as bits."""
+    """Holds `levels` of (blocks, nodes whose match ends there), shortest first; nodes as bits."""
 
     levels: tuple[tuple[int, int], ...]
     _shelves: dict[Node, _Shelf]
     _by_bit: dict[int, Node]
 
     def num_blocks(self, node: Node) -> int:
-        """Leading blocks that `node` has."""
+        """Returns how many leading blocks `node` has."""
         if not self.levels or (shelf := self._shelves.get(node)) is None:
             return 0
         for count, bits in reversed(self.levels):
@@ -57,8 +57,8 @@ class PrefixMatch:
         return 0
 
     def best(self, count: int, rng: random.Random) -> list[Node]:
-        """At most `count` nodes of the longest match; none when there is no match. Which of many
-        is left to chance: everybody's opening is on every node."""
+        """Returns at most `count` nodes of the longest match; none when there is no match. Which of
+        many is left to chance: everybody's opening is on every node."""
         found: list[Node] = []
         bits = self.levels[-1][1] if self.levels else 0
         start = 1 << rng.randrange(bits.bit_length() or 1)
@@ -96,13 +96,13 @@ class PrefixIndex:
         return PrefixMatch(tuple(levels), self._shelves, self._by_bit)
 
     def _reported(self, blocks: Sequence[int], start: int) -> Iterator[tuple[int, int]]:
-        """Matches longer than `start`."""
+        """Yields matches longer than `start`."""
         for index in range(start, len(blocks)):
             if bits := self._ends.get(blocks[index], 0):
                 yield index + 1, bits
 
     def note(self, node: Node, ends: Iterable[int]) -> None:
-        """`node` has the prompts that end with these blocks."""
+        """Hears that `node` has the prompts that end with these blocks."""
         shelf = self._shelves.get(node) or self._new_shelf(node)
         for end in ends:
             shelf.ends[end] = None
@@ -112,8 +112,8 @@ class PrefixIndex:
             self._drop_end(shelf)
 
     def learn(self, node: Node, blocks: Sequence[int], capacity: int) -> None:
-        """`node` will have `blocks`, and `capacity` blocks in all. Of a chain the end is evicted
-        first: without the blocks before it, it is of no use."""
+        """Hears that `node` will have `blocks`, and `capacity` in all. Of a chain the end is
+        evicted first: without the blocks before it, it is of no use."""
         shelf = self._shelves.get(node) or self._new_shelf(node)
         for block in reversed(blocks):
             if block in shelf.blocks:
@@ -145,7 +145,7 @@ class PrefixIndex:
         return shelf
 
     def _next_shelf(self) -> _Shelf:
-        """One after the other gives up a block, so that none is starved."""
+        """Returns the next that gives up a block: one after the other, so that none is starved."""
         while True:
             node, shelf = next(iter(self._shelves.items()))
             self._shelves.move_to_end(node)

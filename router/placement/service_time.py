@@ -1,4 +1,4 @@
-"""How long a prefill node computes a prompt, learned from those that were served.
+"""Learns from prompts that were served how long a prefill node computes one.
 
     seconds = base_s + per_token_s · u + per_pair_s · u · n
 
@@ -38,7 +38,7 @@ class ServiceTime:
 
 @dataclass(slots=True)
 class ServiceTimeFit:
-    """`tokens_per_s` is assumed until prompts were served."""
+    """Fits a line. `tokens_per_s` is assumed until prompts were served."""
 
     tokens_per_s: float
     time: ServiceTime = field(init=False)
@@ -61,7 +61,7 @@ class ServiceTimeFit:
         self._right = [_PRIOR_WEIGHT * x for x in self._x]
 
     def observe(self, num_new: int, num_prompt: int, seconds: float) -> None:
-        """One prompt was computed; `seconds` as they would be on an ordinary node."""
+        """Learns from one prompt; `seconds` are as they would be on an ordinary node."""
         if num_new <= 0 or seconds <= 0:
             return
         row = [_SCALES[0], _SCALES[1] * num_new, _SCALES[2] * num_new * num_prompt]
@@ -83,7 +83,8 @@ class ServiceTimeFit:
         self.time = ServiceTime(*(value * scale for value, scale in zip(x, _SCALES, strict=True)))
 
     def _follow_means(self, num_new: int, seconds: float) -> None:
-        """Both means over the same prompts, so that their quotient weighs tokens, not prompts."""
+        """Moves both means over the same prompts, so that their quotient weighs tokens, not
+        prompts."""
         self.num_observed += 1
         part = 1 / min(self.num_observed + _PRIOR_PROMPTS, _MEAN_OVER)
         self._mean_new += (num_new - self._mean_new) * part

@@ -1,4 +1,4 @@
-"""Policies to compare with, and for clusters where sessions mean nothing.
+"""Places simply: to compare with, and for clusters where sessions mean nothing.
 
 round-robin     one prefill node after the other
 least-loaded    the one with the fewest tokens waiting, as far as is known
@@ -36,7 +36,7 @@ class LeastLoadedPolicy(BasePolicy):
         return RankedPrefills(nodes, PrefillChoice.LEAST_LOADED, request.num_prompt_tokens)
 
     def by_load(self, group: NodeGroup) -> list[Node]:
-        """As many as are handed on. Which of equal loads is left to chance."""
+        """Returns as many as are handed on. Which of equal loads comes first is left to chance."""
         nodes = accepting(group.nodes)
         start = self.rng.randrange(len(nodes))
         in_turn = itertools.chain(nodes[start:], nodes[:start])

@@ -1,4 +1,4 @@
-"""When a session leaves its home: only for a gain that is worth losing its cached prefix.
+"""Decides when a session leaves its home: only for a gain that is worth its cached prefix.
 
     stay while    cost(home) ≤ (1 + ratio) · cost(best) + services · mean service time
 
@@ -18,7 +18,7 @@ class Margin:
     services: float
 
     def keeps(self, home_s: float, best_s: float, mean_service_s: float) -> bool:
-        """Whether home may cost `home_s` when the best node costs `best_s`."""
+        """Returns whether home may cost `home_s` when the best node costs `best_s`."""
         return home_s <= (1 + self.ratio) * best_s + self.services * mean_service_s
 
 

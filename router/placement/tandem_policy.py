@@ -1,4 +1,4 @@
-"""The router's own policy: a session stays at its home unless leaving saves much time.
+"""Places by tandem's own policy: a session stays at home unless leaving saves much time.
 
     candidates    the session's home, nodes with a cached prefix, a few at random
     cost          estimated time to the first token of each
@@ -37,7 +37,7 @@ _DEFAULT_CACHE_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TandemParameters:
-    """See docs/routing.md for what each of them was measured against."""
+    """Tunes the policy; docs/routing.md says what each of them was measured against."""
 
     spill: SpillRule = MARGINS
     base_weight: float = 3.0
@@ -98,7 +98,8 @@ class TandemPolicy(BasePolicy):
         costs: dict[Node, float],
         new: dict[Node, int],
     ) -> PrefillChoice:
-        """Home is the first of `costs`; it moves to the front of `ranked` if the session stays."""
+        """Decides for a session. Home is the first of `costs`; it moves to the front of `ranked` if
+        the session stays."""
         home = next(iter(costs))
         known = 1 - min(new.values()) / max(1, request.num_prompt_tokens)
         is_later = request.is_later_turn or known >= _KNOWN_PREFIX
@@ -158,6 +159,6 @@ class TandemPolicy(BasePolicy):
 
 
 def num_new_tokens(request: RequestInfo, match: PrefixMatch, node: Node) -> int:
-    """Prompt tokens that `node` would have to compute, at least 1."""
+    """Returns the prompt tokens that `node` would have to compute, at least 1."""
     cached = int(match.num_blocks(node) * request.tokens_per_block)
     return max(1, request.num_prompt_tokens - cached)

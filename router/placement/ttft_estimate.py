@@ -1,4 +1,4 @@
-"""When a prefill node would have the first token of a prompt, and what that costs everybody.
+"""Estimates when a prefill node would have the first token, and what that costs everybody.
 
     ttft = queue + service
     cost = queue + weight · service
@@ -32,7 +32,7 @@ class TtftEstimator:
     queue_weight: float = 10.0
 
     def queue_s(self, node: Node, now: float) -> float:
-        """Until `node` is through with what it has."""
+        """Returns the time until `node` is through with what it has."""
         waiting = node.predicted_tokens
         if not waiting:
             return 0.0
@@ -44,7 +44,7 @@ class TtftEstimator:
     def costs_s(
         self, num_new: Mapping[Node, int], num_prompt: int, now: float
     ) -> dict[Node, float]:
-        """What the choice between nodes goes by. There is at least one."""
+        """Returns what the choice between nodes goes by. There is at least one."""
         queues = {node: self.queue_s(node, now) for node in num_new}
         weight = self.weight(min(queues.values()))
         seconds = self.fit.time.seconds
@@ -54,7 +54,7 @@ class TtftEstimator:
         }
 
     def weight(self, shortest_queue_s: float) -> float:
-        """Of a second of computing, in seconds of waiting."""
+        """Returns what a second of computing counts, in seconds of waiting."""
         return self.base_weight + self.queue_weight * shortest_queue_s / self.fit.mean_s
 
     def _s_per_token(self, node: Node) -> float:
@@ -62,12 +62,13 @@ class TtftEstimator:
         return 1 / rate if rate else self.fit.s_per_token * self.pace(node)
 
     def pace(self, node: Node) -> float:
-        """Of `node` as measured; before any prompt was, by the speed that it reports."""
+        """Returns the pace of `node` as measured; before any prompt was, by the speed that it
+        reports."""
         if node.pace.is_known or node.report is None or not node.report.prefill_tokens_per_s:
             return node.pace.factor
         return 1 / (node.report.prefill_tokens_per_s * self.fit.s_per_token)
 
 
 def doubt(report_age_s: float) -> float:
-    """What to multiply a queue by that was reported so long ago."""
+    """Returns what to multiply a queue by that was reported so long ago."""
     return 1 + _DOUBT_PER_S * max(0.0, report_age_s - _FRESH_S)

@@ -40,7 +40,7 @@ _REFUSALS = (429, 503)
 
 
 class Failure(StrEnum):
-    """What went wrong at a decode node. `fault`: it answered, with a 500, 502 or 504."""
+    """Says what went wrong at a decode node. `fault` is an answer with a 500, 502 or 504."""
 
     UNREACHABLE = "unreachable"
     LOST = "lost"
@@ -50,7 +50,7 @@ class Failure(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Attempts:
-    """`wants_journal`: ask nodes for what resuming needs."""
+    """Has requests begun. `wants_journal` asks nodes for what resuming needs."""
 
     policy: Policy
     registry: NodeRegistry
@@ -132,7 +132,8 @@ class Attempts:
         return failure
 
     def judge(self, exchange: Exchange, info: RequestInfo) -> None:
-        """A complete answer speaks for the node, unless it says that something broke there."""
+        """Judges the node: a complete answer speaks for it, unless it says that something broke
+        there."""
         decode = exchange.placement.decode
         if exchange.status in _NODE_FAULTS:
             self.node_failed(decode, Failure.FAULT, f"status {exchange.status}", info)
@@ -141,7 +142,7 @@ class Attempts:
             self.note(decode, "answered")
 
     def finished(self, exchange: Exchange, info: RequestInfo, num_tokens: int) -> None:
-        """An answer of so many tokens has ended well on the node of `exchange`."""
+        """Hears that an answer of so many tokens has ended well on the node of `exchange`."""
         self.judge(exchange, info)
         self.policy.finished(info, num_tokens)
 
@@ -157,8 +158,8 @@ class Attempts:
         return placement
 
     def node_headers(self, request: ClientRequest, placement: Placement) -> dict[str, str]:
-        """Chosen ones of the client's headers, and ours. What only a router says never comes from
-        a client: `x-prefiller-host-port` would let it point nodes anywhere."""
+        """Returns chosen ones of the client's headers, and ours. What only a router says never
+        comes from a client: `x-prefiller-host-port` would let it point nodes anywhere."""
         info = request.info
         headers = {k: request.headers[k] for k in _PASSED_HEADERS if k in request.headers}
         headers |= request.trace.context.child_headers()
@@ -203,7 +204,7 @@ class Attempts:
         return None
 
     def _next_placement(self, request: ClientRequest, tried: Sequence[Node]) -> Placement | None:
-        """Where to try again; None when the request has had its chances."""
+        """Returns where to try again; None when the request has had its chances."""
         if len(tried) >= self.max_attempts:
             return None
         try:
@@ -214,7 +215,7 @@ class Attempts:
 
 
 def _last_word(exchange: Exchange, failure: Failure, num_tried: int) -> Exchange:
-    """A node's own refusal is the best answer there is; otherwise the router has to say it."""
+    """Returns a node's own refusal, which is the best answer there is; else raises the router's."""
     if failure is Failure.REFUSED:
         return exchange
     exchange.close()

@@ -30,7 +30,7 @@ class EventBuffer:
         return data[:end]
 
     def rest(self) -> bytes:
-        """What was never finished; for a stream that ended in order."""
+        """Returns what was never finished, for a stream that ended in order."""
         held, self._held = self._held, b""
         return held
 

@@ -1,4 +1,4 @@
-"""One attempt to have one request answered by one decode node.
+"""Makes one attempt to have one request answered by one decode node.
 
 1. made      the request counts as work of the decode node and of the first prefill node
 2. open()    the head and the first chunk of the answer are here: the prompt is computed,
@@ -74,7 +74,7 @@ class Exchange:
         self._prefill_work.close()
 
     async def read_chunk(self) -> bytes:
-        """The next piece of the answer; b"" when it is complete. Raises `NodeLost`."""
+        """Returns the next piece of the answer; b"" when it is complete. Raises `NodeLost`."""
         if self._complete or self._response is None:
             return b""
         self.waiting_since = time.monotonic()
@@ -87,7 +87,7 @@ class Exchange:
         return chunk
 
     def give_up(self, why: str) -> None:
-        """The node will say nothing more: `open` and `read_chunk` raise `NodeLost(why)`."""
+        """Ends the waiting: `open` and `read_chunk` raise `NodeLost(why)`."""
         self._silence = why
         if self._response is not None:
             self._response.close()
@@ -99,11 +99,11 @@ class Exchange:
         return self._header(b"content-type").startswith(b"text/event-stream")
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
-        """What the client gets to see of the node's headers, names in lower case."""
+        """Returns what the client gets to see of the node's headers, names in lower case."""
         return [(name, value) for name, value in self.node_headers() if name in _PASSED]
 
     def node_headers(self) -> list[tuple[bytes, bytes]]:
-        """All that the node said, names in lower case."""
+        """Returns all that the node said, names in lower case."""
         headers = self._response.headers if self._response else ()
         return [(name.lower(), value) for name, value in headers]
 

@@ -1,4 +1,4 @@
-"""A streaming reverse proxy that may change its mind, as long as the client cannot notice.
+"""Forwards streams, and may change its mind as long as the client cannot notice.
 
 1. begin     a decode node begins the answer (`router.relay.attempts`)
 2. relay     to the client, as it comes (`router.relay.plain_relay`, `router.relay.journaled_relay`)

@@ -1,4 +1,4 @@
-"""How far an answer has come, in words that only decode nodes understand.
+"""Keeps how far an answer has come, in words that only decode nodes understand.
 
 A node that is asked for it (`x-tandem-journal: 1`) puts comment lines in front of its events: the
 entries of a journal, numbered over the whole life of the answer, whichever nodes give it.
@@ -36,8 +36,8 @@ class JournalEnd(StrEnum):
 
 
 class Journal:
-    """`next_number`: of the entry that is to come. `end`: why there is nothing more to take now.
-    `error`: the event of the client's that tells of an error, and its HTTP status."""
+    """Holds the entries. `next_number` is to come; `end` says why there is nothing more to take
+    now. `error`: the event of the client's that tells of an error, and its HTTP status."""
 
     __slots__ = ("_entries", "end", "error", "error_status", "is_too_long", "next_number")
 
@@ -58,8 +58,8 @@ class Journal:
         return b"".join(passed)
 
     def resume(self, body: bytes, headers: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
-        """Body and headers of the request that makes another node go on. With no entry yet that
-        is the original one."""
+        """Returns body and headers of the request that makes another node go on. With no entry yet
+        that is the original one."""
         self.end = None
         self.error = b""
         if not self.next_number:
@@ -82,7 +82,7 @@ class Journal:
         return event + b"\n\n" if event and is_new else b""
 
     def _take_entry(self, line: bytes) -> bool:
-        """False: it must not reach the client (again)."""
+        """Returns False when it must not reach the client (again)."""
         _, digits, entry = line.split(b" ", 2)
         number = int(digits)
         if number == self.next_number:

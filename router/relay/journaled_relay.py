@@ -1,4 +1,4 @@
-"""From a node's answer to the client, and from the next node's when that one is lost.
+"""Relays a node's answer to the client, and the next node's when that one is lost.
 
     node ──bytes──▶ EventBuffer ──events──▶ Journal ──the client's part──▶ Outlet ──▶ client
                                                │
@@ -37,7 +37,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Interruption(StrEnum):
-    """Why a node cannot end the answer that it gives. `handed_over`: it says so itself."""
+    """Says why a node cannot end the answer that it gives. With `handed_over` it says so itself."""
 
     LOST = "lost"
     HANDED_OVER = "handed_over"
@@ -51,7 +51,7 @@ _INTERRUPTIONS = {
 
 
 class Outlet(ABC):
-    """What the client asked for: a stream, or a whole body."""
+    """Gives the client what it asked for: a stream, or a whole body."""
 
     def __init__(self, client: Client, headers: Headers) -> None:
         self._client = client
@@ -65,8 +65,8 @@ class Outlet(ABC):
 
     @abstractmethod
     async def end(self, error: bytes, status: int) -> int:
-        """`error`: the event that says why the answer is not complete, or nothing; `status`
-        belongs to it. Returns the status that the client got."""
+        """Ends the answer. `error` is the event that says why the answer is not complete, or
+        nothing; `status` belongs to it. Returns the status that the client got."""
 
 
 class StreamOutlet(Outlet):
@@ -89,7 +89,7 @@ class BodyOutlet(Outlet):
         self._body = b""
 
     async def start(self) -> None:
-        """The status is not known before the end."""
+        """Waits: the status is not known before the end."""
 
     async def write(self, events: bytes) -> None:
         self._body += events
@@ -107,7 +107,7 @@ class BodyOutlet(Outlet):
 
 @dataclass(slots=True)
 class JournaledRelay:
-    """One request's answer, over all nodes that give it."""
+    """Relays one request's answer, over all nodes that give it."""
 
     attempts: Attempts
     migrations: Migrations
@@ -120,7 +120,7 @@ class JournaledRelay:
     """One that the client waits for."""
 
     async def run(self, exchange: Exchange) -> int:
-        """The status that the client got. Raises `AnswerBroken`."""
+        """Returns the status that the client got. Raises `AnswerBroken`."""
         kind = StreamOutlet if exchange.is_event_stream else BodyOutlet
         outlet = kind(self.client, exchange.response_headers())
         num_migrations = 0
@@ -140,7 +140,7 @@ class JournaledRelay:
             num_migrations += 1
 
     async def _pump(self, exchange: Exchange, outlet: Outlet) -> Interruption | None:
-        """Until the answer is over (None), or another node has to go on."""
+        """Relays until the answer is over (None), or another node has to go on."""
         journal = self.journal
         buffer = EventBuffer(_MAX_EVENT_BYTES)
         chunk = exchange.first_chunk

@@ -28,7 +28,7 @@ from router.request.client_request import ClientRequest
 
 @dataclass(slots=True, kw_only=True)
 class Migrations:
-    """`budget` is shared by all requests, `max_per_request` bounds each."""
+    """Moves answers. `budget` is shared by all requests, `max_per_request` bounds each."""
 
     attempts: Attempts
     registry: NodeRegistry
@@ -40,7 +40,7 @@ class Migrations:
     async def resume(
         self, request: ClientRequest, journal: Journal, lost: Placement, num_before: int
     ) -> Exchange | None:
-        """The exchange that goes on; None when nobody can. `num_before`: migrations so far."""
+        """Returns the exchange that goes on, or None. `num_before` counts migrations so far."""
         if num_before >= self.max_per_request or journal.is_too_long:
             return None
         wait = NodeWait(self.registry, time.monotonic() + self.timeout_s, self.rng)
@@ -62,7 +62,8 @@ class Migrations:
     def _place(
         self, request: ClientRequest, fingerprint: str, tried: list[Node]
     ) -> Placement | None:
-        """None: there is nobody. Nodes of another model or KV layout are added to `tried`."""
+        """Returns None when there is nobody. Nodes of another model or KV layout are added to
+        `tried`."""
         while True:
             try:
                 placement = self.attempts.place(request, tried)

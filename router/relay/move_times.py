@@ -1,4 +1,4 @@
-"""How long the client of an answer that moves hears nothing, and what takes the time.
+"""Measures how long the client of an answer that moves hears nothing, and what takes the time.
 
     last event ─ unnoticed ─▶ lost ─ placing ─▶ asked ─ beginning ─▶ accepted ─ catching up ─▶ event
 
@@ -18,7 +18,7 @@ from prometheus_client import Histogram
 
 @dataclass(slots=True)
 class MoveTimes:
-    """Of one move. Monotonic seconds; each is set when it happens."""
+    """Holds the times of one move, in monotonic seconds; each is set when it happens."""
 
     last_event_at: float
     lost_at: float
@@ -38,7 +38,7 @@ class MoveTimes:
         }
 
     def observe(self, histogram: Histogram) -> str:
-        """The next event is here. For the log: seconds of each phase."""
+        """Hears that the next event is here. Returns the seconds of each phase, for the log."""
         phases = self.phases(time.monotonic())
         for phase, seconds in phases.items():
             histogram.labels(phase).observe(seconds)

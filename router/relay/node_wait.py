@@ -22,7 +22,7 @@ _JITTER = 0.2
 
 @dataclass(slots=True)
 class NodeWait:
-    """`deadline` is in monotonic seconds."""
+    """Waits until `deadline`, in monotonic seconds."""
 
     registry: NodeRegistry
     deadline: float

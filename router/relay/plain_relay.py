@@ -1,4 +1,4 @@
-"""From a node's answer to the client, byte by byte, and with nothing to fall back on."""
+"""Relays a node's answer to the client, byte by byte, with nothing to fall back on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AnswerBroken(Exception):
 
 @dataclass(slots=True)
 class Client:
-    """Where the answer goes. Raises `AnswerBroken` when the client takes nothing for long."""
+    """Takes the answer. Raises `AnswerBroken` when the client takes nothing for long."""
 
     send: Send
     request_id: str
@@ -46,7 +46,7 @@ class Client:
 
 @dataclass(slots=True)
 class PlainRelay:
-    """For answers without a journal: errors, and nodes that keep none."""
+    """Relays answers without a journal: errors, and those of nodes that keep none."""
 
     attempts: Attempts
     metrics: RouterMetrics
@@ -54,7 +54,7 @@ class PlainRelay:
     client: Client
 
     async def run(self, exchange: Exchange) -> int:
-        """The status. Raises `AnswerBroken`."""
+        """Returns the status. Raises `AnswerBroken`."""
         try:
             await self._relay(exchange)
         finally:

@@ -1,4 +1,4 @@
-"""Retries in proportion to traffic, so that a failing cluster is not hit harder for failing."""
+"""Allows retries in proportion to traffic: a failing cluster is not hit harder for failing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class RetryBudget:
-    """A purse of retries: each request pays in `ratio`, each retry takes out 1.
+    """Keeps a purse of retries: each request pays in `ratio`, each retry takes out 1.
 
     It begins full and holds `burst` at most. The burst saves the requests that wait on a node at
     the moment it dies; the ratio bounds what a cluster gets that fails on and on: in the long run
@@ -25,7 +25,7 @@ class RetryBudget:
         self.left = min(self.burst, self.left + self.ratio)
 
     def try_take(self) -> bool:
-        """True if one more retry may start."""
+        """Returns whether one more retry may start."""
         if self.left < 1:
             return False
         self.left -= 1

@@ -36,7 +36,7 @@ class SilenceWatch:
     _stood_still_until: float = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         checked_at = time.monotonic()
         while True:
             await asyncio.sleep(_CHECK_S)
@@ -66,6 +66,6 @@ class SilenceWatch:
         return silent_s > self.stall_s and self._reports_stopped(node, half_s)
 
     def _reports_stopped(self, node: Node, for_s: float) -> bool:
-        """Of a node that left the list we know nothing."""
+        """Returns whether they have. Of a node that left the list we know nothing."""
         is_member = node in self.registry.nodes(node.address.role)
         return is_member and self.registry.clock() - node.reported_at > for_s

@@ -1,4 +1,4 @@
-"""What a client asked for, once all of it is here."""
+"""Holds what a client asked for, once all of it is here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.request.trace import RequestTrace
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """`headers` have lower-case names."""
+    """Is one request. `headers` have lower-case names."""
 
     info: RequestInfo
     headers: Mapping[str, str]

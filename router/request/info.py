@@ -46,7 +46,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class SessionSource(StrEnum):
-    """What told the router which requests belong together."""
+    """Says what told the router which requests belong together."""
 
     HEADER = "header"
     CACHE_KEY = "prompt_cache_key"
@@ -56,7 +56,7 @@ class SessionSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInfo:
-    """What places a request.
+    """Holds what places a request.
 
     Attributes:
         session_key: Empty when nothing tells the session.
@@ -93,7 +93,7 @@ def read_request_info(
     body: bytes,
     tenant: Tenant = ANYONE,
 ) -> RequestInfo:
-    """Raises `BadRequest` when the body is not a JSON object."""
+    """Reads it. Raises `BadRequest` when the body is not a JSON object."""
     fields = _read_body(body)
     model = _text(fields.get("model"))
     prompt = bytes(fields.get("messages") or fields.get("prompt") or b"").lstrip(_LIST_START)
@@ -139,7 +139,7 @@ def _bad_json(message: str) -> BadRequest:
 def _session(
     headers: Mapping[str, str], fields: _Body, opening: bytes
 ) -> tuple[SessionSource, bytes]:
-    """The first of: the client's header, its `prompt_cache_key`, the opening of the prompt."""
+    """Returns the first of the client's header, its `prompt_cache_key`, the prompt's opening."""
     if is_plain_key(header := headers.get(names.SESSION, "")):
         return SessionSource.HEADER, header.encode()
     if is_plain_key(cache_key := _text(fields.get("prompt_cache_key"))):
@@ -148,7 +148,7 @@ def _session(
 
 
 def _session_key(tenant: Tenant, model: str, source: SessionSource, session: bytes) -> bytes:
-    """16 bytes; equal for requests of one tenant's session to one model."""
+    """Returns 16 bytes, equal for requests of one tenant's session to one model."""
     if source is SessionSource.NONE:
         return b""
     named = b"\0".join((model.encode(), source.value.encode(), session))
@@ -164,18 +164,18 @@ def _salted(tenant: Tenant, data: bytes) -> bytes:
 
 
 def _priority(headers: Mapping[str, str], tenant: Tenant) -> Priority:
-    """What the client asks for, as far as its tenant may have it."""
+    """Returns what the client asks for, as far as its tenant may have it."""
     wanted = Priority.__members__.get(headers.get(names.PRIORITY, "").upper())
     return tenant.priority if wanted is None else max(wanted, tenant.priority)
 
 
 def is_plain_key(text: str) -> bool:
-    """Printable ASCII of a reasonable length, so that it may become a header value."""
+    """Returns whether it is printable ASCII of a reasonable length, fit for a header."""
     return 0 < len(text) <= _MAX_KEY_LENGTH and text.isascii() and text.isprintable()
 
 
 def estimate_tokens(prompt: bytes) -> int:
-    """From JSON text: token ids are counted by their commas, text by its length."""
+    """Guesses from JSON text: token ids are counted by their commas, text by its length."""
     if prompt.lstrip(_LIST_START)[:1].isdigit():
         return prompt.count(b",") + 1
     return len(prompt) // _BYTES_PER_TOKEN
@@ -189,7 +189,7 @@ def _text(raw: msgspec.Raw | None) -> str:
 
 
 def _count(raw: msgspec.Raw | None) -> int:
-    """0 for what is no sensible number."""
+    """Returns 0 for what is no sensible number."""
     try:
         count = _decode_count(raw) if raw is not None else 0
     except _UNREADABLE:
@@ -198,7 +198,7 @@ def _count(raw: msgspec.Raw | None) -> int:
 
 
 def _milliseconds(text: str) -> int:
-    """0 for what is no sensible number."""
+    """Returns 0 for what is no sensible number."""
     is_number = text.isascii() and text.isdigit() and len(text) < 10
     return int(text) if is_number else 0
 

@@ -1,4 +1,4 @@
-"""A prompt's text as a chain of block hashes: equal chains, equal beginnings.
+"""Makes a chain of block hashes of a prompt's text: equal chains, equal beginnings.
 
 The router has no tokens, so a block is a piece of the JSON text. Each hash depends on all before
 it. A conversation's later turn repeats the text of the earlier one and adds to it, so its chain
@@ -16,7 +16,7 @@ MAX_BLOCKS = 512
 
 
 def hash_blocks(text: bytes, seed: int) -> tuple[int, ...]:
-    """64 bits for each complete block. `seed`: what else must agree, such as tenant and model."""
+    """Returns 64 bits for each complete block. `seed` is what else must agree: tenant, model."""
     chain = []
     end = min(len(text) - len(text) % BLOCK_BYTES, MAX_BLOCKS * BLOCK_BYTES)
     for start in range(0, end, BLOCK_BYTES):

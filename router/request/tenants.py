@@ -1,4 +1,4 @@
-"""Who a request belongs to, and what that one may use."""
+"""Says who a request belongs to, and what that one may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Priority(IntEnum):
-    """Classes of service; a lower number goes first."""
+    """Orders classes of service; a lower number goes first."""
 
     INTERACTIVE = 0
     STANDARD = 1
@@ -16,7 +16,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One customer of this router, as the key file describes it.
+    """Is one customer of this router, as the key file describes it.
 
     Attributes:
         name: Unique, printable; a label of metrics.

@@ -1,4 +1,4 @@
-"""The trace of one request, as the router sees it.
+"""Writes the trace of one request, as the router sees it.
 
     request  ├── queue ──┤──── first byte ────┤ ... the answer ...
              read, and waiting for its turn   from the placement until a node begins the answer
@@ -18,7 +18,7 @@ from edge.tracing.file import Span, TraceFile
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Filled while a request is answered. Times: CLOCK_MONOTONIC seconds, 0.0: not yet.
+    """Is filled while a request is answered. Times are CLOCK_MONOTONIC seconds, 0.0 for not yet.
 
     Attributes:
         decode_node: That began the answer.
@@ -36,7 +36,7 @@ class RequestTrace:
         return cls(TraceContext.from_headers(headers), request_id)
 
     def write(self, traces: TraceFile, status: int) -> None:
-        """The request has ended, for the client with `status`."""
+        """Writes a request that has ended, for the client with `status`."""
         attributes: dict[str, str | int] = {"request_id": self.request_id, "status": status}
         if self.decode_node:
             attributes["decode_node"] = self.decode_node
