@@ -25,13 +25,14 @@ class DenseOracle:
     def __init__(self, weights: dict[str, Tensor], window: int | None) -> None:
         self._weights = weights
         self._window = window
+        self._known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         """The most likely ones."""
-        known = list(prompt)
-        for _ in range(count):
-            known.append(int(self._logits(known).argmax()))
-        return known[len(prompt) :]
+        found = self._known.setdefault(tuple(prompt), [])
+        while len(found) < count:
+            found.append(int(self._logits(prompt + found).argmax()))
+        return found[:count]
 
     def _logits(self, tokens: list[int]) -> Tensor:
         """[V], after the last token."""

@@ -3,6 +3,7 @@ on one node, and from a prefill to a decode node that is cut otherwise."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -114,34 +115,50 @@ def test_prefill_and_decode_nodes(
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         prefill, decode = nodes
-        lengths = [*LENGTHS, WINDOW + 1]
-        for number, length in enumerate(lengths):
-            transfer_id = f"{number + 1:032x}"
-            offer = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
-            pull = KVTransferParams(
-                do_remote_prefill=True,
-                transfer_id=transfer_id,
-                peer=prefill.core.connector.peer_info,
-            )
-            prefill.add(str(number), prompt_of(length), 1, offer)
-            decode.add(str(number), prompt_of(length), 24, pull)
-
-        supplied: set[str] = set()
-
-        def is_done() -> bool:
-            for name in prefill.ended - supplied:
-                supplied.add(name)
-                (token,) = prefill.tokens[name]
-                decode.tokens[name].append(token)
-                decode.core.handle(SupplyFirstToken(name, token))
-            return len(decode.ended) == len(lengths) and len(prefill.results) == len(lengths)
-
-        run_until(nodes, is_done)
-        for number, length in enumerate(lengths):
-            expected = checkpoint.oracle.tokens(prompt_of(length), 24)
-            assert decode.tokens[str(number)] == expected, length
-        assert all(result.ok for node in nodes for result in node.results)
-        assert decode.core.stats().prompt_tokens_transferred > 0
+        first = {f"first-{n}": prompt_of(n) for n in LENGTHS}
+        hand_over(prefill, decode, first, checkpoint.oracle)
         # The first token's KV is all that decode computes of a prompt.
         assert decode.core.stats().prompt_tokens_computed == 0
-        run_until(nodes, lambda: not any(n.core.scheduler.check_empty() for n in nodes))
+        # The conversations go on. Of a prompt decode has only what its first token sees through
+        # the window, so a hit ends inside of the answer; the rest is pulled.
+        before = decode.core.stats()
+        longer = {
+            f"longer-{n}": [*prompt_of(n), *decode.tokens[f"first-{n}"], *range(1, 41)]
+            for n in (64, 150)
+        }
+        hand_over(prefill, decode, longer, checkpoint.oracle)
+        after = decode.core.stats()
+        hits = after.prefix_cache_hits - before.prefix_cache_hits
+        assert (hits > 0) == (block_sizes[1] < 64)
+        pulled = after.prompt_tokens_transferred - before.prompt_tokens_transferred
+        assert hits + pulled == sum(len(prompt) for prompt in longer.values())
+        assert all(result.ok for node in nodes for result in node.results)
+
+
+def hand_over(
+    prefill: GroupedNode, decode: GroupedNode, prompts: dict[str, list[int]], oracle: DenseOracle
+) -> None:
+    """The test plays both node servers; afterwards nothing is held on either side."""
+    for name, prompt in prompts.items():
+        transfer_id = secrets.token_hex(16)
+        offer = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        pull = KVTransferParams(
+            do_remote_prefill=True, transfer_id=transfer_id, peer=prefill.core.connector.peer_info
+        )
+        prefill.add(name, prompt, 1, offer)
+        decode.add(name, prompt, 24, pull)
+    waiting = set(prompts)
+
+    def is_done() -> bool:
+        for name in waiting & prefill.ended:
+            waiting.remove(name)
+            (token,) = prefill.tokens[name]
+            decode.tokens[name].append(token)
+            decode.core.handle(SupplyFirstToken(name, token))
+        return decode.ended >= prompts.keys()
+
+    run_until([prefill, decode], is_done)
+    for name, prompt in prompts.items():
+        assert decode.tokens[name] == oracle.tokens(prompt, 24), name
+    nodes = [prefill, decode]
+    run_until(nodes, lambda: not any(node.core.scheduler.check_empty() for node in nodes))
