@@ -25,6 +25,7 @@ on ranges of tokens. The order of a group's layers is that of the model's forwar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import msgspec
@@ -239,15 +240,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     def share(self, rank: int, puller: int, puller_tp_size: int) -> tuple[PageShape, ...]:
         """Returns what a block of our `rank` looks like on its way to rank `puller` of a node with
         `puller_tp_size` ranks, by group: only with the heads that it takes from this rank."""
-        return tuple(
-            group.page(
-                [
-                    dict(plane.sources(puller, puller_tp_size, self.tp_size)).get(rank, NO_HEADS)
-                    for plane in group.planes
-                ]
-            )
-            for group in self.groups
-        )
+        return _share(self, rank, puller, puller_tp_size)
 
     def num_pullers(self, rank: int, puller_tp_size: int) -> tuple[int, ...]:
         """Returns how many ranks of a node with `puller_tp_size` ranks take anything from our
@@ -277,6 +270,20 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return 1 <= tp_size <= MAX_TP_SIZE and all(
             plane.can_be_split(tp_size) for group in self.groups for plane in group.planes
         )
+
+
+@lru_cache(maxsize=1024)
+def _share(holder: KVLayout, rank: int, puller: int, puller_tp_size: int) -> tuple[PageShape, ...]:
+    """Asked for by every call of every transfer, and nearly always the same."""
+    return tuple(
+        group.page(
+            [
+                dict(plane.sources(puller, puller_tp_size, holder.tp_size)).get(rank, NO_HEADS)
+                for plane in group.planes
+            ]
+        )
+        for group in holder.groups
+    )
 
 
 def attention_group(

@@ -12,6 +12,7 @@ other on both sides are copied as one:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -51,18 +52,24 @@ class PageCopy:
 
     def __init__(self, target: PageShape, source: PageShape, share: PageShape) -> None:
         self.rows = _rows(target, source, share)
-        self.is_whole_pages = target == source == share
-        self._pieces = _pieces(self.rows) if target.block_size == source.block_size else []
+        pieces = _pieces(self.rows) if target.block_size == source.block_size else []
+        self._pieces = np.array(pieces, np.int64).reshape(-1, 3)
 
     def of_blocks(self, targets: Numbers, sources: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Returns (targets, sources, sizes) of copies of whole blocks at these addresses. Blocks
         must have equally many tokens on both sides."""
-        starts = np.array(self._pieces, np.int64).reshape(-1, 3)
+        pieces = self._pieces
         return (
-            np.add.outer(targets, starts[:, 0]).ravel(),
-            np.add.outer(sources, starts[:, 1]).ravel(),
-            np.tile(starts[:, 2], len(targets)),
+            np.add.outer(targets, pieces[:, 0]).ravel(),
+            np.add.outer(sources, pieces[:, 1]).ravel(),
+            np.tile(pieces[:, 2], len(targets)),
         )
+
+
+@lru_cache(maxsize=64)
+def page_copy(target: PageShape, source: PageShape, share: PageShape) -> PageCopy:
+    """Returns the `PageCopy` of these shapes, which all streams of a transfer have in common."""
+    return PageCopy(target, source, share)
 
 
 def _rows(target: PageShape, source: PageShape, share: PageShape) -> list[Rows]:

@@ -35,6 +35,8 @@ class _Lane:
     """Within the group; `model_layer` is its number in the model."""
     model_layer: int
     next_span: int
+    num_tokens: int = 0
+    """That were computed in it when it was last looked at."""
 
 
 class SendTransfer(Export):
@@ -91,7 +93,10 @@ class SendTransfer(Export):
             self._computed = max(self._computed, self._steps.popleft()[1])
         ready: list[int] = []
         for lane in self._lanes:
-            ready += self._newly_ready(lane, self._computed_in(lane.model_layer, progress))
+            num_tokens = self._computed_in(lane.model_layer, progress)
+            if num_tokens > lane.num_tokens:
+                lane.num_tokens = num_tokens
+                ready += self._newly_ready(lane)
         if self._computed >= self.num_tokens:
             self._lanes = []
         if ready:
@@ -122,9 +127,9 @@ class SendTransfer(Export):
             tokens = max(tokens, stop)
         return tokens
 
-    def _newly_ready(self, lane: _Lane, num_tokens: int) -> range:
+    def _newly_ready(self, lane: _Lane) -> range:
         wanted = self.grid.groups[lane.group].wanted_spans
-        stop = min(self._spans_within(lane.group, num_tokens), wanted.stop)
+        stop = min(self._spans_within(lane.group, lane.num_tokens), wanted.stop)
         spans = range(max(lane.next_span, wanted.start), stop)
         if not spans:
             return range(0)

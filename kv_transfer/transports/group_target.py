@@ -16,7 +16,7 @@ from kv_transfer.layout import PageShape
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import CacheMap, KVCacheView, TokenRun, token_runs
 from kv_transfer.memory.copy_stream import Numbers
-from kv_transfer.memory.page_copy import PageCopy
+from kv_transfer.memory.page_copy import PageCopy, page_copy
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.wire.chunk import ByteArray, ChunkHeader, shape_code
 
@@ -53,7 +53,6 @@ class GroupTarget:
         self._source_size = theirs.block_size
         self._block_ids = meta.block_ids[group]
         self._block_array = np.array(self._block_ids, np.int64)
-        self._from_message = PageCopy(self._page, share, share)
 
     def views(self, header: ChunkHeader, views: BlockViews) -> list[memoryview] | None:
         """Returns the blocks of ours that the payload fills exactly; None: it has to be copied."""
@@ -70,13 +69,13 @@ class GroupTarget:
         place = np.arange(header.num_blocks)
         layers = np.full_like(place, header.layer)
         blocks = NamedBlocks(layers, header.first_block + place, start + size * place)
-        self._copy(blocks, self._from_message, from_host=True)
+        self._copy(blocks, page_copy(self._page, self.share, self.share), from_host=True)
         self._cache.inbox.copies_issued()
 
     def copy_from_cache(self, blocks: NamedBlocks, peer: CacheMap) -> None:
         """Issues copies of what was asked for out of the sender's cache, which is mapped here."""
         sources = peer.addresses_of(blocks.layers, blocks.places)
-        copy = PageCopy(self._page, peer.pages[self._group], self.share)
+        copy = page_copy(self._page, peer.pages[self._group], self.share)
         self._copy(NamedBlocks(blocks.layers, blocks.numbers, sources), copy, from_host=False)
 
     def _copy(self, blocks: NamedBlocks, copy: PageCopy, from_host: bool) -> None:

@@ -27,6 +27,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import google_crc32c
 import msgspec
@@ -83,6 +84,7 @@ class Chunk:
     payload: ByteArray
 
 
+@lru_cache(maxsize=256)
 def shape_code(*pages: PageShape) -> int:
     """Returns a number that tells these shapes of blocks from others."""
     code: int = google_crc32c.value(msgspec.msgpack.encode(pages))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -77,26 +78,14 @@ class ChunkGrid:
 
     def __init__(self, groups: tuple[GroupGrid, ...]) -> None:
         self.groups = groups
+        self._num_spans = [group.num_spans for group in groups]
         self._starts = list(accumulate((group.num_chunks for group in groups), initial=0))
 
-    @classmethod
-    def of(cls, sender: KVLayout, chunk_bytes: int, first_token: int, num_tokens: int) -> ChunkGrid:
+    @staticmethod
+    def of(sender: KVLayout, chunk_bytes: int, first_token: int, num_tokens: int) -> ChunkGrid:
         """Returns the grid of a prompt of `num_tokens` whose puller has `first_token` already. The
         sender's setting `chunk_bytes` says how large a chunk is, about."""
-        return cls(
-            tuple(
-                GroupGrid(
-                    num_layers=len(group.layers),
-                    num_blocks=group.num_blocks_for(num_tokens),
-                    blocks_per_chunk=blocks_per_chunk(
-                        chunk_bytes, group.bytes_needed(sender.tp_size)
-                    ),
-                    first_block=group.tokens_to_pull(first_token, num_tokens).start
-                    // group.block_size,
-                )
-                for group in sender.groups
-            )
-        )
+        return _grid_of(sender, chunk_bytes, first_token, num_tokens)
 
     @property
     def num_chunks(self) -> int:
@@ -107,15 +96,15 @@ class ChunkGrid:
         return self.groups[place.group].blocks_of(place.span)
 
     def index(self, place: ChunkPlace) -> int:
-        group = self.groups[place.group]
-        return self._starts[place.group] + place.layer * group.num_spans + place.span
+        group, layer, span = place
+        return self._starts[group] + layer * self._num_spans[group] + span
 
     def position(self, index: int) -> ChunkPlace:
         """Returns the place of a chunk; `index` must be one of the grid."""
         group = 0
         while index >= self._starts[group + 1]:
             group += 1
-        layer, span = divmod(index - self._starts[group], self.groups[group].num_spans)
+        layer, span = divmod(index - self._starts[group], self._num_spans[group])
         return ChunkPlace(group, layer, span)
 
     def stripe(self, stream: int, num_streams: int) -> Iterator[int]:
@@ -132,15 +121,33 @@ class ChunkGrid:
                 yield from self._stripe_in(group, stream, num_streams)
 
     def _stripe_in(self, group: int, stream: int, num_streams: int) -> Iterator[int]:
-        grid = self.groups[group]
+        grid, spans = self.groups[group], self.groups[group].wanted_spans
         for layer in range(grid.num_layers):
-            yield from self.striped(group, layer, grid.wanted_spans, stream, num_streams)
+            yield from self.striped(group, layer, spans, stream, num_streams)
 
     def striped(self, group: int, layer: int, spans: range, share: int, num_shares: int) -> range:
         """Returns, of adjacent spans in a layer, the indices i with i % `num_shares` == `share`."""
-        start = self.index(ChunkPlace(group, layer, spans.start))
+        layer_start = self._starts[group] + layer * self._num_spans[group]
+        start = layer_start + spans.start
         first = start + (share - start) % num_shares
-        return range(first, self.index(ChunkPlace(group, layer, spans.stop)), num_shares)
+        return range(first, layer_start + spans.stop, num_shares)
+
+
+@lru_cache(maxsize=64)
+def _grid_of(sender: KVLayout, chunk_bytes: int, first_token: int, num_tokens: int) -> ChunkGrid:
+    """All calls of a transfer share one."""
+    groups = []
+    for group in sender.groups:
+        first = group.tokens_to_pull(first_token, num_tokens).start
+        groups.append(
+            GroupGrid(
+                num_layers=len(group.layers),
+                num_blocks=group.num_blocks_for(num_tokens),
+                blocks_per_chunk=blocks_per_chunk(chunk_bytes, group.bytes_needed(sender.tp_size)),
+                first_block=first // group.block_size,
+            )
+        )
+    return ChunkGrid(tuple(groups))
 
 
 def blocks_per_chunk(chunk_bytes: int, block_bytes: int) -> int:
