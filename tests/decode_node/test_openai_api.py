@@ -205,7 +205,7 @@ async def test_outputs_of_several_tokens_stream_like_single_ones(url: str) -> No
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a client makes of a stream of one choice."""
+    """Returns what a client makes of a stream of one choice."""
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     logprobs = [found for choice in choices if (found := choice.get("logprobs"))]
     if logprobs and "content" in logprobs[0]:
