@@ -125,4 +125,6 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     worker_host_s: float = 0.0
     """Seconds that the worker's host took to start steps."""
     prefill_tokens_per_s: float = 0.0
+    num_dropped_messages: int = 0
+    """On the sockets of the core and the workers' replies: not from processes of this engine."""
     kv_transfer: dict[str, float] = {}

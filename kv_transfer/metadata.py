@@ -208,6 +208,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
         leases_expired: Since it started.
         reclaimed: Transfers that have ended since it started, by `Reclaim`.
         commands_address: Where it listens for commands when the engine core is on another host.
+        dropped_messages: On its sockets, since it started, that are none of this engine's.
     """
 
     process: int
@@ -222,6 +223,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
     leases_expired: int = 0
     reclaimed: dict[str, int] = {}
     commands_address: str = ""
+    dropped_messages: int = 0
 
 
 ProcessMessage = TransferEvent | ProcessReport

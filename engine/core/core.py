@@ -126,6 +126,7 @@ class EngineCore:
         """Returns statistics with what only the executor knows."""
         stats = self.scheduler.stats()
         stats.worker_host_s = self._executor.host_s
+        stats.num_dropped_messages = self._executor.num_dropped_messages
         return stats
 
     def check_empty(self) -> None:

@@ -42,6 +42,7 @@ from engine.outputs import SchedulerStats
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns
 from host.local_socket import connect_socket
+from host.message_reader import MessageReader
 from host.termination import termination_fd
 from kv_transfer.metadata import KVPeer
 
@@ -62,9 +63,11 @@ class EngineCoreProc:
         if config.life_signs is not None:
             self._signs = LifeSigns.attach(config.life_signs)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._client = connect_socket(self._context, zmq.DEALER, config.client_address)
+        self._client = connect_socket(self._context, zmq.PAIR, config.client_address)
         self._encoder = msgspec.msgpack.Encoder()
-        self._messages = msgspec.msgpack.Decoder(ToEngineCore)
+        self._messages: MessageReader[ToEngineCore] = MessageReader(
+            self._client, ToEngineCore, "the node server"
+        )
         self._core: EngineCore | None = None
         self._stats = SchedulerStats()
         self._stats_sent_at = 0.0
@@ -150,14 +153,11 @@ class EngineCoreProc:
         self._peer = peer
 
     def _handle_messages(self, core: EngineCore) -> bool:
-        """All that have arrived. Whether to go on."""
-        while True:
-            try:
-                message: ToEngineCore = self._messages.decode(self._client.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return True
+        """Handles all that have arrived. Whether to go on."""
+        while (message := self._messages.next()) is not None:
             if not self._handle(core, message):
                 return False
+        return True
 
     def _handle(self, core: EngineCore, message: ToEngineCore) -> bool:
         match message:
@@ -173,6 +173,7 @@ class EngineCoreProc:
         now = results.timestamp
         if core.is_idle or now >= self._stats_sent_at + _STATS_INTERVAL_S:
             stats = core.stats()
+            stats.num_dropped_messages += self._messages.num_dropped
             if stats != self._stats:
                 self._stats, self._stats_sent_at = stats, now
                 results.stats = stats

@@ -70,6 +70,11 @@ class Executor(ABC):
         GPU the device must never wait for it."""
 
     @property
+    def num_dropped_messages(self) -> int:
+        """Messages that no worker can have sent."""
+        return 0
+
+    @property
     @abstractmethod
     def worker_pids(self) -> list[int]:
         """Processes that the executor started, by rank."""

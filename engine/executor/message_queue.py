@@ -10,6 +10,7 @@ other side still lives (`check_alive` raises when it does not).
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import zlib
@@ -21,8 +22,12 @@ import zmq
 from engine.executor.shm_broadcast import Place, RingError, RingHandle, ShmRingBuffer
 from host.local_socket import Context, bind_socket, connect_socket
 
+logger = logging.getLogger(__name__)
+
 _LIVENESS_INTERVAL_S = 1.0
 _SPIN_S = 50e-6
+_LOST_AFTER_S = 20.0
+"""A long message is on its way before it is announced."""
 _TORN_LIMIT_S = 1.0
 """A message that stays unreadable for this long is broken, not late."""
 
@@ -149,15 +154,16 @@ class MessageQueueReader:
 
     def _receive_long(self, marker: bytes) -> bytes:
         size, crc = msgspec.msgpack.decode(marker, type=tuple[int, int])
-        while not self._socket.poll(int(_LIVENESS_INTERVAL_S * 1000)):
-            self._check_alive()
-        message = self._socket.recv()
-        if len(message) != size or zlib.crc32(message) != crc:
-            raise RingError(
-                f"message {self.sequence + 1} has {len(message)} bytes, announced were {size}: "
-                f"a message was lost"
-            )
-        return message
+        deadline = time.monotonic() + _LOST_AFTER_S
+        while time.monotonic() < deadline:
+            if not self._socket.poll(int(_LIVENESS_INTERVAL_S * 1000)):
+                self._check_alive()
+                continue
+            message = self._socket.recv()
+            if len(message) == size and zlib.crc32(message) == crc:
+                return message
+            logger.warning("%d bytes that nobody announced were dropped", len(message))
+        raise RingError(f"message {self.sequence + 1} of {size} bytes was announced and is lost")
 
     def close(self) -> None:
         """Idempotent."""

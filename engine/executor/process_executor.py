@@ -49,6 +49,7 @@ from engine.sched.output import SchedulerOutput
 from host.child_process import HostedProcess, ipc_address, stop_all
 from host.life_signs import LifeSignHandle, LifeSigns
 from host.local_socket import Context, bind_socket
+from host.message_reader import MessageReader
 from host.process_host import ProcessHost
 
 _WORKER_MODULE = "engine.executor.worker_proc"
@@ -92,9 +93,11 @@ class ProcessExecutor(Executor):
         self._progress: dict[str, dict[int, float]] = {}
         """Stage to fraction by rank."""
         self._encoder = msgspec.msgpack.Encoder()
-        self._replies = msgspec.msgpack.Decoder(WorkerReply)
         self._reply_address = self._address("replies")
         self._socket = bind_socket(context, zmq.PULL, self._reply_address)
+        self._replies: MessageReader[WorkerReply] = MessageReader(
+            self._socket, WorkerReply, "a worker"
+        )
         self._is_running = False
         self._host_s = 0.0
 
@@ -202,12 +205,9 @@ class ProcessExecutor(Executor):
         return outputs
 
     def _receive(self) -> WorkerReply | None:
-        try:
-            reply: WorkerReply = self._replies.decode(self._socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+        reply = self._replies.next()
         match reply:
-            case StepDone(output, host_s):
+            case StepDone(output, host_s) if self._sent_at:
                 self._sent_at.popleft()
                 self._host_s = host_s
                 self._outputs.append(output)
@@ -254,7 +254,7 @@ class ProcessExecutor(Executor):
                 if source is not self._socket:
                     poller.unregister(source)
                     continue
-                reply = self._replies.decode(self._socket.recv())
+                reply = self._replies.next()
                 if isinstance(reply, WorkerFailed):
                     self._failed[reply.rank] = reply.reason
         killed, failed = [], []
@@ -294,6 +294,10 @@ class ProcessExecutor(Executor):
     @property
     def host_s(self) -> float:
         return self._host_s
+
+    @property
+    def num_dropped_messages(self) -> int:
+        return self._replies.num_dropped
 
     @property
     def worker_pids(self) -> list[int]:

@@ -22,6 +22,7 @@ from engine.messages import EngineDead, FromEngineCore, ShutdownEngine, ToEngine
 from host.child_process import ChildProcess, ipc_address
 from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import bind_socket
+from host.message_reader import MessageReader
 
 _LAST_WORDS_S = 0.3
 """Seconds to wait for last words: a process that has ended may have said why, and the message may
@@ -42,12 +43,15 @@ class EngineCoreClient:
         self._on_message = on_message
         self._on_dead = on_dead
         self._encoder = msgspec.msgpack.Encoder()
-        self._messages = msgspec.msgpack.Decoder(FromEngineCore)
         self._ended = asyncio.Event()
         self._is_dead = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = ipc_address(config.engine_id, f"{config.epoch:x}-core")
-        self._socket = bind_socket(self._context, zmq.DEALER, address)
+        # A pair has one other end: nobody else gets messages that are meant for the engine core.
+        self._socket = bind_socket(self._context, zmq.PAIR, address)
+        self._messages: MessageReader[FromEngineCore] = MessageReader(
+            self._socket, FromEngineCore, "the engine core"
+        )
         signs = LifeSigns.create(f"tandem-{config.engine_id}-life", num_places(config))
         self._child = ChildProcess.start(
             CORE_MODULE,
@@ -81,11 +85,9 @@ class EngineCoreClient:
     def _receive(self) -> None:
         """Takes all there is: ZeroMQ's descriptor announces changes, not messages."""
         while not self._socket.closed:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            message = self._messages.next()
+            if message is None:
                 return
-            message: FromEngineCore = self._messages.decode(data)
             if isinstance(message, EngineDead):
                 self._die(message.reason)
             else:

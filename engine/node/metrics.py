@@ -116,6 +116,11 @@ class EngineCollector(Collector):
                 "Time that the host of the first worker took to start steps.",
                 stats.worker_host_s,
             ),
+            (
+                "tandem_dropped_messages",
+                "Messages on the engine's own sockets that no process of it can have sent.",
+                stats.num_dropped_messages,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)

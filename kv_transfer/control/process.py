@@ -18,7 +18,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -28,6 +28,7 @@ from edge.security.credentials import Credentials
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSign
 from host.local_socket import bind_socket
+from host.message_reader import MessageReader
 from host.termination import termination_fd
 from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.control.control_channel import connect_events, listen_for_commands
@@ -102,6 +103,7 @@ class TransferProcess:
         self._me = KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.layout)
         self._address = ""
         self._commands_address = ""
+        self._readers: list[MessageReader[Any]] = []
         self._sender: KVSender | None = None
         self._receiver: KVReceiver | None = None
 
@@ -135,6 +137,10 @@ class TransferProcess:
     @property
     def _gpu(self) -> str:
         return self._cache.device.pci_address
+
+    @property
+    def _num_dropped(self) -> int:
+        return sum(reader.num_dropped for reader in self._readers)
 
     def _stop(self, error: BaseException | None) -> None:
         if self._end.done():
@@ -238,18 +244,19 @@ class TransferProcess:
 
     def _read(self, socket: zmq.Socket[bytes], kind: object, handle: Callable[[T], None]) -> None:
         """Calls `handle` for every message that arrives."""
-        decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        reader: MessageReader[T] = MessageReader(socket, kind, "the node")
+        self._readers.append(reader)
 
         def drain() -> None:
             # The descriptor tells of changes only, so nothing may be left behind.
-            while True:
-                try:
-                    handle(decoder.decode(socket.recv(zmq.NOBLOCK)))
-                except zmq.Again:
-                    return
-                except Exception as error:
-                    self._stop(error)
-                    return
+            num_dropped = reader.num_dropped
+            try:
+                while (message := reader.next()) is not None:
+                    handle(message)
+            except Exception as error:
+                self._stop(error)
+            if reader.num_dropped > num_dropped:
+                self._changed.set()
 
         loop = asyncio.get_running_loop()
         loop.add_reader(socket.fileno(), drain)
@@ -293,6 +300,7 @@ class TransferProcess:
                 leases_expired=sender.leases_expired,
                 reclaimed={str(why): count for why, count in sender.reclaimed.items()},
                 commands_address=self._commands_address,
+                dropped_messages=self._num_dropped,
             )
         assert self._receiver is not None
         receiver = self._receiver
@@ -304,6 +312,7 @@ class TransferProcess:
             bytes_moved=receiver.bytes_received,
             corrupt_chunks=receiver.corrupt_chunks,
             commands_address=self._commands_address,
+            dropped_messages=self._num_dropped,
         )
 
 

@@ -161,6 +161,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             **{f"reclaimed_{why}": float(reclaimed[why]) for why in Reclaim},
             "processes_ready": float(self._processes.num_ready),
             "process_restarts": float(self._processes.num_restarts),
+            "dropped_messages": float(self._processes.num_dropped_messages),
         }
 
     def check_alive(self) -> None:

@@ -32,6 +32,7 @@ from edge.address import split_address
 from host.child_process import HostedProcess, stop_all
 from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import Context, bind_socket
+from host.message_reader import MessageReader
 from host.process_host import LocalHost, ProcessHost
 from host.secure_socket import listen
 from kv_transfer.base import KVCacheHandle
@@ -193,6 +194,7 @@ def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
         bytes_moved=past.bytes_moved + last.bytes_moved,
         corrupt_chunks=past.corrupt_chunks + last.corrupt_chunks,
         leases_expired=past.leases_expired + last.leases_expired,
+        dropped_messages=past.dropped_messages + last.dropped_messages,
         reclaimed=dict(Counter(past.reclaimed) + Counter(last.reclaimed)),
     )
 
@@ -216,13 +218,15 @@ class TransferProcesses:
         self._signs = signs
         self._frozen_after_s = config.frozen_after_s
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ProcessMessage)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = select.epoll()
         self._num_per_rank = config.num_processes
         self._remote_events_address = ""
         self._events = bind_socket(
             self._context, zmq.SocketType.PULL, local_events_address(engine_id)
+        )
+        self._messages: MessageReader[ProcessMessage] = MessageReader(
+            self._events, ProcessMessage, "a transfer process"
         )
         configs = [
             TransferProcessConfig(
@@ -307,15 +311,14 @@ class TransferProcesses:
         events, self._early = self._early, []
         with suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
-        while True:
-            try:
-                message = self._decoder.decode(self._events.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return events
-            if isinstance(message, TransferEvent):
+        while (message := self._messages.next()) is not None:
+            if not 0 <= message.process < len(self._processes):
+                self._messages.drop(0)
+            elif isinstance(message, TransferEvent):
                 events.append(_on_our_clock(message))
             else:
                 self._accept(message)
+        return events
 
     def _accept(self, report: ProcessReport) -> None:
         process = self._processes[report.process]
@@ -350,6 +353,11 @@ class TransferProcesses:
         for why in frozen.values():
             logger.warning("%s and is started again", why)
         return frozen
+
+    @property
+    def num_dropped_messages(self) -> float:
+        """On our own socket, and on those of the transfer processes."""
+        return self._messages.num_dropped + self.total("dropped_messages")
 
     def total(self, field: str) -> float:
         """Sum of one field of `ProcessReport` over all processes and their former lives."""

@@ -19,6 +19,7 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.control import transfer_processes
 from kv_transfer.control.transfer_processes import TransferProcessFailed
 from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import KVTransferParams
 from tests.processes import is_gone
 
 MakeNode = Callable[..., KVNode]
@@ -373,21 +374,21 @@ def test_a_process_whose_port_is_lost_takes_another_which_peers_learn(
     thieves[0].close()
 
 
-def test_a_process_that_does_not_understand_its_node_ends_and_is_replaced(
-    make_node: MakeNode,
-) -> None:
+def test_a_process_that_hears_junk_goes_on(make_node: MakeNode) -> None:
     node = make_node("prefill", layout())
-    transfer_id = node.offer(20).transfer_id
+    (pid,) = node.connector.process_pids
     with zmq.Context() as context:
         engine_id = node.peer.engine_id
-        commands = connect_socket(
-            context, zmq.SocketType.PUSH, ipc_address(engine_id, "kv-commands-0-0")
-        )
-        commands.send(b"not a command")
-        poll_until(lambda: transfer_id in node.done.failed, node)
-        commands.close(linger=0)
-    assert "ended with exit code 1" in node.done.failed[transfer_id][0]
-    until_restarted(node, 1, node)
+        for name in ("kv-commands-0-0", "kv-steps-0-0", "kv-events"):
+            sender = connect_socket(context, zmq.SocketType.PUSH, ipc_address(engine_id, name))
+            sender.send(b"not a command")
+            poll_until(lambda: node.connector.counters["dropped_messages"] >= 1, node)
+            sender.close()
+        poll_until(lambda: node.connector.counters["dropped_messages"] == 3, node)
+    transfer_id = node.offer(20).transfer_id
+    node.connector.abort(FakeRequest("p", 20, KVTransferParams(transfer_id=transfer_id)))
+    poll_until(lambda: transfer_id in node.done.aborted, node)
+    assert node.connector.process_pids == [pid]
     until_empty(node)
 
 

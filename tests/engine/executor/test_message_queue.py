@@ -190,6 +190,23 @@ def test_message_that_was_lost_ends_the_reader() -> None:
     context.destroy(linger=0)
 
 
+def test_junk_between_long_messages_is_dropped() -> None:
+    context = zmq.Context()
+    address = ipc_address(f"test-{secrets.token_hex(6)}", "reader")
+    writer = MessageQueueWriter(context, "test", [address], lambda: None, slot_bytes=64)
+    reader = MessageQueueReader(context, writer.handle, 0, lambda: None)
+    stranger = context.socket(zmq.PUSH)
+    stranger.connect(address)
+    for junk in (b"", b"y" * 1000, b"junk"):
+        stranger.send(junk)
+    for message in (b"x" * 1000, b"short", b"z" * 2000):
+        writer.enqueue(message)
+        assert reader.dequeue(timeout_s=60) == message
+    for end in (stranger, reader, writer):
+        end.close()
+    context.destroy(linger=0)
+
+
 def test_liveness_is_checked_while_waiting() -> None:
     context = zmq.Context()
     address = ipc_address(f"test-{secrets.token_hex(6)}", "reader")
