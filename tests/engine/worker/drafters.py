@@ -1,4 +1,4 @@
-"""Drafters of tests, for CPU rows."""
+"""Drafters of tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KnowingDrafter:
                 drafts = drafts[: self._rng.randrange(rows.max_drafts + 1)]
             drafts = [self._told(token) for token in drafts]
             found[index, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
-        return found
+        return found.to(idx_mapping.device)
 
     def _after(self, known: list[int]) -> list[int]:
         for answer in self.answers:
@@ -62,3 +62,12 @@ class RandomDrafter:
     def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
         shape = (len(idx_mapping), rows.max_drafts)
         return torch.randint(-5, self._vocab_size + 5, shape, generator=self._generator)
+
+
+class RepeatingDrafter:
+    """Proposes the last token again and again, without looking at it on the host."""
+
+    def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
+        row = idx_mapping.long()
+        last = rows.token_ids[row, rows.total_len[row].long() - 1].long()
+        return last.unsqueeze(1).repeat(1, rows.max_drafts)

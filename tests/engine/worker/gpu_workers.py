@@ -23,6 +23,7 @@ from engine.config import (
 )
 from engine.messages import EngineCoreRequest
 from engine.models.factory import create_model
+from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
@@ -140,10 +141,12 @@ class SchedulerAndWorker:
         self._depth = depth
         self._in_flight: deque = deque()
         self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
 
     def run(self, requests: list[EngineCoreRequest]) -> None:
         for request in requests:
             self.tokens[request.request_id] = []
+            self.logprobs[request.request_id] = []
             self.scheduler.add_request(Request(request))
         while self.scheduler.has_unfinished_requests() or self._in_flight:
             while len(self._in_flight) < self._depth:
@@ -155,6 +158,7 @@ class SchedulerAndWorker:
                 step, output = self._in_flight.popleft()
                 for ended in self.scheduler.update_from_output(step, output.get_output()).outputs:
                     self.tokens[ended.request_id] += ended.new_token_ids
+                    self.logprobs[ended.request_id] += ended.logprobs or []
 
 
 def mixed_requests(make_prompt) -> list[EngineCoreRequest]:

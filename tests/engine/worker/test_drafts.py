@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
 from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
@@ -100,6 +100,21 @@ def test_right_drafts_save_steps(make_config) -> None:
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     num_steps = [engine.scheduler.stats().num_steps for engine in (one, several)]
     assert num_steps[1] <= 2 + num_steps[0] // 4 + 1
+    for engine in (one, several):
+        check_empty(engine)
+
+
+def test_in_deterministic_mode_not_even_a_bit_depends_on_drafts(make_config) -> None:
+    """Log probabilities are equal, whatever the tiles of a step with drafts."""
+    sampling = SamplingParams(seed=3, temperature=0.8, max_tokens=40, logprobs=5)
+    prompt = [9, 8, 7]
+    plain = replace(make_config(), device=DeviceConfig(deterministic=True))
+    one = _run(plain, prompt, sampling, None)
+    drafter = KnowingDrafter([prompt + one.tokens["a"]], lies=0.2)
+    several = _run(replace(plain, decode_query_len=4), prompt, sampling, drafter)
+    assert several.counts[4] > 0
+    assert several.tokens == one.tokens
+    assert several.logprobs == one.logprobs
     for engine in (one, several):
         check_empty(engine)
 
