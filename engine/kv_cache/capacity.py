@@ -1,4 +1,4 @@
-"""How many tokens a pool of blocks holds, when every group of layers takes blocks from it."""
+"""Counts what a pool of blocks holds, when every group of layers takes blocks from it."""
 
 from __future__ import annotations
 

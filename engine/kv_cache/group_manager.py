@@ -33,7 +33,7 @@ NULL_BLOCK.block_hash = b""
 
 @dataclass(slots=True)
 class RequestBlocks:
-    """Blocks of one request; they grow in place.
+    """Holds the blocks of one request, which grow in place.
 
     Attributes:
         num_published: By group, leading entries of its table that others can find, or never will.
@@ -44,7 +44,7 @@ class RequestBlocks:
 
 
 class GroupManager:
-    """Tables of a group whose tokens see all before them."""
+    """Keeps tables of a group whose tokens see all before them."""
 
     def __init__(self, index: int, group: KVGroup, pool: BlockPool) -> None:
         self.index = index
@@ -92,7 +92,7 @@ class GroupManager:
         return 0
 
     def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
-        """The first `num_tokens` tokens have certain KV: others may find their full blocks."""
+        """Lets others find full blocks: the KV of the first `num_tokens` tokens is certain."""
         start, stop = blocks.num_published[self.index], num_tokens // self.block_size
         if start >= stop or not self._pool.enable_caching:
             return
@@ -104,7 +104,7 @@ class GroupManager:
 
 
 class WindowGroupManager(GroupManager):
-    """Tables of a group whose tokens see themselves and the `window - 1` before them."""
+    """Keeps tables of a group whose tokens see themselves and the `window - 1` before them."""
 
     def find_cached(
         self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None
@@ -139,8 +139,8 @@ class WindowGroupManager(GroupManager):
         return -(-self._group.first_token_seen(num_received) // self.block_size)
 
     def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
-        """Beside that, frees the blocks that no token from `num_tokens` on sees. Steps that are
-        out have come further, and see no more than that."""
+        """Also frees the blocks that no token from `num_tokens` on sees. Steps that are still out
+        compute those tokens or later ones, so they do not read them either."""
         super().confirm(request, blocks, num_tokens)
         table = blocks.tables[self.index]
         start = stop = min(self._group.first_block_seen(num_tokens), len(table))

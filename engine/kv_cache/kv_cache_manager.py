@@ -1,4 +1,4 @@
-"""Which blocks each request has, in every group of layers.
+"""Manages the blocks that each request has in every group of layers.
 
 One request's tokens and blocks:
 
@@ -35,7 +35,7 @@ from kv_transfer.layout import BlockIds, KVGroup
 
 
 class KVCacheManager:
-    """Blocks by request id, over one `BlockPool`."""
+    """Keeps the blocks of all requests, over one `BlockPool`."""
 
     def __init__(self, num_blocks: int, groups: Sequence[KVGroup], enable_caching: bool) -> None:
         self.block_pool = BlockPool(num_blocks, enable_caching)
@@ -61,7 +61,7 @@ class KVCacheManager:
         return self.block_pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Over all groups."""
+        """Returns the blocks of `num_tokens` tokens, over all groups."""
         return num_blocks_for(self._shapes, num_tokens)
 
     # A request gets blocks --------------------------------------------------------------------
@@ -177,7 +177,7 @@ class KVCacheManager:
     # What a request has -----------------------------------------------------------------------
 
     def get_blocks(self, request_id: str) -> RequestBlocks:
-        """The request's own; they grow in place."""
+        """Returns the request's own, which grow in place."""
         return self._blocks[request_id]
 
     def get_block_ids(self, request_id: str) -> BlockIds:
