@@ -1,0 +1,38 @@
+"""The pages name files that exist, so that a reader who follows them gets there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != ".git"}
+_PATH = re.compile(r"`([a-z_.]+/[\w./-]+)`")
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def named_files(page: Path) -> list[str]:
+    """Returns paths in backticks that begin with a folder of the repository."""
+    found = _PATH.findall(page.read_text(encoding="utf-8"))
+    return [path for path in found if path.split("/")[0] in FOLDERS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    missing = [path for path in named_files(page) if not (ROOT / path).exists()]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = _LINK.findall(page.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing, missing
+
+
+def test_the_architecture_names_many_files() -> None:
+    """The pattern that finds them still does."""
+    assert len(named_files(ROOT / "docs" / "architecture.md")) > 40
