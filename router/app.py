@@ -103,7 +103,7 @@ class Services:
 
 def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> FastAPI:
     """Returns the router. Raises `ConfigurationError` when a node list is wrong, `SecurityError`
-    when a certificate cannot."""
+    when a certificate cannot be read."""
     services = make_services(settings, world or OuterWorld())
     app = _bare_app(_lifespan)
     app.state.services = services

@@ -97,6 +97,8 @@ KV_TRANSFER_ORDER = [
 ]
 """Contracts first. Rooms of one level never import each other."""
 
+EDGE_ORDER = [{"address", "supervisor"}, {"security", "tracing"}, {"http"}]
+
 TORCH_FREE = [
     "edge",
     "host",

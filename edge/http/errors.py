@@ -30,7 +30,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """Is the error object of the OpenAI API."""
+    """The error object of the OpenAI API."""
 
     error: ErrorDetail
 

@@ -25,8 +25,8 @@ class LocalPrefillRule:
     short_tokens: int = 0
 
     def applies(self, decode: Node, num_prompt: int, alone_s: float, remote_s: float) -> bool:
-        """Returns whether. `alone_s` is to compute the prompt with nothing cached, `remote_s` to
-        the first token by way of a prefill node."""
+        """Returns whether it does. `alone_s` is to compute the prompt with nothing cached,
+        `remote_s` to the first token by way of a prefill node."""
         if not self.short_tokens or decode.kv_usage_with(num_prompt) > _MAX_KV_USAGE:
             return False
         if num_prompt <= self.short_tokens:
