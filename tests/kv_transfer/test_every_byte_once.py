@@ -4,7 +4,7 @@ and no other. Chunks go from a sender's messages to a puller's assemblers withou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,18 +13,35 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_caches import Blocks, RankCache
 
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import BlockIds, KVGroup, KVLayout, Plane, share_page_size
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
 from kv_transfer.memory.staging import StagingPool
 from kv_transfer.metadata import KVPeer, OfferMeta, RecvMeta, SendMeta, StepProgress
-from kv_transfer.producer.send_transfer import Pull, SendTransfer
-from kv_transfer.transports.chunk_assembler import ChunkAssembler, PullSource
+from kv_transfer.producer.send_transfer import SendTransfer
+from kv_transfer.transports.base import Export, ExportOwner, TransportId
+from kv_transfer.transports.chunk_assembler import ChunkAssembler
+from kv_transfer.transports.cuda_ipc.consumer import NamesAssembler
+from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
+from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
 from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
+from kv_transfer.transports.fetch_job import FetchJob, PullSource
+from kv_transfer.transports.pull import PullTerms
 from kv_transfer.transports.stream.chunk_messages import ChunkMessages
-from kv_transfer.wire.chunk import HEADER, Chunk, ChunkKind, decode_chunk, fill_header
+from kv_transfer.transports.stream.consumer import StreamAssembler
+from kv_transfer.transports.stream.stream_export import StreamExport, StreamPull
+from kv_transfer.wire.chunk import (
+    HEADER,
+    Chunk,
+    ChunkHeader,
+    ChunkKind,
+    decode_chunk,
+    encode_chunk,
+    fill_header,
+)
 from kv_transfer.wire.chunk_grid import ChunkGrid, longest_chunk
-from kv_transfer.wire.out_message import Buffer
+from kv_transfer.wire.out_message import Buffer, OutMessage
 from kv_transfer.wire.pull_wish import PullWish
 
 TRANSFER = "ab" * 16
@@ -40,6 +57,8 @@ class Case:
     num_tokens: int
     chunk_bytes: int
     num_streams: int
+    is_early: bool = False
+    """The pull comes before the prompt is computed, or after."""
 
 
 @st.composite
@@ -76,6 +95,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_tokens,
         draw(st.integers(1, 2000)),
         draw(st.integers(1, 3)),
+        draw(st.booleans()),
     )
 
 
@@ -111,60 +131,113 @@ class CountedStream(HostCopyStream):
         super().copy_rows(target, target_pitch, source, source_pitch, row_bytes, num_rows)
 
 
-class Call:
-    """One PullKV call to a rank that has computed the prompt."""
+class Owner(ExportOwner):
+    """Of exports that are stepped by hand; a `StreamOwner` as well."""
 
-    def __init__(
-        self, case: Case, view: KVCacheView, assembler: ChunkAssembler, block_ids: BlockIds
-    ) -> None:
-        source, layout, chunk_bytes = assembler.source, case.theirs, case.chunk_bytes
+    def __init__(self, pool: StagingPool) -> None:
+        self.pool = pool
+
+    def wake(self) -> None:
+        return
+
+    def suits_zero_copy(self, terms: PullTerms) -> bool:
+        return False
+
+    def next_message(self, pull: StreamPull) -> OutMessage | None:
+        raise NotImplementedError
+
+    def end(self, part: StreamExport, then: Callable[[], None]) -> None:
+        then()
+
+    def was_sent(self, export: Export, num_bytes: int) -> None:
+        return
+
+    def left_blocks(self, export: Export) -> None:
+        return
+
+    def fail(self, export: Export, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def changed(self) -> None:
+        return
+
+
+class Call:
+    """One PullKV call to a rank that computes the prompt before or after it comes."""
+
+    def __init__(self, case: Case, view: KVCacheView, job: FetchJob, block_ids: BlockIds) -> None:
+        self._layout = layout = case.theirs
+        self._rank = job.source.peer_rank
         self._view = view
-        self._layout = layout
-        self._rank = source.peer_rank
-        self._messages = ChunkMessages(layout, self._rank, chunk_bytes, ReadLeases())
-        self._longest = HEADER.size + longest_chunk(layout, chunk_bytes)
-        offer = OfferMeta(TRANSFER, 1, case.num_tokens, 0)
-        self._transfer = SendTransfer(offer, layout, chunk_bytes, 0, 1)
+        self._chunk_bytes = case.chunk_bytes
+        offer = OfferMeta(TRANSFER, 1, case.num_tokens)
+        self._export = SendTransfer(offer, layout, case.chunk_bytes, (0, 1))
+        longest = HEADER.size + longest_chunk(layout, case.chunk_bytes)
+        self._owner = Owner(StagingPool(longest * self._export.grid.num_chunks, longest))
         wish = PullWish(
-            rank=source.rank,
-            tp_size=source.tp_size,
-            stream=assembler.stream,
-            num_streams=assembler.num_streams,
+            rank=job.source.rank,
+            tp_size=job.source.tp_size,
+            stream=job.stream,
+            num_streams=job.num_streams,
             first_token=case.first_token,
             num_tokens=case.num_tokens,
-            direct=assembler.peer_cache is not None,
         )
         wish.check(layout, 0, 1, case.num_tokens)
-        grid = ChunkGrid.of(layout, chunk_bytes, wish.first_token, wish.num_tokens)
+        grid = ChunkGrid.of(layout, case.chunk_bytes, wish.first_token, wish.num_tokens)
         num_pullers = layout.num_pullers(self._rank, wish.tp_size)
-        self._pull = Pull(self._transfer, wish, source.share, num_pullers, grid)
-        self._transfer.pulls.add(self._pull)
-        send = SendMeta(TRANSFER, 1, -1, 0, case.num_tokens, block_ids)
-        self._transfer.announce(send, StepProgress(0, 0))
+        self._terms = PullTerms(wish, job.source.share, num_pullers, grid)
+        self._computed = SendMeta(TRANSFER, 1, -1, 0, case.num_tokens, block_ids)
+        self._is_early = case.is_early
 
-    def messages(self) -> Iterator[Chunk]:
-        """What the puller receives."""
-        if not self._transfer.name_ready():
-            self._stage()
-        assert self._transfer.is_staged
-        while entries := self._pull.next_entries():
-            yield _received(self._messages.message_for(self._pull, entries))
-        yield _received(self._messages.mark(ChunkKind.END, TRANSFER, 1))
+    def staged(self) -> Iterator[Chunk]:
+        """What a puller receives over the stream."""
+        export, messages = self._export, ChunkMessages(self._layout, self._rank, self._chunk_bytes)
+        part = StreamExport(self._owner, export, stage_after=0.0)
+        export.parts[TransportId.STREAM] = part
+        if self._is_early:
+            export.narrow(self._terms.grid)
+        export.announce(self._computed, StepProgress(0, 0))
+        while part.has_ready:
+            self._stage_next(part, messages)
+        export.narrow(self._terms.grid)
+        assert export.blocks_are_free
+        pull = part.open_pull(self._terms)
+        assert isinstance(pull, StreamPull)
+        while entry := pull.next_staged():
+            yield _received(messages.message_for(pull, entry))
+        assert pull.is_complete
+        yield self._end()
 
-    def _stage(self) -> None:
-        transfer = self._transfer
-        pool = StagingPool(self._longest * transfer.grid.num_chunks, self._longest)
-        while transfer.has_ready:
-            place = transfer.pop_ready()
-            blocks = transfer.blocks_of(place)
-            payload_bytes = len(blocks) * self._layout.page(place.group, self._rank).num_bytes
-            chunk = pool.take(HEADER.size + payload_bytes, is_awaited=True)
-            assert chunk is not None
-            payload = int(chunk.buffer.ctypes.data) + HEADER.size
-            self._view.copy_out(place.group, place.layer, blocks, payload)
-            fill_header(chunk.buffer, self._messages.header(transfer, place))
-            pool.publish(chunk)
-            transfer.add_staged(transfer.grid.index(place), chunk)
+    def _stage_next(self, part: StreamExport, messages: ChunkMessages) -> None:
+        place = part.pop_ready()
+        blocks = self._export.blocks_of(place)
+        payload_bytes = len(blocks) * self._layout.page(place.group, self._rank).num_bytes
+        chunk = self._owner.pool.take(HEADER.size + payload_bytes, is_awaited=True)
+        assert chunk is not None
+        payload = int(chunk.buffer.ctypes.data) + HEADER.size
+        self._view.copy_out(place.group, place.layer, blocks, payload)
+        fill_header(chunk.buffer, messages.header(self._export, place))
+        self._owner.pool.publish(chunk)
+        part.add_staged(self._export.grid.index(place), chunk)
+
+    def named(self) -> Iterator[Chunk]:
+        """What a puller receives that has mapped the rank's cache."""
+        config = KVTransferConfig(kv_role="kv_producer", chunk_bytes=self._chunk_bytes)
+        part = CudaIpcProducer(config, self._view, self._owner).open(self._export)
+        self._export.parts[TransportId.CUDA_IPC] = part
+        self._export.narrow(self._terms.grid)
+        pull = part.open_pull(self._terms)
+        self._export.announce(self._computed, StepProgress(0, 0))
+        while message := pull.next_message():
+            yield _received(message.joined())
+        assert pull.is_complete
+        yield self._end()
+
+    def _end(self) -> Chunk:
+        header = ChunkHeader(
+            kind=ChunkKind.END, transfer_id=TRANSFER, attempt=1, chunk_bytes=self._chunk_bytes
+        )
+        return _received(encode_chunk(header))
 
 
 def _received(message: Buffer) -> Chunk:
@@ -207,9 +280,15 @@ def test_every_byte_of_every_wanted_token_once(is_direct: bool, case: Case) -> N
             for number in range(case.num_streams):
                 if not any(page.num_bytes for page in share):
                     continue
-                assembler = ChunkAssembler(meta, source, view, number, case.num_streams)
-                assembler.peer_cache = source_view if is_direct else None
-                for message in Call(case, source_view, assembler, source_ids).messages():
+                job = FetchJob(meta, source, number, case.num_streams)
+                call = Call(case, source_view, job, source_ids)
+                assembler: ChunkAssembler = StreamAssembler(job, view)
+                messages = call.staged()
+                if is_direct:
+                    caches, leases = PeerCaches(view.device), ReadLeases().file
+                    assembler = NamesAssembler(job, view, caches, source_view, leases)
+                    messages = call.named()
+                for message in messages:
                     if message.header.kind is ChunkKind.END:
                         assembler.end(message)
                     else:
