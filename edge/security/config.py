@@ -59,6 +59,8 @@ class SecurityConfig:
             that was dialled; a caller's, nothing, but a role that it names must be right. `role`:
             every peer's, its role.
         cluster_token_file: A secret on each line. The first is shown, each is accepted.
+        accept_missing_token: Callers that show no token are let in: for the time in which it is
+            turned on. A wrong one is refused all the same.
         allow_plaintext: Connections beyond this host without TLS and token are wanted.
     """
 
@@ -67,6 +69,7 @@ class SecurityConfig:
     tls_ca_file: str = ""
     tls_identity: TlsIdentity = "address"
     cluster_token_file: str = ""
+    accept_missing_token: bool = False
     allow_plaintext: bool = False
 
     @property
@@ -90,6 +93,12 @@ class SecurityConfig:
             raise SecurityError(
                 f"TLS between services needs {', '.join(files)}, all three: "
                 f"{' and '.join(missing)} not given"
+            )
+
+        if self.accept_missing_token and not self.cluster_token_file:
+            raise SecurityError(
+                "--accept-missing-token is for turning the cluster token on: give "
+                "--cluster-token-file as well"
             )
 
     def check_plaintext(self, what: str, host: str) -> None:

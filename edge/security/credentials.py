@@ -135,12 +135,21 @@ class Credentials:
         names of its certificate; None when it has shown none. Raises `CallerRefused`."""
         if self._tls is not None:
             self._check_role(allowed, names)
+        if self._may_be_missing(headers):
+            return
         if self._token is not None and not self._token.accepts(headers.get(TOKEN_HEADER, "")):
             raise CallerRefused(
                 "the cluster token is missing or wrong; give all services the same "
                 "--cluster-token-file",
                 is_known=False,
             )
+
+    def asks_nothing_of(self, headers: Mapping[str, str]) -> bool:
+        """Returns whether a caller with these headers is let in without having shown anything."""
+        return self._tls is None and (self._token is None or self._may_be_missing(headers))
+
+    def _may_be_missing(self, headers: Mapping[str, str]) -> bool:
+        return self.config.accept_missing_token and TOKEN_HEADER not in headers
 
     def _check_role(self, allowed: Collection[Role], names: Collection[str] | None) -> None:
         if names is None:

@@ -35,6 +35,11 @@ class SecuritySettings(BaseSettings):
         description="File with a secret that all services show each other, with TLS or instead of "
         "it. Of several lines the first is shown and each accepted. Read again when it changes.",
     )
+    accept_missing_token: bool = Field(
+        default=False,
+        description="Let callers in that show no cluster token; a wrong one is refused. For the "
+        "time in which the token is turned on or off in a running release.",
+    )
     allow_plaintext: bool = Field(
         default=False,
         description="Listen on and connect to addresses beyond this host with neither TLS nor "
@@ -49,6 +54,7 @@ class SecuritySettings(BaseSettings):
             tls_ca_file=_text(self.tls_ca_file),
             tls_identity=self.tls_identity,
             cluster_token_file=_text(self.cluster_token_file),
+            accept_missing_token=self.accept_missing_token,
             allow_plaintext=self.allow_plaintext,
         )
         config.check()

@@ -31,6 +31,9 @@
 {{- end }}
 {{- if .root.Values.auth.clusterToken.enabled }}
 - --cluster-token-file=/etc/tandem/cluster-token/{{ .root.Values.auth.clusterToken.secretKey }}
+{{- if .root.Values.auth.clusterToken.acceptMissing }}
+- --accept-missing-token
+{{- end }}
 {{- else if not (include "tandem.hasTls" .root) }}
 - --allow-plaintext
 {{- end }}

@@ -72,6 +72,17 @@ def test_the_token_is_made_unless_it_is_there_or_not_wanted() -> None:
     assert not rendered("tls-existing").all("Secret")
 
 
+def test_a_token_that_is_being_turned_on_may_be_missing() -> None:
+    """For one upgrade: every service is told so, and none without being asked to."""
+    values: dict[str, Any] = {"auth": {"clusterToken": {"acceptMissing": True}}}
+    found = HelmSdk.shared().render(overlay(values_of("default"), values))
+    for service in ("router", "prefill", "decode"):
+        args = [arg for c in serving_pod(found, service)["spec"]["containers"] for arg in c["args"]]
+        assert "--accept-missing-token" in args
+    for settings in settings_of("default").values():
+        assert settings["accept_missing_token"] is False
+
+
 @each_mode
 def test_every_container_has_its_own_certificate(name: str) -> None:
     found = rendered(name)
