@@ -262,6 +262,8 @@ class ModelRunner:
         samples = self.sampler.only_draws(order.rows)
         if order.num_decodes == num_reqs:
             return self._graphs.dispatch(num_reqs, order.decode_query_len, samples)
+        if order.num_decode_tokens > order.num_decodes:
+            return None  # A recorded step with prompts chooses one token for each request.
         if not samples or order.num_sampled < num_reqs or not self._attention.graph_ok(order):
             return None
         if self._prompt_logprobs.needed_by(order):

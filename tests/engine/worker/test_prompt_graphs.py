@@ -4,17 +4,22 @@ over inputs that were loaded before, as a replay would."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.batch.input_batch import InputBuffers
+from engine.messages import EngineCoreRequest
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.worker import model_runner
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, prompt_keys
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
+from tests.engine.worker.drafters import KnowingDrafter
+from tests.engine.worker.one_engine import OneEngine
 from tests.engine.worker.saved_layers import SavedLayers
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -86,6 +91,34 @@ def test_give_the_tokens_of_single_launches(
     # Not the chunk that samples nothing, nor the decodes alone, nor what wants a penalty.
     sizes = [(key.num_reqs, key.num_tokens) for key in graphs.replayed]
     assert sizes == [(6, 16), (6, 32), (6, 16), (6, 32)]
+
+
+def test_decodes_with_drafts_are_not_taken_for_prompts(
+    make_config, make_prompt, with_graphs
+) -> None:
+    """A recorded step with prompts chooses one token for each request."""
+
+    def come_one_by_one(query_len: int, answers: list[list[int]]) -> tuple[OneEngine, GraphsByHand]:
+        engine = OneEngine(replace(make_config(), decode_query_len=query_len), depth=1)
+        graphs = with_graphs(engine.worker.runner)
+        engine.worker.runner.drafter = KnowingDrafter(answers)
+        for index, prompt in enumerate(prompts):
+            sampling = SamplingParams(seed=index, temperature=0.5 * (index % 2), max_tokens=20)
+            engine.add(EngineCoreRequest(request_id=str(index), spec=RequestSpec(prompt, sampling)))
+            engine.step()
+            engine.step()
+        engine.finish()
+        engine.worker.shutdown()
+        return engine, graphs
+
+    prompts = [make_prompt(5 + index, index) for index in range(4)]
+    one, graphs = come_one_by_one(1, [])
+    assert len(graphs.replayed) == 4
+    answers = [prompt + one.tokens[str(index)] for index, prompt in enumerate(prompts)]
+    several, graphs = come_one_by_one(4, answers)
+    assert several.tokens == one.tokens
+    assert several.counts[4] > 0
+    assert len(graphs.replayed) == 1, "only the first prompt has no decodes beside it"
 
 
 def test_layers_are_handed_on_behind_the_graph(
