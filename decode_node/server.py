@@ -93,6 +93,7 @@ class DecodeNode:
             TlsConfig(
                 app,
                 self._tls,
+                handshake_timeout_s=settings.header_timeout_s,
                 http=guarded_protocol(connection_limits(settings), callers),
                 lifespan="off",
                 log_config=None,

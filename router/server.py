@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.security.tls_files import TlsFiles
-from edge.security.tls_http import TlsConfig
+from edge.security.tls_http import TlsConfig, TlsServer
 from edge.supervisor import tell_supervisor
 from router.app import OuterWorld, Services, create_admin_app, create_app
 from router.config import RouterSettings
@@ -65,7 +65,7 @@ class AdminServer(uvicorn.Server):
         yield
 
 
-class RouterServer(uvicorn.Server):
+class RouterServer(TlsServer):
     """Serves the API; `/metrics` and `/status` are at `admin_listener`, if there is one."""
 
     def __init__(
@@ -80,6 +80,7 @@ class RouterServer(uvicorn.Server):
             TlsConfig(
                 app,
                 _https_context(settings),
+                handshake_timeout_s=settings.header_timeout_s,
                 loop="uvloop",
                 http=guarded_protocol(_limits(settings), app.state.key_check),
                 ws="none",

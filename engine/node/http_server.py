@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.security.tls_http import TlsServer
 from engine.node.grpc_server import PortInUse
 from engine.node.status import NodeStatus
 
@@ -38,7 +39,7 @@ _SEND_BUFFER_BYTES = 256 << 10
 """Bytes of each connection that a client that reads slowly may leave lying with us."""
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer(TlsServer):
     """Serves HTTP without handling signals, which are the node's: it drains before it lets us
     stop."""
 

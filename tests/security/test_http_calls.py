@@ -37,7 +37,9 @@ async def _who(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def decode_api(credentials: Credentials, *keys: str, host: str = "127.0.0.1"):
+async def decode_api(
+    credentials: Credentials, *keys: str, host: str = "127.0.0.1", **options: float
+):
     """Its address. It says whom it takes the caller for."""
     callers = CallerCheck(ApiKeys(keys), credentials)
     tls = credentials.server_context(demands_certificate=not callers.has_keys)
@@ -45,7 +47,7 @@ async def decode_api(credentials: Credentials, *keys: str, host: str = "127.0.0.
     app = EdgeMiddleware(_who, callers)
     protocol = guarded_protocol(ConnectionLimits(), callers)
     server = HttpServer(
-        TlsConfig(app, tls, http=protocol, lifespan="off", log_config=None, ws="none")
+        TlsConfig(app, tls, http=protocol, lifespan="off", log_config=None, ws="none", **options)
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -122,6 +124,16 @@ async def test_the_token_makes_a_router(token_file):
     async with decode_api(knows, "the-key") as address:
         assert await ask(address, Credentials(), KEY) == (200, b'{"caller":"api client"}')
         assert (await ask(address, Credentials()))[0] == 401
+
+
+async def test_a_handshake_that_never_comes_is_not_waited_for(authority: Authority):
+    credentials = authority.credentials(Role.DECODE)
+    async with decode_api(credentials, handshake_timeout_s=0.2) as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        async with asyncio.timeout(30):
+            assert await reader.read() == b""
+        writer.close()
+        assert (await ask(address, authority.credentials(Role.ROUTER)))[0] == 200
 
 
 async def test_renewed_certificates_are_used_without_a_restart(authority, foreign):
