@@ -92,9 +92,7 @@ class KVReceiver:
 
     @property
     def num_pulls(self) -> int:
-        return sum(
-            not stream.is_done for transfer in self._transfers for stream in transfer.streams
-        )
+        return sum(transfer.num_open_streams for transfer in self._transfers)
 
     # What the scheduler says ------------------------------------------------------------------
 
@@ -190,6 +188,7 @@ class KVReceiver:
         self._me.layout.check_compatible(meta.peer.layout)
         check_endpoints(meta.peer)
         jobs = plan_streams(meta, self._config, self._me.layout, self._rank, self._index)
+        transfer.num_planned = len(jobs)
         await self._greet(meta.peer, {address for _, address in jobs})
         for job, address in jobs:
             transfer.streams.append(self._stream(transfer, job, address))

@@ -15,6 +15,8 @@ class RecvTransfer:
     def __init__(self, meta: RecvMeta) -> None:
         self.meta = meta
         self.streams: list[PullStream] = []
+        self.num_planned = 0
+        """Streams that there will be, once the peer has answered."""
         self.is_planned = False
         """The streams are known. A process may have none."""
         self.num_bytes = 0
@@ -24,6 +26,13 @@ class RecvTransfer:
         self.task: asyncio.Task[None] | None = None
         self.has_begun = False
         self.abort_requested = False
+
+    @property
+    def num_open_streams(self) -> int:
+        """Streams whose end has not come."""
+        if not self.is_planned:
+            return self.num_planned
+        return sum(not stream.is_done for stream in self.streams)
 
     @property
     def stats(self) -> TransferStats:

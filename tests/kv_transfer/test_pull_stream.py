@@ -11,8 +11,9 @@ from kv_caches import RankCache, layout
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import KVPeer, RecvMeta
-from kv_transfer.transports.chunk_assembler import ChunkAssembler, PullSource
+from kv_transfer.transports.fetch_job import FetchJob, PullSource
 from kv_transfer.transports.pull_stream import PullStream
+from kv_transfer.transports.stream.consumer import StreamAssembler
 from kv_transfer.wire.chunk import HEADER
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 
@@ -26,8 +27,8 @@ def stream() -> Iterator[PullStream]:
     peer = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
     meta = RecvMeta("ab" * 16, 2, peer, ([7, 3, 5, 1],), 0, 60)
     source = PullSource(0, 1, 0, SHAPE.share(0, 0, 1))
-    assembler = ChunkAssembler(meta, source, view, 0, 1)
-    yield PullStream(meta, assembler, "peer:1", 0, lambda _: None, lambda: None)
+    assembler = StreamAssembler(FetchJob(meta, source, 0, 1), view)
+    yield PullStream([assembler], "peer:1", 0, lambda _: None, lambda: None)
     view.close()
     cache.close()
 
