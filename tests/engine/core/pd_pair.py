@@ -55,7 +55,9 @@ async def tokens_of(stream: RequestStream) -> list[int]:
     return [token for output in [o async for o in stream] for token in output.token_ids]
 
 
-async def start_engine(role: str, num_blocks: int = NUM_BLOCKS, **transfer: Any) -> AsyncLLM:
+async def start_engine(
+    role: str, num_blocks: int = NUM_BLOCKS, decode_query_len: int = 1, **transfer: Any
+) -> AsyncLLM:
     """`role`: prefill or decode. `transfer`: settings of its data plane."""
     kv_transfer = KVTransferConfig(
         kv_role="kv_producer" if role == "prefill" else "kv_consumer",
@@ -63,4 +65,5 @@ async def start_engine(role: str, num_blocks: int = NUM_BLOCKS, **transfer: Any)
     )
     config = tiny_config(async_scheduling=role == "decode")
     config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
-    return await AsyncLLM.start(replace(config, kv_transfer=kv_transfer))
+    config = replace(config, kv_transfer=kv_transfer, decode_query_len=decode_query_len)
+    return await AsyncLLM.start(config)

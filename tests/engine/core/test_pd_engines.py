@@ -67,6 +67,31 @@ async def test_joined_requests_equal_one_engine(pair: Pair, oracle: Oracle) -> N
     assert stats.prompt_tokens_transferred > stats.prompt_tokens_computed - computed
 
 
+async def test_a_decode_engine_may_compute_several_tokens_a_step(
+    pair: Pair, oracle: Oracle
+) -> None:
+    """Nobody drafts, so that drafts are what lies there; some requests are aborted."""
+    decode = await start_engine("decode", decode_query_len=4)
+    several = Pair(pair.prefill, decode, num_started=10_000)
+
+    async def one(seed: int) -> None:
+        offer, pull = several.request(seed)
+        stream = decode.generate(pull)
+        prefill = asyncio.create_task(several.run_prefill(offer))
+        if seed % 5 == 0:
+            await anext(stream)
+            stream.close()
+        else:
+            assert await tokens_of(stream) == oracle.tokens(seed), seed
+        result = await prefill
+        assert result.ok or (seed % 5 == 0 and result.is_called_off)
+
+    await asyncio.gather(*(one(seed) for seed in range(20)))
+    await until_empty(decode)
+    assert decode.stats.prompt_tokens_transferred > 0
+    await decode.shutdown()
+
+
 async def test_nobody_prefills_so_decode_does_it_itself(pair: Pair, oracle: Oracle) -> None:
     _, pull = pair.request(20)
     stream = pair.decode.generate(pull)
