@@ -35,7 +35,7 @@ class HandshakeMismatch(KVTransferError):
 
 
 class PeerLost(KVTransferError):
-    """The connection broke, or the peer is not the process that was greeted."""
+    """The connection broke, or the peer is not the process of the handshake."""
 
 
 class NotServed(PeerLost):

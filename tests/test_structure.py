@@ -247,6 +247,15 @@ def test_transports_do_not_know_each_other() -> None:
             assert found[0] not in {"stream", "cuda_ipc"} - set(room), f"{module}: {target}"
 
 
+def test_one_file_knows_how_kv_lies_in_memory() -> None:
+    """The data plane moves planes: how many heads they have, and how large numbers are, is told by
+    the layout alone."""
+    geometry = re.compile(r"\b(head_dim|num_kv_heads|DTYPE_BYTES)\b")
+    for module, path in modules().items():
+        if module.startswith("kv_transfer.") and module != "kv_transfer.layout":
+            assert not geometry.search(path.read_text(encoding="utf-8")), module
+
+
 def test_header_names_stand_in_one_place() -> None:
     own_headers = re.compile(r"""["']x-(tandem|request|session|slo|prefiller)-[a-z-]*["']""")
     for package in ("router", "decode_node", "prefill_node", "cli", "edge/http"):

@@ -1,8 +1,8 @@
 """Consumer: short calls to the transfer processes of peers.
 
-1. `greet`    before the first pull from a process, and again after it was lost
-2. `release`  when a transfer is over, whatever came of it
-3. `forget`   after a peer was lost: the next attempt greets anew
+1. `handshake`  before the first pull from a process, and again after it was lost
+2. `release`    when a transfer is over, whatever came of it
+3. `forget`     after a peer was lost: the next attempt begins with a new handshake
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ class PeerClient:
         self._channels = ChannelPool(credentials)
         self._me = me
         self._timeout_s = timeout_s
-        self._greeted: dict[tuple[str, str, int], dict[int, bytes]] = {}
+        self._known: dict[tuple[str, str, int], dict[int, bytes]] = {}
         """By (address, engine id, epoch) of processes that answered as they should: what they said
         of each transport over which we can have their KV."""
 
     def transports_of(self, peer: KVPeer, address: str) -> dict[int, bytes]:
-        """Returns what the process there said of its transports when it was greeted."""
-        return self._greeted.get((address, peer.engine_id, peer.epoch), {})
+        """Returns what the process there said of its transports in the handshake."""
+        return self._known.get((address, peer.engine_id, peer.epoch), {})
 
-    def has_greeted(self, peer: KVPeer, address: str) -> bool:
-        return (address, peer.engine_id, peer.epoch) in self._greeted
+    def knows(self, peer: KVPeer, address: str) -> bool:
+        return (address, peer.engine_id, peer.epoch) in self._known
 
-    async def greet(self, peer: KVPeer, address: str) -> None:
+    async def handshake(self, peer: KVPeer, address: str) -> None:
         """Raises `PeerLost` or `HandshakeMismatch`."""
         # A channel of its own: one that has failed before would answer from its backoff.
         async with new_channel(address, self._credentials) as channel:
-            answer = await self._handshake(channel, address)
+            answer = await self._ask(channel, address)
         check_peer(self._me.layout, peer, peer_from_proto(answer))
         key = (address, peer.engine_id, peer.epoch)
-        self._greeted[key] = {transport.id: transport.data for transport in answer.transports}
+        self._known[key] = {transport.id: transport.data for transport in answer.transports}
 
     async def release(self, address: str, meta: ReleaseMeta) -> None:
         """Waits a while for the peer; one that cannot be reached is left to its lease."""
@@ -82,8 +82,8 @@ class PeerClient:
             )
 
     def forget(self, addresses: set[str]) -> None:
-        self._greeted = {
-            key: handle for key, handle in self._greeted.items() if key[0] not in addresses
+        self._known = {
+            key: handle for key, handle in self._known.items() if key[0] not in addresses
         }
 
     async def close_idle(self, idle_s: float) -> None:
@@ -92,7 +92,7 @@ class PeerClient:
     async def close(self) -> None:
         await self._channels.close()
 
-    async def _handshake(self, channel: grpc.aio.Channel, address: str) -> pb.KVPeer:
+    async def _ask(self, channel: grpc.aio.Channel, address: str) -> pb.KVPeer:
         handshake: grpc.aio.UnaryUnaryMultiCallable[pb.KVPeer, pb.KVPeer] = channel.unary_unary(
             f"/{SERVICE}/Handshake",
             request_serializer=pb.KVPeer.SerializeToString,

@@ -1,6 +1,6 @@
 """Consumer: pulls KV into blocks of this rank.
 
-    1. RecvMeta    layouts are compared, the peer's processes are greeted (once), streams open,
+    1. RecvMeta    layouts are compared, a handshake with the peer's processes (once), streams open,
                    each over the first transport that both ends have
     2. FIRST_BYTE  the first KV has been written
     3. the end     RECEIVED when every stream is complete; FAILED for the first error, or silence;
@@ -189,7 +189,7 @@ class KVReceiver:
         check_endpoints(meta.peer)
         jobs = plan_streams(meta, self._config, self._me.layout, self._rank, self._index)
         transfer.num_planned = len(jobs)
-        await self._greet(meta.peer, {address for _, address in jobs})
+        await self._handshake(meta.peer, {address for _, address in jobs})
         for job, address in jobs:
             transfer.streams.append(self._stream(transfer, job, address))
         transfer.is_planned = True
@@ -204,10 +204,10 @@ class KVReceiver:
         for stream in transfer.streams:
             stream.check()
 
-    async def _greet(self, peer: KVPeer, addresses: set[str]) -> None:
-        new = [address for address in addresses if not self._peers.has_greeted(peer, address)]
+    async def _handshake(self, peer: KVPeer, addresses: set[str]) -> None:
+        new = [address for address in addresses if not self._peers.knows(peer, address)]
         if new:
-            await all_or_none([self._peers.greet(peer, address) for address in new])
+            await all_or_none([self._peers.handshake(peer, address) for address in new])
 
     def _stream(self, transfer: RecvTransfer, job: FetchJob, address: str) -> PullStream:
         """Raises KVTransferError when the peer can be read over no transport of ours."""

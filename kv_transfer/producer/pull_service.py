@@ -163,7 +163,7 @@ class PullService:
         if epoch != self._me.epoch:
             await call.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                "this node has restarted (its epoch changed); greet it again",
+                "this node has restarted (its epoch changed); repeat the handshake",
             )
 
 

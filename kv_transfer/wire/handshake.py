@@ -3,7 +3,7 @@
     puller                                   holder of the KV
     1. Handshake(who I am, my layout) ─────▶ 2. compares; FAILED_PRECONDITION names the field
     4. compares, and makes sure that this ◀─ 3. who I am, my layout
-       is the process that was greeted
+       is the process that it expects
 
 The layouts travel as protobuf; `KVPeer` is the same inside a node.
 
@@ -116,12 +116,12 @@ def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
     if answered.engine_id != expected.engine_id:
         raise PeerLost(
             f"expected engine {expected.engine_id}, but {answered.engine_id} answers; "
-            f"greet the prefill node again"
+            f"repeat the handshake with the prefill node"
         )
     if answered.epoch != expected.epoch:
         raise PeerLost(
             f"engine {expected.engine_id} has restarted (its epoch changed); "
-            f"greet the prefill node again"
+            f"repeat the handshake with the prefill node"
         )
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from edge.security.config import Role
 
 CALLERS = frozenset({Role.DECODE})
-"""Who may greet us and take KV."""
+"""Who may shake hands with us and take KV."""
 
 
 class PullServer(ABC):

@@ -350,7 +350,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("field", DIFFERENCES)
 async def test_a_mismatch_names_the_field(field: str) -> None:
-    """Known beforehand, found by the puller's greeting, and refused by the holder."""
+    """Known beforehand, found by the puller's handshake, and refused by the holder."""
     other = DIFFERENCES[field]
     async with Loopback(SHAPE, SHAPE) as (producer, consumer):
         known = with_fields(producer.peer, layout=other)
@@ -360,19 +360,19 @@ async def test_a_mismatch_names_the_field(field: str) -> None:
         assert f"differ in {field}" in event.reason and not event.retryable
 
         async with grpc.aio.insecure_channel(producer.peer.endpoints[0][0]) as channel:
-            greet = channel.unary_unary(
+            handshake = channel.unary_unary(
                 "/tandem.v1.KVTransfer/Handshake",
                 request_serializer=pb.KVPeer.SerializeToString,
                 response_deserializer=pb.KVPeer.FromString,
             )
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await greet(peer_to_proto(KVPeer(engine_id="d", epoch=1, layout=other)))
+                await handshake(peer_to_proto(KVPeer(engine_id="d", epoch=1, layout=other)))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert f"differ in {field}" in (refused.value.details() or "")
 
 
 async def test_nodes_that_lie_about_their_layout_find_out() -> None:
-    """The peer's layout was told wrongly, so only the greeting can show the difference."""
+    """The peer's layout was told wrongly, so only the handshake can show the difference."""
     async with Loopback(layout(num_layers=4), SHAPE) as (producer, consumer):
         told = with_fields(producer.peer, layout=SHAPE)
         transfer_id = new_transfer_id()

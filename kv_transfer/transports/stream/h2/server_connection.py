@@ -75,7 +75,7 @@ class H2ServerConnection:
         self._window = h2.DEFAULT_WINDOW
         """What the peer lets us send on a new stream."""
         self._received = bytearray()
-        self._has_greeted = False
+        self._has_preface = False
         self._has_settings = False
         self._heard_at = time.monotonic()
         self._is_closed = False
@@ -143,13 +143,13 @@ class H2ServerConnection:
 
     def _parse(self) -> None:
         received = self._received
-        if not self._has_greeted:
+        if not self._has_preface:
             if not h2.PREFACE.startswith(received[: len(h2.PREFACE)]):
                 raise h2.H2Error("this port speaks HTTP/2 only")
             if len(received) < len(h2.PREFACE):
                 return
             del received[: len(h2.PREFACE)]
-            self._has_greeted = True
+            self._has_preface = True
         while len(received) >= h2.FRAME_HEADER_BYTES and not self._is_closed:
             length, kind, flags, stream = h2.parse_frame_header(received)
             if length > h2.DEFAULT_FRAME_BYTES:
