@@ -32,6 +32,9 @@ from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 _MAX_CALLS = 4096
 """Open calls of one connection. A decode node makes all its calls to a prefill node on one."""
 _SEND_THREADS = 1
+_PING_AFTER_S = 5.0
+_GIVE_UP_AFTER_S = 10.0
+"""A caller that says nothing for so long is gone: what it asked for is called off."""
 
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
 
@@ -97,6 +100,8 @@ class ServicesServer:
             self._credentials.server_context(h2=True),
             max_calls=_MAX_CALLS,
             max_send_threads=_SEND_THREADS,
+            ping_after_s=_PING_AFTER_S,
+            give_up_after_s=_GIVE_UP_AFTER_S,
         )
         self._server.serve(listener)
 

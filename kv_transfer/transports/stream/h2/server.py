@@ -25,8 +25,6 @@ from kv_transfer.wire.rpc_method import RpcMethod
 _BACKLOG = 512
 _MAX_CONNECTIONS = 4096
 _MAX_CONNECTIONS_OF_PEER = 1024
-_PING_AFTER_S = 10.0
-_GIVE_UP_AFTER_S = 25.0
 _CHECK_S = 2.5
 
 logger = logging.getLogger(__name__)
@@ -34,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 class H2Server:
     """`methods` by path; `judge` says of each call whether its caller may go on; `tls`, if given,
-    is for every connection, which carries `max_calls` at a time. Lives on the event loop on which
-    it was made."""
+    is for every connection, which carries `max_calls` at a time. A peer that is silent for
+    `ping_after_s` is asked whether it lives, and left after `give_up_after_s`. Lives on the event
+    loop on which it was made."""
 
     def __init__(
         self,
@@ -45,6 +44,8 @@ class H2Server:
         *,
         max_calls: int = 256,
         max_send_threads: int = 4,
+        ping_after_s: float = 10.0,
+        give_up_after_s: float = 25.0,
     ) -> None:
         self._methods = methods
         self._judge = judge
@@ -52,6 +53,7 @@ class H2Server:
         self._arriving: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._max_calls = max_calls
+        self._patience_s = (ping_after_s, give_up_after_s)
         self._threads = SendThreads(min(max_send_threads, os.cpu_count() or 1))
         self._listener: socket.socket | None = None
         self._connections: set[H2ServerConnection] = set()
@@ -138,4 +140,4 @@ class H2Server:
         while True:
             await asyncio.sleep(_CHECK_S)
             for connection in list(self._connections):
-                connection.check_alive(_PING_AFTER_S, _GIVE_UP_AFTER_S)
+                connection.check_alive(*self._patience_s)
