@@ -26,7 +26,7 @@ class BlockTables:
         device: torch.device,
         max_drafts: int = 0,
     ) -> None:
-        """`max_drafts`: tokens that a row may compute behind its known ones."""
+        """A row may compute `max_drafts` tokens behind its known ones."""
         self.block_size = block_size
         self.max_drafts = max_drafts
         max_num_blocks = -(-(max_model_len + max_drafts) // block_size)

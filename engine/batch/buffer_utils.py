@@ -70,7 +70,7 @@ def with_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 class CarriedTensor(Protocol):
-    """What `carry_over` needs of either kind."""
+    """The part of either kind that `carry_over` needs."""
 
     @property
     def has_changes(self) -> bool: ...

@@ -120,7 +120,8 @@ class InputBatch:
     block_tables: torch.Tensor
     """[R, max_blocks] int32."""
     window: int | None = None
-    """Of the KV group that slots and block tables are of; see `InputBuffers.by_group`."""
+    """The window of the KV group whose slots and block tables these are; see
+    `InputBuffers.by_group`."""
 
     @property
     def num_reqs(self) -> int:
@@ -184,7 +185,7 @@ class InputBuffers:
         self._bounds_at = -(-max_num_reqs // _ALIGNED_INTS) * _ALIGNED_INTS
         self._order = zeros(self._bounds_at + max_num_reqs + 1)
         self._loaded: Int32Array = np.zeros(0, np.int32)
-        """What `_order` begins with."""
+        """The numbers that `_order` begins with."""
         self._inputs = StepInputs(
             input_ids=zeros(max_num_tokens),
             positions=zeros(max_num_tokens, dtype=torch.int64),

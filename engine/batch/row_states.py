@@ -100,7 +100,7 @@ class RowStates:
         self.num_computed_np[rows] = np.minimum(self.num_computed_np[rows], num_slots)
 
     def row_tables(self, block_tables: BlockTables) -> RowTables:
-        """What the batch kernels read and write."""
+        """Returns the tables that batch kernels read and write."""
         return RowTables(
             token_ids=self.token_ids.tensor,
             num_computed=self.num_computed.tensor,

@@ -52,14 +52,14 @@ class Admission:
         self._pulls = pulls
         self._counters = counters
         self._blocked_at: tuple[str, int, int] | None = None
-        """(request that did not fit, free blocks, headroom) at the last attempt."""
+        """The last attempt: (request that did not fit, free blocks, headroom)."""
 
     def admit(self, budget: int) -> None:
         """Up to `budget` tokens are computed for those who enter."""
         self._admit_waiting(self._admit_ready(budget))
 
     def _admit_ready(self, budget: int) -> int:
-        """What is left of the budget."""
+        """Returns what is left of the budget."""
         while self._pulls.ready and budget > 0 and self._running.table.num_free > 0:
             request = self._pulls.take_ready()
             row = self._enter(request)

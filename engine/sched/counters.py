@@ -21,7 +21,7 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 before the first step."""
+        """The rate is 0 before the first step."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 

@@ -44,7 +44,7 @@ class DecodeCalendar:
         self.plan(row, step_id)
 
     def leave(self, row: Row, last_step_id: int) -> None:
-        """`last_step_id`: the last step that was scheduled, the row's last one."""
+        """The row's last step is `last_step_id`, the last one that was scheduled."""
         row.num_reserved = row.reserved_base + self.query_len * last_step_id
         self.size -= 1
 

@@ -11,7 +11,7 @@ from engine.sched.step_fence import StepFence
 
 
 class HeldBlocks:
-    """By transfer id. A step may touch them as well, so they leave through the fence."""
+    """Keeps them by transfer id. A step may touch them as well, so they leave through the fence."""
 
     def __init__(self, fence: StepFence) -> None:
         self._fence = fence

@@ -21,7 +21,8 @@ class PromptChunk:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """`chunks[i]`: a row, and how many of its leading tokens have KV once the step is done."""
+    """A step on its way. `chunks[i]` is a row, and how many of its leading tokens have KV once the
+    step is done."""
 
     step_id: int
     issued_at: float

@@ -26,7 +26,8 @@ def is_offer(request: Request) -> bool:
 
 
 class Offers:
-    """By transfer id, until the peer has released it. A new attempt replaces an older one."""
+    """Keeps offers by transfer id, until the peer has released it. A new attempt replaces an older
+    one."""
 
     def __init__(self, connector: KVConnectorScheduler, fence: StepFence, held: HeldBlocks) -> None:
         self._connector = connector
@@ -35,7 +36,7 @@ class Offers:
         self._offers: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Before the request is queued."""
+        """Comes before the request is queued."""
         self._offers[_params(request).transfer_id] = request
         self._connector.update_state_after_alloc(request, (), 0)
 
@@ -66,7 +67,7 @@ class Offers:
     def failed(
         self, transfer_id: str, reason: str, retryable: bool, *, is_called_off: bool = False
     ) -> KVTransferResult | None:
-        """None when nobody waits to hear it."""
+        """Returns None when nobody waits to hear it."""
         request = self._offers.pop(transfer_id, None)
         if request is None:
             return None

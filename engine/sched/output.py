@@ -61,9 +61,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     finished_rows: list[int] = []
     new_reqs: list[NewRequestData] = []
     new_block_ids: list[tuple[int, list[int]]] = []
-    """(row * number of KV groups + group, blocks to append)."""
+    """Pairs (row * number of KV groups + group, blocks to append)."""
     prefill_chunks: list[tuple[int, int]] = []
-    """(row, tokens to compute), rows still inside their prefill."""
+    """Pairs (row, tokens to compute) of rows still inside their prefill."""
     decode_add: list[int] = []
     decode_remove: list[int] = []
     kv: KVConnectorMetadata | None = None

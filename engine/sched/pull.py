@@ -67,7 +67,7 @@ IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.PARTIAL, _S.READY)
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """What `Pulls` knows of one request; only `Pulls` changes it.
+    """The state of one pull, as `Pulls` knows it; only `Pulls` changes it.
 
     Attributes:
         transfer_id: The same for all attempts.

@@ -44,7 +44,7 @@ class RemoteKV:
         return self._connector.refusal(request)
 
     def add_request(self, request: Request) -> None:
-        """Before the request is queued."""
+        """Comes before the request is queued."""
         params = request.kv_transfer_params
         if params is not None and params.do_remote_prefill and not params.first_token_only:
             self.pulls.add(request)
@@ -64,7 +64,7 @@ class RemoteKV:
             self._fence.release(blocks)
 
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
-        """`chunks`: those of offers."""
+        """Takes the chunks of offers."""
         return self._connector.build_connector_meta(step_id, chunks)
 
     def update(self, output: KVConnectorOutput) -> list[KVTransferResult]:

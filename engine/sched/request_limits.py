@@ -1,4 +1,4 @@
-"""What one engine can take, and where its outputs end."""
+"""The limits of one engine: which requests it can take, and where outputs end."""
 
 from __future__ import annotations
 

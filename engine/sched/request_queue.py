@@ -61,7 +61,7 @@ class RequestQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """From wherever it is; a request that is not queued is left alone."""
+        """Takes it from wherever it is; a request that is not queued is left alone."""
         if request in self:
             self._forget(request)
         if not self._tickets:

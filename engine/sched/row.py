@@ -41,7 +41,7 @@ class RowPhase(IntEnum):
 
 
 class Row:
-    """What the scheduler keeps while a request is in a row. `epoch` tells owners apart."""
+    """The scheduler's view of a request in a row. `epoch` tells owners apart."""
 
     __slots__ = (
         "blocks",

@@ -17,14 +17,14 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 
 
 class StepFence:
-    """Between the scheduler and the pool."""
+    """Stands between the scheduler and the pool."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self._issued = 0
         self._retired = 0
         self._waiting: deque[tuple[int, list[KVCacheBlock]]] = deque()
-        """(step that must retire first, blocks), steps rising."""
+        """Pairs (step that must retire first, blocks), steps rising."""
         self.num_blocks = 0
         """Blocks that wait, counted once for each user that left."""
 
