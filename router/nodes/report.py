@@ -9,6 +9,12 @@ from typing import Self
 from router.nodes.address import NodeRole
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
 
+_MAX_NAME = 512
+_MAX_PREFIXES = 256
+"""In one report; a node tells no more."""
+_LEAST_RATE = 0.01
+"""Tokens a second. With less, estimates would have no end."""
+
 _ROLES = {NODE_ROLE_PREFILL: NodeRole.PREFILL, NODE_ROLE_DECODE: NodeRole.DECODE}
 
 
@@ -37,7 +43,7 @@ class NodeReport:
     @classmethod
     def from_message(cls, load: NodeLoad) -> Self:
         return cls(
-            node_id=load.node_id,
+            node_id=load.node_id[:_MAX_NAME],
             role=_ROLES.get(load.role),
             epoch=load.epoch,
             sequence=load.sequence,
@@ -48,11 +54,11 @@ class NodeReport:
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             block_size=load.block_size,
-            prefill_tokens_per_s=_usable(load.prefill_tokens_per_s),
+            prefill_tokens_per_s=_usable(load.prefill_tokens_per_s, _LEAST_RATE),
             seconds_since_progress=_usable(load.seconds_since_progress),
-            model_name=load.model_name,
-            fingerprint=load.fingerprint,
-            recent_prefixes=tuple(load.recent_prefixes),
+            model_name=load.model_name[:_MAX_NAME],
+            fingerprint=load.fingerprint[:_MAX_NAME],
+            recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
         )
 
     @property
@@ -72,6 +78,6 @@ class NodeReport:
         return 1.0 - min(self.num_free_blocks / self.num_total_blocks, 1.0)
 
 
-def _usable(value: float) -> float:
+def _usable(value: float, least: float = 0.0) -> float:
     """Returns a float from the wire, with NaN, infinities and negative values read as "unknown"."""
-    return value if math.isfinite(value) and value > 0.0 else 0.0
+    return value if math.isfinite(value) and value > least else 0.0

@@ -286,3 +286,17 @@ def test_predictions_are_at_least_the_report_and_our_own_work(
     assert node.predicted_requests >= own
     assert node.predicted_requests >= fields["num_waiting_requests"]
     assert node.predicted_tokens >= fields["num_waiting_tokens"]
+
+
+def test_a_report_that_exaggerates_is_cut_to_what_can_be() -> None:
+    load = NodeLoad(
+        node_id="x" * 60_000,
+        model_name="m" * 60_000,
+        fingerprint="f" * 60_000,
+        prefill_tokens_per_s=1e-300,
+        recent_prefixes=range(8000),
+    )
+    got = NodeReport.from_message(load)
+    assert {len(got.node_id), len(got.model_name), len(got.fingerprint)} == {512}
+    assert got.prefill_tokens_per_s == 0.0, "it would make every estimate endless"
+    assert got.recent_prefixes == tuple(range(8000 - 256, 8000))
