@@ -26,6 +26,7 @@ CLEAN = (
     "engine/node",
     "engine/sample",
     "engine/sched",
+    "engine/worker",
     "engine/config.py",
     "engine/distributed.py",
     "engine/errors.py",

@@ -21,7 +21,7 @@ from engine.sample.sampler import SamplerOutput
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What a step found, on the device or on the host."""
+    """The result of a step, on the device or on the host."""
 
     token_ids: torch.Tensor | None
     """[num_sampled, W] int64, of each request, then -1; None when nobody sampled."""

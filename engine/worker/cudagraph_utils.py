@@ -33,7 +33,7 @@ PROMPT_REQUESTS = (8, 64)
 """Requests of such a step: few or many."""
 _SMALL_SIZES = (1, 2, 4)
 _STEPS = ((64, 8), (256, 16), (512, 32), (1 << 30, 64))
-"""(sizes up to, distance between them)"""
+"""Pairs (sizes up to, distance between them)."""
 
 
 class GraphCaptureError(CannotStartError):
@@ -41,7 +41,7 @@ class GraphCaptureError(CannotStartError):
 
 
 class GraphKey(NamedTuple):
-    """What one graph computes: a step of `num_reqs` requests with `num_tokens` tokens in all.
+    """Names the work of one graph: a step of `num_reqs` requests with `num_tokens` tokens in all.
     `decode_query_len`: all of them decode, with so many tokens each; 0: prompts, each of which
     ends. `samples`: also their next tokens and the advance of their rows; without, it ends with
     their logits."""

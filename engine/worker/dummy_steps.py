@@ -23,7 +23,7 @@ _SMALL_BATCHES = (1, 2, 4, 8)
 
 
 class DummyStep(NamedTuple):
-    """`num_cached`: tokens before each prompt that no step computes."""
+    """A step by the lengths of its prompts. `num_cached` tokens before each have KV already."""
 
     lengths: list[int]
     sampling: SamplingParams
@@ -31,7 +31,7 @@ class DummyStep(NamedTuple):
 
 
 def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> list[int]:
-    """Of a step with `num_tokens` tokens: ones first; the last requests take what is left,
+    """Returns the lengths of a step with `num_tokens` tokens: ones first; the last take the rest,
     `max_model_len` each at most."""
     lengths = [1] * min(max_num_reqs, num_tokens)
     rest = num_tokens - len(lengths)
@@ -43,7 +43,7 @@ def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> lis
 
 
 def warm_up_steps(max_num_reqs: int, longest: int, max_model_len: int) -> list[DummyStep]:
-    """`longest`: tokens that one prompt, and one step, may have."""
+    """Returns the steps to run. One prompt, and one step, may have `longest` tokens."""
     plain, unfiltered = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
     steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
     many = min(_MANY_TOKENS, longest)

@@ -41,8 +41,8 @@ def blocks_per_sequence(config: EngineConfig) -> int:
 def check_one_sequence_fits(
     config: EngineConfig, num_blocks: int, budget: MemoryBudget | None = None
 ) -> None:
-    """With fewer blocks than one sequence needs, a long request could wait forever. `budget`: what
-    the number follows from, where it was measured.
+    """Refuses fewer blocks than one sequence needs: a long request could wait forever. The number
+    follows from `budget`, where it was measured.
 
     Raises:
         KVCacheMemoryError: It does not fit.
@@ -64,7 +64,7 @@ def check_one_sequence_fits(
 
 
 def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
-    """What the cache of one rank holds, for the log."""
+    """Returns what the cache of one rank holds, for the log."""
     layout = config.kv_layout
     block_size, num_bytes = layout.groups[0].block_size, num_blocks * layout.block_bytes
     return (
@@ -75,7 +75,7 @@ def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
 
 
 def size_setting(config: EngineConfig) -> str:
-    """What decides how large the cache is, and how it is set."""
+    """Returns which setting decides how large the cache is, and its value."""
     cache = config.cache
     if cache.num_blocks is not None:
         return f"num_blocks (now {cache.num_blocks})"

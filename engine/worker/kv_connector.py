@@ -51,7 +51,7 @@ class KVConnector:
 
 
 def _current_stream() -> int:
-    """Of this thread, as the driver knows it."""
+    """Returns the stream of this thread, as the driver knows it."""
     return torch.cuda.current_stream().cuda_stream
 
 

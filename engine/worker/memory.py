@@ -29,26 +29,26 @@ class MemoryProfiler:
         self._device = device
 
     def give_back(self) -> None:
-        """What torch holds of a GPU and nobody uses, like what loading took besides weights."""
+        """Returns to the GPU what torch holds of it and nobody uses, as after loading."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def available(self) -> int:
-        """What may still be taken."""
+        """Returns what may still be taken."""
         if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
             return free
         return min(_host_available(), _cgroup_available())
 
     def total(self) -> int:
-        """What the device has."""
+        """Returns what the device has."""
         if self._device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self._device)
             return total
         return _field(Path("/proc/meminfo"), "MemTotal")
 
     def in_use(self) -> int:
-        """What this process holds; of a GPU, as far as torch knows."""
+        """Returns what this process holds; of a GPU, as far as torch knows."""
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
         return _resident()
@@ -75,7 +75,7 @@ class MemoryProfiler:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """For people."""
+    """Returns a size as people read it."""
     if num_bytes >= 1 << 30:
         return f"{num_bytes / (1 << 30):.1f} GiB"
     return f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,4 +1,4 @@
-"""What becomes of a GPU's memory: measured once, when a worker starts, and logged.
+"""The use of a GPU's memory: measured once, when a worker starts, and logged.
 
     total · share  =  held  +  step  +  reserve  +  KV cache
 
@@ -14,7 +14,7 @@ from engine.worker.memory import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Of one worker. All but `share` in bytes.
+    """The budget of one worker. All but `share` is in bytes.
 
     Attributes:
         total: What the GPU has.
@@ -34,7 +34,7 @@ class MemoryBudget:
 
     @property
     def kv_cache(self) -> int:
-        """What is left for the cache."""
+        """Returns what is left for the cache."""
         allowed = int(self.total * self.share) - self.held - self.step - self.reserve
         return max(0, min(allowed, self.free - self.step - self.reserve))
 

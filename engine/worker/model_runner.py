@@ -297,7 +297,7 @@ class ModelRunner:
         return sampled
 
     def _record_step(self, key: GraphKey) -> None:
-        """What a graph holds, of decodes with one token each or of prompts. Runs for nobody: rows
+        """Runs what a graph holds, of decodes with one token each or of prompts, for nobody: rows
         are -1, lengths 0."""
         batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens, key.decode_query_len)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
@@ -330,7 +330,7 @@ class ModelRunner:
         return hidden
 
     def _sample(self, hidden: torch.Tensor, batch: InputBatch) -> SamplerOutput | None:
-        """None when only unfinished prompts ran."""
+        """Returns None when only unfinished prompts ran."""
         if batch.order.num_sampled == 0:
             return None
         logits = self._model.compute_logits(hidden.index_select(0, batch.logits_indices))

@@ -27,7 +27,7 @@ def naming_out_of_memory(doing: str, cure: str, device: torch.device) -> Iterato
 
 
 def device_memory_error(doing: str, cure: str, device: torch.device) -> DeviceMemoryError:
-    """With the figures of this moment."""
+    """Returns the error with the figures of this moment."""
     memory = MemoryProfiler(device)
     return DeviceMemoryError(
         f"{device} ran out of memory while {doing}: of {format_bytes(memory.total())} this worker "
@@ -52,7 +52,7 @@ def cure_of_largest_step(config: EngineConfig) -> str:
 
 
 def cure_of_full_cache(config: EngineConfig) -> str:
-    """For what comes after the KV cache has taken its part."""
+    """Helps what comes after the KV cache has taken its part."""
     return f"lower {size_setting(config)}"
 
 

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 _CPU_SHARE_OF_FREE_MEMORY = 0.1
 _CUDA_RESERVE_BYTES = 2 << 30
-"""For what the profiling run does not show: the context, loaded kernels, graphs, NCCL."""
+"""Room for what the profiling run does not show: the context, loaded kernels, graphs, NCCL."""
 _TRANSFER_CONTEXT_BYTES = 600 << 20
 """Each transfer process has a context of its own on the GPU."""
 
@@ -97,7 +97,7 @@ class Worker:
         self._last_step_id: int | None = None
         self._connector = create_kv_connector(config, rank)
         self._closers = ExitStack()
-        """What has been started, to be ended in reverse order."""
+        """Everything that has been started, to be ended in reverse order."""
         self._closers.callback(self._connector.shutdown)
         self.compile_guard = CompileGuard()
         self.host_s = 0.0
