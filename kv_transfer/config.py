@@ -9,7 +9,11 @@ from edge.security.config import SecurityConfig
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 PullTransportName = Literal["h2", "grpcio"]
-KVTransportName = Literal["auto", "grpc", "cuda_ipc"]
+TransportName = Literal["cuda_ipc", "stream"]
+
+AUTO = "auto"
+_FOR_GPU: tuple[TransportName, ...] = ("cuda_ipc", "stream")
+_FOR_CPU: tuple[TransportName, ...] = ("stream",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +36,11 @@ class KVTransferConfig:
         stall_timeout_s: A pull that makes no progress for this long fails.
         frozen_after_s: A transfer process that gives no sign of life for this long is killed and
             started again; its transfers fail.
-        transport: How KV gets from one node to the other. `grpc`: over the network. `cuda_ipc`:
+        transports: How KV gets from one node to the other, in order of preference, comma separated;
+            a pull takes the first that both nodes have and that works between them. `cuda_ipc`:
             where both nodes are on one host, decode copies it out of the prefill node's cache
-            itself, from GPU to GPU; elsewhere over the network. `auto`: as `cuda_ipc` for caches
-            on GPUs, as `grpc` for those on CPU. Both nodes must allow it.
+            itself, from GPU to GPU. `stream`: over the network; the last, and always there. `auto`:
+            both for caches on GPUs, `stream` for those on CPU.
         pull_transport: What a producer serves with, or a consumer receives with, over the network.
             `h2`: HTTP/2 ends of our own, which copy much less. `grpcio`: that library. The wire is
             gRPC with both, so the two nodes need not agree.
@@ -52,7 +57,7 @@ class KVTransferConfig:
     lease_s: float = 30.0
     stall_timeout_s: float = 5.0
     frozen_after_s: float = 3.0
-    transport: KVTransportName = "auto"
+    transports: str = AUTO
     pull_transport: PullTransportName = "h2"
 
     @property
@@ -60,6 +65,21 @@ class KVTransferConfig:
         """Of one transfer process."""
         return self.staging_bytes // self.num_processes
 
-    def shares_memory(self, on_gpu: bool) -> bool:
-        """Whether a peer on this host may map, or is to be mapped by, a cache of this node."""
-        return self.transport == "cuda_ipc" or (self.transport == "auto" and on_gpu)
+    def transports_for(self, on_gpu: bool) -> tuple[TransportName, ...]:
+        """Returns the transports for a cache on such a device, in order of preference."""
+        if self.transports == AUTO:
+            return _FOR_GPU if on_gpu else _FOR_CPU
+        return parse_transports(self.transports)
+
+
+def parse_transports(text: str) -> tuple[TransportName, ...]:
+    """Raises ValueError unless `text` is `auto` or lists transports with `stream` at the end."""
+    names = [part.strip() for part in text.split(",")]
+    found = tuple(known for name in names for known in _FOR_GPU if name == known)
+    if text == AUTO:
+        return _FOR_GPU
+    if len(found) != len(names) or len(set(found)) != len(found):
+        raise ValueError(f"{text!r}: name each of {', '.join(_FOR_GPU)} once at most, or say auto")
+    if found[-1] != "stream":
+        raise ValueError(f"{text!r}: the last transport is stream, which works with every peer")
+    return found

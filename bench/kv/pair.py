@@ -21,7 +21,7 @@ from bench.kv.raw_tcp import target_offset
 from edge.security.config import SecurityConfig
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler
-from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
+from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName
 from kv_transfer.factory import create_scheduler_connector
 from kv_transfer.layout import BlockIds, KVLayout, attention_group
 from kv_transfer.memory.cache_handle import handle_of_tensor
@@ -43,7 +43,7 @@ class Case:
     tokens: int
     held: int = 0
     staging_bytes: int = 512 << 20
-    data: KVTransportName = "grpc"
+    data: str = "stream"
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
@@ -279,7 +279,7 @@ def _connector(role: KVRole, caches: Caches, case: Case) -> KVConnectorScheduler
         chunk_bytes=case.chunk_bytes,
         staging_bytes=case.staging_bytes,
         pull_transport=case.transport,
-        transport=case.data,
+        transports=case.data,
         security=case.security,
     )
     engine_id = f"bench-{uuid.uuid4().hex[:12]}"

@@ -15,7 +15,7 @@ are taken within a turn. The KV is carried in both ways that nodes can be told t
     python -m bench.kv.transfer --sweep tokens --points 500 2000 8000
     python -m bench.kv.transfer --realtime               (root) other programs have to wait
     python -m bench.kv.transfer --gpus 0 1               from GPU 0 to GPU 1, over TCP
-    python -m bench.kv.transfer --gpus 0 1 --data cuda_ipc
+    python -m bench.kv.transfer --gpus 0 1 --data cuda_ipc,stream
 
 What is not swept stays as its flag says. `hit-rate` is the percentage of the prompt that decode
 holds already: only the rest may cross the wire. Writes bench/results/NAME.json and a plot.
@@ -251,8 +251,8 @@ def parse_arguments() -> argparse.Namespace:
         help="-tls: with certificates, made by trustme",
     )  # fmt: skip
     parser.add_argument(
-        "--data", choices=("grpc", "cuda_ipc"), default="grpc",
-        help="cuda_ipc: decode copies out of the prefill node's cache itself",
+        "--data", choices=("stream", "cuda_ipc,stream"), default="stream",
+        help="cuda_ipc,stream: decode copies out of the prefill node's cache itself",
     )  # fmt: skip
     parser.add_argument(
         "--gpus", type=int, nargs=2, metavar=("FROM", "TO"), help="caches on GPUs; default: host"

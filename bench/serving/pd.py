@@ -5,11 +5,11 @@
     python -m bench.serving.pd --shape llama-3.1-8b
 
     # one GPU that all nodes share, and a shorter look
-    python -m bench.serving.pd --setups 1p1d-cuda_ipc,1p1d-grpc --rates 1,4 --duration 8
+    python -m bench.serving.pd --setups 1p1d-cuda_ipc,1p1d-stream --rates 1,4 --duration 8
 
     # one setting swept: ratio (4 GPUs), tokens, block-size, streams, processes, chunk-kib, hit-rate
     python -m bench.serving.pd --sweep ratio --rates 4,8,16,24 --duration 10
-    python -m bench.serving.pd --sweep processes --points 1,2,4 --setups 1p1d-grpc --rates 16
+    python -m bench.serving.pd --sweep processes --points 1,2,4 --setups 1p1d-stream --rates 16
 
 For each setup or point a cluster is started (`bench.serving.pd_cluster`), then
 
@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="random weights")
     model.add_argument("--model", default="", help="a checkpoint instead of a shape")
     parser.add_argument(
-        "--setups", default="", help="comma separated; default: 1p1d-cuda_ipc,1p1d-grpc,one"
+        "--setups", default="", help="comma separated; default: 1p1d-cuda_ipc,1p1d-stream,one"
     )
     parser.add_argument("--sweep", choices=SWEEPS, default="", help="of --setups, one then")
     parser.add_argument("--points", default="", help="of the sweep, comma separated")

@@ -24,7 +24,7 @@ _CONFIG = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 0,
 }
-_KV_TRANSPORTS = ("grpc", "cuda_ipc")
+_KV_TRANSPORTS = {"auto": "auto", "stream": "stream", "cuda_ipc": "cuda_ipc,stream"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ async def running(
     )
     lines: list[str] = []
     listener = Listener(on_log=lambda service, line: lines.append(f"{service.spec.name}: {line}"))
-    specs = cluster_specs(settings, [*node_args, "--kv-transport", setup.transport])
+    transports = _KV_TRANSPORTS[setup.transport]
+    specs = cluster_specs(settings, [*node_args, "--kv-transports", transports])
     supervisor = Supervisor(specs, listener)
     started = time.monotonic()
     try:

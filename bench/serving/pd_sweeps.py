@@ -67,21 +67,21 @@ SWEEPS = {
         "prefill and decode nodes", ("1p1d", "2p1d", "1p2d", "3p1d"), "1p1d-cuda_ipc", _ratio
     ),
     "tokens": Sweep(
-        "tokens of the prompt", ("500", "2000", "8000", "32000"), "1p1d-grpc", _tokens
+        "tokens of the prompt", ("500", "2000", "8000", "32000"), "1p1d-stream", _tokens
     ),
     "block-size": Sweep(
-        "tokens of a block", ("16", "64", "128", "256"), "1p1d-grpc", _flag("--block-size")
+        "tokens of a block", ("16", "64", "128", "256"), "1p1d-stream", _flag("--block-size")
     ),
-    "streams": Sweep("streams", ("1", "2", "4", "8", "16"), "1p1d-grpc", _flag("--kv-streams")),
+    "streams": Sweep("streams", ("1", "2", "4", "8", "16"), "1p1d-stream", _flag("--kv-streams")),
     "processes": Sweep(
-        "transfer processes of a rank", ("1", "2", "4", "8"), "1p1d-grpc", _flag("--kv-processes")
+        "transfer processes of a rank", ("1", "2", "4", "8"), "1p1d-stream", _flag("--kv-processes")
     ),
     "chunk-kib": Sweep(
-        "KiB of a chunk", ("512", "1024", "2048", "4096"), "1p1d-grpc",
+        "KiB of a chunk", ("512", "1024", "2048", "4096"), "1p1d-stream",
         _flag("--kv-chunk-bytes", 1024),
     ),
     "hit-rate": Sweep(
-        "% of the prompt that was there before", ("0", "40", "80"), "1p1d-grpc", _hit_rate
+        "% of the prompt that was there before", ("0", "40", "80"), "1p1d-stream", _hit_rate
     ),
 }  # fmt: skip
 
@@ -96,7 +96,7 @@ def variants(args: argparse.Namespace) -> list[Variant]:
         input_tokens=args.input_tokens,
     )
     if not args.sweep:
-        names = (args.setups or "1p1d-cuda_ipc,1p1d-grpc,one").split(",")
+        names = (args.setups or "1p1d-cuda_ipc,1p1d-stream,one").split(",")
         return [replace(plain, name=name, point=name, setup=Setup.parse(name)) for name in names]
     sweep = SWEEPS[args.sweep]
     base = replace(plain, setup=Setup.parse(args.setups or sweep.setup))

@@ -247,7 +247,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         port=0,
         _cli_parse_args=[],
     )
-    node_args = ["--kv-transport", args.kv_transport, "--no-enable-prefix-caching"]
+    node_args = ["--kv-transports", args.kv_transports, "--no-enable-prefix-caching"]
     logs: deque[str] = deque(maxlen=args.log_lines)
     listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
     specs = cluster_specs(settings, [*node_args, *args.node_args.split()])
@@ -274,7 +274,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
-    parser.add_argument("--kv-transport", choices=("auto", "grpc", "cuda_ipc"), default="auto")
+    parser.add_argument("--kv-transports", default="auto")
     parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=16)

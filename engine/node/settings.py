@@ -12,9 +12,9 @@ import secrets
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from edge.security.config import SecurityConfig, SecurityError
@@ -39,7 +39,7 @@ from engine.models.checkpoint import (
     resolve_model,
 )
 from engine.node.command_line import parse_settings
-from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName, PullTransportName
+from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
 from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 
@@ -50,6 +50,11 @@ _EPOCH_BITS = 63
 it."""
 
 _EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
+
+
+def _checked_transports(text: str) -> str:
+    parse_transports(text)
+    return text
 
 
 class SettingsError(Exception):
@@ -202,11 +207,12 @@ class EngineSettings(SecuritySettings):
         "--tensor-parallel-size times --kv-processes transfer processes has its own, in a row. 0: "
         "any free ones.",
     )
-    kv_transport: KVTransportName = Field(
+    kv_transports: Annotated[str, AfterValidator(_checked_transports)] = Field(
         default="auto",
-        description="How KV gets from a prefill to a decode node. grpc: over the network. "
-        "cuda_ipc: where both are on one host, decode copies it itself, from GPU to GPU. auto: "
-        "cuda_ipc for KV on GPUs, else grpc.",
+        description="How KV gets from a prefill to a decode node, in order of preference, comma "
+        "separated. cuda_ipc: where both are on one host, decode copies it itself, from GPU to "
+        "GPU. stream: over the network; always the last. auto: cuda_ipc,stream for KV on GPUs, "
+        "else stream.",
     )
     kv_pull_transport: PullTransportName = Field(
         default="h2",
@@ -350,7 +356,7 @@ class EngineSettings(SecuritySettings):
             hosts=self._kv_hosts(kv_role),
             port=self._kv_port(processes),
             security=self._checked_security(kv_role),
-            transport=self.kv_transport,
+            transports=self.kv_transports,
             num_processes=processes,
             num_streams=self.kv_streams or choose_num_streams(processes),
             chunk_bytes=self.kv_chunk_bytes,

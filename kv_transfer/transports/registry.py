@@ -21,18 +21,19 @@ def producer_transports(
     owner: ExportOwner,
 ) -> list[ProducerTransport]:
     """Returns those that a transfer process of `rank` serves."""
-    transports: list[ProducerTransport] = []
-    if config.shares_memory(cache.device.is_gpu):
-        transports.append(CudaIpcProducer(config, cache, owner))
-    waits = bool(transports)
-    transports.append(StreamProducer(config, layout, rank, cache, owner, waits_for_pulls=waits))
-    return transports
+    names = config.transports_for(cache.device.is_gpu)
+    found: list[ProducerTransport] = []
+    for name in names:
+        match name:
+            case "cuda_ipc":
+                found.append(CudaIpcProducer(config, cache, owner))
+            case "stream":
+                waits = len(names) > 1
+                found.append(StreamProducer(config, layout, rank, cache, owner, waits))
+    return found
 
 
 def consumer_transports(config: KVTransferConfig, cache: KVCacheView) -> list[ConsumerTransport]:
     """Returns those by which a transfer process pulls, in order of preference."""
-    transports: list[ConsumerTransport] = []
-    if config.shares_memory(cache.device.is_gpu):
-        transports.append(CudaIpcConsumer(cache))
-    transports.append(StreamConsumer(cache))
-    return transports
+    kinds = {"cuda_ipc": CudaIpcConsumer, "stream": StreamConsumer}
+    return [kinds[name](cache) for name in config.transports_for(cache.device.is_gpu)]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kv_caches import Blocks, GroupBlocks, RankCache, by_group
 
 from edge.security.credentials import Credentials
-from kv_transfer.config import KVTransferConfig, KVTransportName, PullTransportName
+from kv_transfer.config import KVTransferConfig, PullTransportName
 from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
@@ -303,7 +303,7 @@ class Loopback:
         stall_timeout_s: float = 20.0,
         transport: PullTransportName = "h2",
         server: PullTransportName = "h2",
-        data: KVTransportName = "grpc",
+        data: str = "stream",
         devices: tuple[MemoryDevice | None, MemoryDevice | None] = (None, None),
     ) -> None:
         producer_config = KVTransferConfig(
@@ -312,7 +312,7 @@ class Loopback:
             chunk_bytes=chunk_bytes,
             staging_bytes=staging_bytes,
             lease_s=lease_s,
-            transport=data,
+            transports=data,
             stall_timeout_s=stall_timeout_s,
             pull_transport=server,
         )
@@ -324,7 +324,7 @@ class Loopback:
             stall_timeout_s=stall_timeout_s,
             pull_transport=transport,
             staging_bytes=staging_bytes,
-            transport=data,
+            transports=data,
         )
         self.producer = LoopbackProducer(producer_config, theirs, device=devices[0])
         self.consumer = LoopbackConsumer(consumer_config, ours, device=devices[1])

@@ -57,7 +57,7 @@ async def test_every_pair_of_layouts(
         num_streams=2,
         producer_processes=2,
         consumer_processes=1,
-        data="cuda_ipc",
+        data="cuda_ipc,stream",
         devices=(device, device),
     )
     async with loopback as (prefill, decode):
@@ -75,7 +75,7 @@ async def test_every_pair_of_layouts(
 
 async def test_what_is_still_in_its_blocks_is_copied_out_of_them() -> None:
     """Though it was staged, because no puller had come."""
-    async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
         transfer_id = new_transfer_id()
         source = prefill.blocks.take(SHAPE, 100)
         prefill.offer(transfer_id, 100)
@@ -99,7 +99,7 @@ async def test_what_is_still_in_its_blocks_is_copied_out_of_them() -> None:
 
 
 async def test_what_has_left_its_blocks_comes_over_the_network() -> None:
-    async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
         transfer_id = prefill.offer_computed(6, 100)
         await prefill.until_all(STAGED, transfer_id)
         target = decode.pull(prefill.peer, transfer_id, 100)
@@ -114,7 +114,7 @@ async def test_what_has_left_its_blocks_comes_over_the_network() -> None:
 
 
 async def test_only_missing_tokens_are_copied() -> None:
-    async with Loopback(SHAPE, layout(block_size=64), data="cuda_ipc") as (prefill, decode):
+    async with Loopback(SHAPE, layout(block_size=64), data="cuda_ipc,stream") as (prefill, decode):
         transfer_id = new_transfer_id()
         source = prefill.blocks.take(SHAPE, 100)
         prefill.compute_all(4, 100, source)
@@ -126,12 +126,12 @@ async def test_only_missing_tokens_are_copied() -> None:
         decode.check(4, range(35, 100), target)
 
 
-@pytest.mark.parametrize("setting", ["grpc", "auto"])
+@pytest.mark.parametrize("setting", ["stream", "auto"])
 async def test_one_side_that_does_not_allow_it_is_enough(setting: str) -> None:
     """On CPU `auto` means over the network."""
-    loopback = Loopback(SHAPE, SHAPE, data="cuda_ipc")
+    loopback = Loopback(SHAPE, SHAPE, data="cuda_ipc,stream")
     loopback.producer = LoopbackProducer(
-        KVTransferConfig(kv_role="kv_producer", chunk_bytes=2048, transport=setting), SHAPE
+        KVTransferConfig(kv_role="kv_producer", chunk_bytes=2048, transports=setting), SHAPE
     )
     async with loopback as (prefill, decode):
         transfer_id, target = await pulled_then_offered(prefill, decode, 1, 60)
@@ -144,7 +144,7 @@ async def test_one_side_that_does_not_allow_it_is_enough(setting: str) -> None:
 async def test_a_cache_that_cannot_be_mapped_comes_over_the_network(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
         prefill.views[0].handle = KVCacheHandle(rank=0, pid=os.getpid(), fd=9999, num_blocks=64)
         for seed in range(2):
             transfer_id, target = await pulled_then_offered(prefill, decode, seed, 60)
@@ -157,7 +157,7 @@ async def test_a_cache_that_cannot_be_mapped_comes_over_the_network(
 
 
 async def test_the_holder_aborts_before_the_last_layer() -> None:
-    async with Loopback(SHAPE, SHAPE, data="cuda_ipc") as (prefill, decode):
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
         transfer_id = new_transfer_id()
         source = prefill.blocks.take(SHAPE, 100)
         decode.pull(prefill.peer, transfer_id, 100)

@@ -15,7 +15,7 @@ import torch
 from gpu_caches import SLOW_CYCLES, GpuRankCache, gpu_layout
 from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
 
-from kv_transfer.config import KVTransferConfig, KVTransportName
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import StepProgress
 from kv_transfer.producer.layer_marks import LayerMarks, StreamMarker
@@ -23,7 +23,7 @@ from kv_transfer.producer.layer_marks import LayerMarks, StreamMarker
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 MakeNode = Callable[..., KVNode]
-both_transports = pytest.mark.parametrize("transport", ["grpc", "cuda_ipc"])
+both_transports = pytest.mark.parametrize("transport", ["stream", "cuda_ipc,stream"])
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_self_check() -> None:
 )
 def test_every_byte_arrives(
     make_node: MakeNode,
-    transport: KVTransportName,
+    transport: str,
     tp_sizes: tuple[int, int],
     block_sizes: tuple[int, int],
     processes: tuple[int, int],
@@ -107,13 +107,13 @@ def test_every_byte_arrives(
         "prefill",
         gpu_layout(tp_size=tp_sizes[0], block_size=block_sizes[0]),
         num_processes=processes[0],
-        transport=transport,
+        transports=transport,
     )
     decode = make_node(
         "decode",
         gpu_layout(tp_size=tp_sizes[1], block_size=block_sizes[1]),
         num_processes=processes[1],
-        transport=transport,
+        transports=transport,
     )
     for seed, (num_tokens, held) in enumerate([(100, 0), (129, 0), (127, 64)]):
         one_prompt(prefill, decode, seed, num_tokens, held)
@@ -123,10 +123,10 @@ def test_every_byte_arrives(
 
 @both_transports
 def test_no_layer_is_read_before_its_kernels_ended(
-    make_node: MakeNode, transport: KVTransportName, slow: None
+    make_node: MakeNode, transport: str, slow: None
 ) -> None:
-    prefill = make_node("prefill", gpu_layout(), transport=transport)
-    decode = make_node("decode", gpu_layout(), transport=transport)
+    prefill = make_node("prefill", gpu_layout(), transports=transport)
+    decode = make_node("decode", gpu_layout(), transports=transport)
     request = prefill.offer(64)
     source, target = (node.blocks.take(node.layout, 64) for node in (prefill, decode))
     decode.pull(prefill.peer, request.transfer_id, 64, target)
@@ -171,10 +171,10 @@ def test_marks_appear_when_the_stream_gets_there() -> None:
 @both_transports
 @pytest.mark.parametrize("aborting", ["prefill", "decode"])
 def test_an_abort_while_kv_is_copied_frees_everything(
-    make_node: MakeNode, aborting: str, transport: KVTransportName, slow: None
+    make_node: MakeNode, aborting: str, transport: str, slow: None
 ) -> None:
-    prefill = make_node("prefill", gpu_layout(), transport=transport)
-    decode = make_node("decode", gpu_layout(), transport=transport)
+    prefill = make_node("prefill", gpu_layout(), transports=transport)
+    decode = make_node("decode", gpu_layout(), transports=transport)
     for seed in range(3):
         request = prefill.offer(200)
         source, target = (node.blocks.take(node.layout, 200) for node in (prefill, decode))
@@ -202,10 +202,10 @@ def test_an_abort_while_kv_is_copied_frees_everything(
 @both_transports
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_transfer_process_maps_everything_again(
-    make_node: MakeNode, role: str, transport: KVTransportName, slow: None
+    make_node: MakeNode, role: str, transport: str, slow: None
 ) -> None:
-    prefill = make_node("prefill", gpu_layout(), transport=transport)
-    decode = make_node("decode", gpu_layout(), transport=transport)
+    prefill = make_node("prefill", gpu_layout(), transports=transport)
+    decode = make_node("decode", gpu_layout(), transports=transport)
     victim = prefill if role == "prefill" else decode
     request = prefill.offer(64)
     source, target = (node.blocks.take(node.layout, 64) for node in (prefill, decode))

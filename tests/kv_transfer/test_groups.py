@@ -19,7 +19,7 @@ from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, new_transf
 from kv_nodes import KVNode, until_empty
 from late_device import LateDevice
 
-from kv_transfer.config import KVTransferConfig, KVTransportName
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
@@ -97,7 +97,7 @@ async def test_blocks_of_a_cache_on_this_host_are_copied_byte_for_byte(
 ) -> None:
     devices = (LateDevice(is_held=False), LateDevice(is_held=False)) if is_late else (None, None)
     loopback = Loopback(
-        *both(make, nodes), chunk_bytes=1024, data="cuda_ipc", num_streams=2, devices=devices
+        *both(make, nodes), chunk_bytes=1024, data="cuda_ipc,stream", num_streams=2, devices=devices
     )
     async with loopback as (prefill, decode):
         transfer_id, target = await computed_while_pulled(prefill, decode, 150)
@@ -193,13 +193,13 @@ async def test_what_is_kept_of_a_part_has_all_groups() -> None:
 def make_node() -> Iterator[Callable[..., KVNode]]:
     with ExitStack() as nodes:
 
-        def make(role: str, shape: KVLayout, data: KVTransportName) -> KVNode:
+        def make(role: str, shape: KVLayout, data: str) -> KVNode:
             config = KVTransferConfig(
                 kv_role=role,  # type: ignore[arg-type]
                 chunk_bytes=1024,
                 staging_bytes=4 << 20,
                 stall_timeout_s=20.0,
-                transport=data,
+                transports=data,
             )
             node = KVNode(config, shape)
             nodes.callback(node.close)
@@ -211,15 +211,15 @@ def make_node() -> Iterator[Callable[..., KVNode]]:
 @pytest.mark.parametrize(
     ("make", "nodes", "data"),
     [
-        (full_and_window, (2, 1, 16, 64), "grpc"),
-        (scaled_and_latent, (1, 2, 64, 16), "cuda_ipc"),
+        (full_and_window, (2, 1, 16, 64), "stream"),
+        (scaled_and_latent, (1, 2, 64, 16), "cuda_ipc,stream"),
     ],
 )
 def test_whole_nodes_with_real_processes(
     make_node: Callable[..., KVNode],
     make: MakeLayout,
     nodes: tuple[int, int, int, int],
-    data: KVTransportName,
+    data: str,
 ) -> None:
     theirs, ours = both(make, nodes)
     prefill = make_node("kv_producer", theirs, data)

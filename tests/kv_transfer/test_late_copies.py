@@ -13,7 +13,6 @@ from kv_caches import layout
 from kv_loopback import Loopback, new_transfer_id, until
 from late_device import LateDevice
 
-from kv_transfer.config import KVTransportName
 from kv_transfer.errors import StagingFull
 from kv_transfer.memory.copy_queue import CopyQueue
 from kv_transfer.memory.inbox import Inbox
@@ -88,9 +87,9 @@ async def test_received_means_that_the_last_copy_is_done() -> None:
         await prefill.until_all(RELEASED, transfer_id)
 
 
-@pytest.mark.parametrize("data", ["grpc", "cuda_ipc"])
+@pytest.mark.parametrize("data", ["stream", "cuda_ipc,stream"])
 async def test_an_abort_is_answered_when_no_copy_is_left_that_writes(
-    data: KVTransportName,
+    data: str,
 ) -> None:
     """Asked twice, as the scheduler half does when a transfer has failed meanwhile."""
     device = LateDevice()
@@ -118,7 +117,7 @@ async def test_an_abort_is_answered_when_no_copy_is_left_that_writes(
 async def test_blocks_that_changed_while_they_were_copied_are_not_believed() -> None:
     """The holder let go when the puller had heard of all blocks but copied none."""
     device = LateDevice()
-    loopback = Loopback(SHAPE, SHAPE, data="cuda_ipc", devices=(None, device))
+    loopback = Loopback(SHAPE, SHAPE, data="cuda_ipc,stream", devices=(None, device))
     async with loopback as (prefill, decode):
         transfer_id = new_transfer_id()
         source = prefill.blocks.take(SHAPE, 100)

@@ -7,7 +7,6 @@ import pytest
 from kv_caches import layout
 from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, new_transfer_id, until
 
-from kv_transfer.config import KVTransportName
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import TransferEventKind
 
@@ -48,10 +47,10 @@ LAYOUTS = [
 """The prefill node's, the decode node's, and the tokens of whole blocks in the first step."""
 
 
-@pytest.mark.parametrize("data", ["grpc", "cuda_ipc"])
+@pytest.mark.parametrize("data", ["stream", "cuda_ipc,stream"])
 @pytest.mark.parametrize(("theirs", "ours", "expected"), LAYOUTS)
 async def test_the_next_attempt_goes_on_behind_what_is_complete(
-    theirs: KVLayout, ours: KVLayout, expected: int, data: KVTransportName
+    theirs: KVLayout, ours: KVLayout, expected: int, data: str
 ) -> None:
     loopback = Loopback(
         theirs, ours, producer_processes=2, consumer_processes=2, chunk_bytes=256, data=data

@@ -14,7 +14,7 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
-from kv_transfer.config import KVRole, KVTransferConfig, KVTransportName
+from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import VOCAB, tiny_config, until
 from tests.processes import is_gone
@@ -28,7 +28,7 @@ pytestmark = [
 LENGTHS = [1, 7, 8, 9, 40, 63, 64, 65, 130, 200]
 
 
-def config(kv_role: KVRole | None, transport: KVTransportName = "auto") -> EngineConfig:
+def config(kv_role: KVRole | None, transport: str = "auto") -> EngineConfig:
     """A budget of 64 tokens cuts longer prompts into chunks."""
     base = tiny_config(
         hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_layers=3, max_model_len=256,
@@ -37,7 +37,7 @@ def config(kv_role: KVRole | None, transport: KVTransportName = "auto") -> Engin
     transfer = None
     if kv_role is not None:
         transfer = KVTransferConfig(
-            kv_role=kv_role, num_streams=2, transport=transport, staging_bytes=32 << 20
+            kv_role=kv_role, num_streams=2, transports=transport, staging_bytes=32 << 20
         )
     return replace(
         base,
@@ -71,9 +71,9 @@ async def one_node() -> AsyncIterator[dict[int, list[int]]]:
     await ended(llm)
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "grpc"])
+@pytest.mark.parametrize("transport", ["cuda_ipc,stream", "stream"])
 async def test_two_engines_on_one_gpu_equal_one(
-    one_node: dict[int, list[int]], transport: KVTransportName
+    one_node: dict[int, list[int]], transport: str
 ) -> None:
     prefill, decode = await asyncio.gather(
         AsyncLLM.start(config("kv_producer", transport)),

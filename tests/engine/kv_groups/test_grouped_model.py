@@ -92,10 +92,10 @@ def test_one_node_with_little_room(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("transport", "tp_size", "block_sizes"),
     [
-        ("grpc", 1, (4, 4)),
-        ("cuda_ipc", 1, (4, 4)),
-        ("cuda_ipc", 1, (16, 64)),
-        ("grpc", 2, (16, 64)),
+        ("stream", 1, (4, 4)),
+        ("cuda_ipc,stream", 1, (4, 4)),
+        ("cuda_ipc,stream", 1, (16, 64)),
+        ("stream", 2, (16, 64)),
     ],
 )
 def test_prefill_and_decode_nodes(
@@ -108,7 +108,7 @@ def test_prefill_and_decode_nodes(
             ("kv_producer", block_sizes[0], tp_size),
             ("kv_consumer", block_sizes[1], 1),
         ):
-            kv = KVTransferConfig(kv_role=role, transport=transport, num_streams=2)  # type: ignore[arg-type]
+            kv = KVTransferConfig(kv_role=role, transports=transport, num_streams=2)  # type: ignore[arg-type]
             config = engine_config(
                 model, block_size=size, num_blocks=160, tp_size=ranks, kv_transfer=kv
             )
