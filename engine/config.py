@@ -181,7 +181,7 @@ class EngineConfig:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The layout that peers compare, and that one pool of blocks is divided by."""
+        """Returns the layout that peers compare and that divides one pool of blocks."""
         model, tp_size = self.model, self.parallel.tensor_parallel_size
         return KVLayout(
             groups=share_page_size(kv_groups(model, self.cache.block_size), tp_size),

@@ -29,10 +29,10 @@ class Collectives(Protocol):
     """The part of a transport that a group needs."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks; may be computed in place."""
+        """Sums `x` over ranks; the sum may be computed in place."""
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, in the order of ranks."""
+        """Gathers every rank's `x`, in the order of ranks."""
 
     def close(self) -> None:
         """Releases sockets and threads."""
@@ -69,11 +69,11 @@ class ParallelGroup:
             self._collectives = _connect(kind, rank, size, rendezvous, timeout, address)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks. `x` may be overwritten."""
+        """Sums `x` over ranks. `x` may be overwritten."""
         return self._collectives.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[..., n] of each rank -> [..., size * n], in the order of ranks."""
+        """Gathers [..., n] of each rank to [..., size * n], in the order of ranks."""
         parts = self._collectives.all_gather(x)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -101,7 +101,7 @@ class _Alone:
         return [x]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, as nothing is open."""
 
 
 class _Backend:
@@ -162,7 +162,7 @@ def _connect(
 
 
 def _meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Left to itself the store would listen on every interface; it is handed a bound socket."""
+    """Opens the store on a socket that we bind: by itself it would listen on every interface."""
     if rank > 0:
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -181,7 +181,9 @@ def _meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> TCP
 
 
 def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    """`_Options` is the only way to name the interface; torch's type stubs do not list it."""
+    """Builds Gloo on one interface. `_Options` is the only way to name the interface; torch's type
+    stubs do not list it.
+    """
     backend: Any = ProcessGroupGloo
     options = backend._Options()
     options._timeout = timeout

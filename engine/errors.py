@@ -1,4 +1,4 @@
-"""How an engine ends, why it does not begin, and why it refuses a request."""
+"""The errors with which an engine ends, fails to begin, or refuses a request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Which place of the engine's signs of life belongs to which process: the core, then the workers
-by rank, then the transfer processes as they are counted in `TransferEvent`."""
+"""Assigns the places of the engine's signs of life to processes: the core, then the workers by
+rank, then the transfer processes as they are counted in `TransferEvent`.
+"""
 
 from __future__ import annotations
 

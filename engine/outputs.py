@@ -78,7 +78,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Log probabilities of prompts, or parts of them, that the step computed; only for requests
     that asked."""
     counts: list[int] = []
-    """How many tokens each request has, at least 1. Empty when each has one."""
+    """The number of tokens that each request has, at least 1. Empty when each has one."""
 
     def tokens_by_request(self) -> list[list[int]]:
         """Returns the tokens of each request, in new lists."""
@@ -126,5 +126,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """Seconds that the worker's host took to start steps."""
     prefill_tokens_per_s: float = 0.0
     num_dropped_messages: int = 0
-    """On the sockets of the core and the workers' replies: not from processes of this engine."""
+    """Messages dropped on the sockets of the core and the workers' replies, because they were not
+    from processes of this engine.
+    """
     kv_transfer: dict[str, float] = {}

@@ -100,23 +100,24 @@ class Request:
 
     @property
     def num_resumed_tokens(self) -> int:
-        """The end of the prompt that is output of another node."""
+        """Returns the end of the part of the prompt that is output of another node."""
         return self.spec.num_resumed_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of output tokens, without those that came with the request."""
+        """Returns the number of output tokens, without those that came with the request."""
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether the prompt's log probabilities are to come. They come with the prompt's
-        computation, before the first token: whoever computes it may take nothing from a cache."""
+        """Returns whether the prompt's log probabilities are to come. They come with the prompt's
+        computation, before the first token: whoever computes it may take nothing from a cache.
+        """
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """The sampling parameters that workers are told when the request enters a row."""
+        """Returns the sampling parameters that workers are told when the request enters a row."""
         if self.sampling.prompt_logprobs is None or self.needs_prompt_logprobs:
             return self.sampling
         return msgspec.structs.replace(self.sampling, prompt_logprobs=None)

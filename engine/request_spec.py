@@ -31,7 +31,9 @@ from engine.sampling_params import SamplingParams
 
 SPEC_VERSION = 1
 MAX_SPEC_BYTES = 1 << 20
-"""Without the prompt. The limits of all fields together allow less than half of it."""
+"""The size of a spec without its prompt. The limits of all fields together allow less than half of
+it.
+"""
 MAX_SALT_LENGTH = 4096
 
 
@@ -63,22 +65,22 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
     @property
     def num_own_prompt_tokens(self) -> int:
-        """The prompt's length without resumed output."""
+        """Returns the prompt's length without resumed output."""
         return len(self.prompt_token_ids) - self.num_resumed_tokens
 
     @property
     def own_prompt_token_ids(self) -> list[int]:
-        """The prompt without resumed output."""
+        """Returns the prompt without resumed output."""
         return self.prompt_token_ids[: self.num_own_prompt_tokens]
 
     @property
     def resumed_token_ids(self) -> list[int]:
-        """The output that the client has already."""
+        """Returns the output that the client has already."""
         return self.prompt_token_ids[self.num_own_prompt_tokens :]
 
     @property
     def needs_one_token(self) -> bool:
-        """Whether the next token is the last."""
+        """Returns whether the next token is the last."""
         return self.sampling.max_tokens == self.num_resumed_tokens + 1
 
     def with_prompt(self, token_ids: list[int]) -> RequestSpec:

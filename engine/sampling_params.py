@@ -1,4 +1,4 @@
-"""How the next token of one request is chosen, and which values are allowed.
+"""The parameters by which one request's next token is chosen, and their allowed values.
 
 The same parameters give the same token at the same position on every rank, on a prefill or on a
 decode node, after a preemption and after a resume: randomness is a pure function of
@@ -83,7 +83,7 @@ class SamplingParams(
 
     @property
     def needs_penalties(self) -> bool:
-        """Whether token counts of this request must be kept."""
+        """Returns whether token counts of this request must be kept."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -117,7 +117,7 @@ def check_sampling(
 
 
 def _check_ranges(params: SamplingParams) -> None:
-    """NaN fails every comparison, so it is refused by the same test."""
+    """Refuses values out of range; NaN fails every comparison, so the same test refuses it."""
     for name, low, high in (
         ("temperature", 0.0, 100.0),
         ("top_p", 0.0, 1.0),

@@ -26,7 +26,7 @@ class BlockTables:
         device: torch.device,
         max_drafts: int = 0,
     ) -> None:
-        """A row may compute `max_drafts` tokens behind its known ones."""
+        """Builds empty tables; a row may compute `max_drafts` tokens behind its known ones."""
         self.block_size = block_size
         self.max_drafts = max_drafts
         max_num_blocks = -(-(max_model_len + max_drafts) // block_size)
@@ -46,7 +46,7 @@ class BlockTables:
 
     @property
     def carried(self) -> list[CarriedTensor]:
-        """To be carried over before a step."""
+        """Returns the arrays that are carried over before a step."""
         return [self._block_table]
 
     def num_slots(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -31,14 +31,14 @@ _ALIGNMENT = 16
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A device copy of a temporary array. The host does not wait for it."""
+    """Returns a device copy of a temporary array. The host does not wait for it."""
     return _staged(array, device).to(device, non_blocking=True)
 
 
 def to_device_together(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Device copies of several temporary arrays, in one transfer."""
+    """Returns device copies of several temporary arrays, made in one transfer."""
     starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) for array in arrays)]) * _ALIGNMENT
     packed = np.empty(max(int(starts[-1]), 1), np.uint8)  # torch cannot slice an empty one
     for start, array in zip(starts[:-1].tolist(), arrays, strict=True):
@@ -51,13 +51,12 @@ def to_device_together(
 
 
 def upload(array: npt.NDArray[Any], target: torch.Tensor) -> None:
-    """`target[:] = array`, after what the device does now. The host does not wait for it."""
+    """Sets `target[:] = array` after what the device does now. The host does not wait for it."""
     target.copy_(_staged(array, target.device), non_blocking=True)
 
 
 def _staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """On the way to a GPU: in pinned memory, which torch gives to nobody else before the copy
-    has ended."""
+    """Returns the array in pinned memory for a GPU, which torch reuses only after the copy."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -75,11 +74,11 @@ class CarriedTensor(Protocol):
     @property
     def has_changes(self) -> bool: ...
     def take_changes(self) -> list[npt.NDArray[Any]]:
-        """Flat arrays; they are known to be on their way from now on."""
+        """Returns the changes as flat arrays; they count as sent from now on."""
         ...
 
     def accept(self, changes: Sequence[torch.Tensor]) -> None:
-        """The same, on the device."""
+        """Applies the changes on the device."""
         ...
 
 
@@ -105,7 +104,7 @@ class HostBackedTensor:
         self.has_changes = False
 
     def write(self, index: Any, value: Any) -> None:
-        """`np[index] = value`, to be carried over."""
+        """Sets `np[index] = value` and marks it to be carried over."""
         self.np[index] = value
         self.has_changes = True
 
@@ -136,7 +135,7 @@ class StagedWriteTensor:
         self._values: list[npt.NDArray[Any]] = []  # [edits], ragged
 
     def stage_write(self, row: int, start: int, values: Sequence[int] | npt.NDArray[Any]) -> None:
-        """`tensor[row, start : start + len(values)] = values`.
+        """Stages `tensor[row, start : start + len(values)] = values`.
 
         Raises:
             IndexError: The values do not lie inside the row.
@@ -155,7 +154,7 @@ class StagedWriteTensor:
         self._values.append(np.asarray(values, self._dtype))
 
     def stage_value(self, row: int, value: int) -> None:
-        """`tensor[row] = value`, for a tensor of one column."""
+        """Stages `tensor[row] = value`, for a tensor of one column."""
         self.stage_write(row, 0, (value,))
 
     @property

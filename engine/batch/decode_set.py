@@ -18,13 +18,13 @@ class DecodeSet:
         self._rows = None
 
     def remove_request(self, row: int) -> None:
-        """A row that is not in the set may be removed."""
+        """Removes a row, which need not be in the set."""
         self._is_member[row] = False
         self._rows = None
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
-        """Built again only after a change."""
+        """Returns the rows, sorted anew only after a change."""
         if self._rows is None:
             self._rows = np.flatnonzero(self._is_member).astype(np.int32)
         return self._rows

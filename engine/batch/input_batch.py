@@ -129,8 +129,9 @@ class InputBatch:
 
     @property
     def logits_indices(self) -> torch.Tensor:
-        """[L], the token in front of each place: all those of decodes, and the last one of each
-        prefill that ends."""
+        """Returns the query token in front of each sampled place: all of decodes, the last of each
+        prefill that ends; [L].
+        """
         order = self.order
         if order.decode_query_len == 1:
             return self.query_start_loc[1 : order.num_sampled + 1] - 1
@@ -213,7 +214,8 @@ class InputBuffers:
         return batch
 
     def load(self, order: BatchOrder, num_padded: int) -> InputBatch:
-        """The batch, whose inputs `gather(num_padded)` will fill; requests behind it are nobody's.
+        """Loads the batch, whose inputs `gather(num_padded)` will fill; the requests behind it are
+        padding.
 
         Raises:
             ValueError: More tokens than the buffers hold.
@@ -232,8 +234,9 @@ class InputBuffers:
         return self._batch(order, num_reqs, num_tokens)
 
     def load_padding(self, num_reqs: int, num_tokens: int, decode_query_len: int = 0) -> InputBatch:
-        """Requests that are nobody's: what a graph is recorded with. `decode_query_len`: tokens of
-        each, which decode; 0: prompts, any of which may have nearly all tokens."""
+        """Loads padding requests only, with which a graph is recorded. `decode_query_len`: tokens
+        of each, which decode; 0: prompts, any of which may have nearly all tokens.
+        """
         self._upload(np.zeros(0, np.int32), np.zeros(num_reqs + 1, np.int32))
         nobody = np.full(num_reqs, _NO_ROW, np.int32)
         query_lens = np.full(num_reqs, max(decode_query_len, 1), np.int32)

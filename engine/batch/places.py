@@ -86,6 +86,6 @@ class Places:
 
     @property
     def _drafts(self) -> torch.Tensor:
-        """[num_decodes, decode_query_len - 1], as the step computed them."""
+        """Returns the drafts as the step computed them: [num_decodes, decode_query_len - 1]."""
         width = self.decode_query_len
         return self.input_ids[: self.num_decodes * width].view(-1, width)[:, 1:]

@@ -68,7 +68,7 @@ class RowStates:
 
     @property
     def carried(self) -> list[CarriedTensor]:
-        """To be carried over before a step."""
+        """Returns the arrays that are carried over before a step."""
         return [self.token_ids, self.num_computed, self.total_len, self.max_len]
 
     def remove_request(self, row: int) -> None:
@@ -88,11 +88,11 @@ class RowStates:
             raise RowError(f"row {row} has {left} tokens to compute, not {length}")
 
     def num_uncomputed_prefill(self, row: int) -> int:
-        """Tokens of the prefill that no step has computed yet."""
+        """Returns the number of prefill tokens that no step has computed yet."""
         return int(self.prefill_len_np[row]) - int(self.num_computed_np[row])
 
     def advance(self, rows: npt.NDArray[np.int32], query_lens: npt.NDArray[np.int32]) -> None:
-        """A step computes `query_lens[i]` tokens of `rows[i]`."""
+        """Records that a step computes `query_lens[i]` tokens of `rows[i]`."""
         self.num_computed_np[rows] += query_lens
 
     def limit(self, rows: npt.NDArray[np.int32], num_slots: npt.NDArray[np.int32]) -> None:

@@ -39,7 +39,7 @@ RequestMessage = (
 
 
 class EngineCore:
-    """Nothing here waits: every method returns at once."""
+    """Connects the scheduler and the executor. Nothing here waits: every method returns at once."""
 
     def __init__(
         self,
@@ -69,7 +69,9 @@ class EngineCore:
         """Outputs of what happened since the last step."""
 
     def handle(self, message: RequestMessage) -> None:
-        """Requests come, are advised on, and go. What that ends comes out of the next `step`."""
+        """Adds, advises on or ends requests. The outputs of those that it ends come out of the next
+        `step`.
+        """
         scheduler = self.scheduler
         match message:
             case EngineCoreRequest():
@@ -119,7 +121,9 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """No request is known and no step is in flight. KV may still be on its way out."""
+        """Returns whether no request is known and no step is in flight. KV may still be on its way
+        out.
+        """
         return not self._batch_queue and not self.scheduler.has_unfinished_requests()
 
     def stats(self) -> SchedulerStats:

@@ -73,10 +73,10 @@ class EngineCoreProc:
         self._stats_sent_at = 0.0
         self._connector_checked_at = 0.0
         self._peer: KVPeer | None = None
-        """As the node server knows it."""
+        """The peer as the node server knows it."""
 
     def run(self) -> int:
-        """The exit code."""
+        """Runs the engine until its end and returns the exit code."""
         executor: Executor | None = None
         try:
             executor = self._executor = create_executor(self._config, self._context, self._signs)

@@ -1,4 +1,4 @@
-"""What the engine core needs of the workers, wherever they run.
+"""The engine core drives its workers through this interface, wherever they run.
 
     1. `initialize`      loads the model, sizes and allocates the KV cache on every rank
     2. `execute_model`   hands a step to all ranks and returns at once
@@ -22,7 +22,7 @@ from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
 
 ReportProgress = Callable[[str, float], None]
-"""(stage, fraction in 0..1)"""
+"""Hears (stage, fraction in 0..1)."""
 
 PollSource = zmq.Socket[bytes] | int
 
@@ -55,13 +55,14 @@ class Executor(ABC):
     @property
     @abstractmethod
     def poll_sources(self) -> list[PollSource]:
-        """Readable when `collect` has something to say."""
+        """Returns the file descriptors that become readable when `collect` has news."""
 
     @property
     @abstractmethod
     def deadline(self) -> float | None:
-        """CLOCK_MONOTONIC seconds at which `collect` must be called even if nothing was readable;
-        None while nothing is in flight."""
+        """Returns the CLOCK_MONOTONIC seconds at which `collect` must be called even if nothing was
+        readable; None while nothing is in flight.
+        """
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Which executor an engine gets. Imports Ray only where it is used."""
+"""Chooses the executor of an engine. Imports Ray only where it is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from host.local_socket import Context
 def create_executor(
     config: EngineConfig, context: Context, signs: LifeSigns | None = None
 ) -> Executor:
-    """`--distributed-executor-backend`. Raises EngineDeadError when Ray is not installed."""
+    """Builds the executor that `--distributed-executor-backend` names. Raises EngineDeadError when
+    Ray is not installed.
+    """
     if config.parallel.distributed_executor_backend == "mp":
         return MultiprocExecutor(config, context, signs=signs)
     try:

@@ -33,7 +33,7 @@ _TORN_LIMIT_S = 1.0
 
 
 class MessageQueueHandle(msgspec.Struct, frozen=True, kw_only=True, tag="ring"):
-    """`overflow_addresses[reader]`: where that reader receives long messages."""
+    """Names a queue; `overflow_addresses[reader]` is where that reader receives long messages."""
 
     ring: RingHandle
     overflow_addresses: list[str]
@@ -61,7 +61,7 @@ class MessageQueueWriter:
             ring=self._ring.handle, overflow_addresses=overflow_addresses
         )
         self.sequence = 0
-        """Of the last message sent."""
+        """The sequence number of the last message sent."""
 
     def enqueue(self, message: bytes) -> None:
         """Sends to all readers; waits while the slowest one is a whole ring behind."""
@@ -110,11 +110,12 @@ class MessageQueueReader:
         self._reader = reader
         self._check_alive = check_alive
         self.sequence = 0
-        """Of the last message taken."""
+        """The sequence number of the last message taken."""
 
     def dequeue(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message; None when none came within `timeout_s`. Raises RingError when
-        messages were lost or one is broken."""
+        """Returns the next message; None when none came within `timeout_s`. Raises RingError when
+        messages were lost or one is broken.
+        """
         found = self._wait_for(self.sequence + 1, timeout_s)
         if found is None:
             return None
@@ -146,7 +147,9 @@ class MessageQueueReader:
             now = time.monotonic()
 
     def _check_not_torn(self, sequence: int) -> None:
-        """The message is announced: it becomes readable within nanoseconds, or never."""
+        """Raises if an announced message stays unreadable: it is complete within nanoseconds, or
+        never.
+        """
         deadline = time.monotonic() + _TORN_LIMIT_S
         while self._ring.read(sequence) is None:
             if time.monotonic() > deadline:
@@ -166,6 +169,6 @@ class MessageQueueReader:
         raise RingError(f"message {self.sequence + 1} of {size} bytes was announced and is lost")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the queue. Idempotent."""
         self._socket.close(linger=0)
         self._ring.close()

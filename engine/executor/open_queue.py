@@ -15,7 +15,7 @@ def open_queue(
     reader: int,
     check_alive: Callable[[], None],
 ) -> MessageQueueReader | RemoteQueueReader:
-    """`check_alive` raises when there is nothing to wait for any more."""
+    """Opens the reader's end; `check_alive` raises when there is nothing to wait for any more."""
     if isinstance(handle, MessageQueueHandle):
         return MessageQueueReader(context, handle, reader, check_alive)
     return RemoteQueueReader(context, handle, reader, check_alive)

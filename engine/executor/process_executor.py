@@ -54,21 +54,24 @@ from host.process_host import ProcessHost
 
 _WORKER_MODULE = "engine.executor.worker_proc"
 _STOP_TIMEOUT_S = 5.0
-"""For a worker that was asked to end, to give everything back."""
+"""The seconds that a worker has to give everything back when it is asked to end."""
 _TERMINATE_TIMEOUT_S = 1.0
-"""For one that was not, or does not: SIGTERM simply ends it."""
+"""The seconds that a worker has after SIGTERM, when it was not asked to end or does not."""
 _LAST_WORDS_S = 0.3
-"""How long the others may still say why they failed, once one has."""
+"""The seconds in which others may still report why they failed, once one worker has."""
 
 ReplyT = TypeVar("ReplyT", WorkerLoaded, WorkerReady)
 
 
 class ProcessExecutor(Executor):
-    """`step_timeout_s`: a step that takes longer counts as hanging. `signs`: of all processes of
-    the engine; None: nobody watches."""
+    """Runs each worker in a process. `step_timeout_s`: a step that takes longer counts as hanging.
+    `signs`: of all processes of the engine; None: nobody watches.
+    """
 
     _death_notice_s = _LAST_WORDS_S
-    """How long the news of a worker's death may take, when another's failure seems to echo it."""
+    """The seconds that news of a worker's death may take when another's failure seems to follow
+    from it.
+    """
 
     def __init__(
         self,
@@ -86,9 +89,9 @@ class ProcessExecutor(Executor):
         self._failed: dict[int, str] = {}
         """Rank to its last words."""
         self._children: list[HostedProcess] = []
-        """By rank."""
+        """The worker processes by rank."""
         self._sent_at: deque[float] = deque()
-        """Of each step in flight, oldest first. CLOCK_MONOTONIC seconds."""
+        """The CLOCK_MONOTONIC seconds at which each step in flight was started, oldest first."""
         self._outputs: deque[ModelRunnerOutput] = deque()
         self._progress: dict[str, dict[int, float]] = {}
         """Stage to fraction by rank."""
@@ -105,24 +108,24 @@ class ProcessExecutor(Executor):
 
     @abstractmethod
     def _find_hosts(self, report: ReportProgress) -> Sequence[ProcessHost]:
-        """Where each rank will run."""
+        """Returns the host on which each rank will run."""
 
     @property
     @abstractmethod
     def _core_address(self) -> str:
-        """Of this host, where rank 0 runs, as the other ranks see it."""
+        """Returns the address of this host, where rank 0 runs, as the other ranks see it."""
 
     @abstractmethod
     def _worker_config(self, rank: int, rendezvous: str) -> WorkerProcConfig:
-        """What the worker is told at its start."""
+        """Returns what the worker is told at its start."""
 
     @abstractmethod
     def _enqueue(self, message: bytes) -> None:
-        """To all ranks."""
+        """Sends a message to all ranks."""
 
     @abstractmethod
     def _has_unread(self, rank: int) -> bool:
-        """Whether this rank has not taken all messages yet."""
+        """Returns whether this rank has messages that it has not taken yet."""
 
     @abstractmethod
     def _close(self) -> None:
@@ -159,7 +162,9 @@ class ProcessExecutor(Executor):
             self._children.append(child)
 
     def _wait_for_all(self, kind: type[ReplyT], report: ReportProgress) -> list[ReplyT]:
-        """The replies by rank. Loading may take as long as it takes: only a death ends it."""
+        """Waits for every rank and returns the replies by rank. Loading may take as long as it
+        takes: only a death ends it.
+        """
         replies: dict[int, ReplyT] = {}
         poller = zmq.Poller()
         for source in self.poll_sources:
@@ -178,7 +183,7 @@ class ProcessExecutor(Executor):
         return [replies[rank] for rank in range(self._num_ranks)]
 
     def _report_slowest(self, progress: WorkerProgress, report: ReportProgress) -> None:
-        """A stage is reported once all ranks are in it, and only as it goes on."""
+        """Reports a stage once all ranks are in it, and only as it goes on."""
         fractions = self._progress.setdefault(progress.stage, {})
         before = min(fractions.values(), default=0.0)
         is_news = progress.rank not in fractions
@@ -241,8 +246,9 @@ class ProcessExecutor(Executor):
         )
 
     def _die(self) -> NoReturn:
-        """Names every worker that failed, those that were killed first: an error elsewhere is
-        mostly the echo of a rank that has gone."""
+        """Raises an error that names every worker that failed, killed ones first: an error
+        elsewhere mostly follows from a rank that has gone.
+        """
         since = time.monotonic()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -275,7 +281,7 @@ class ProcessExecutor(Executor):
         return since + limit - time.monotonic()
 
     def _all_have_spoken(self) -> bool:
-        """Killed ones have no last words."""
+        """Returns whether every failed worker has reported why; killed ones never do."""
         return all(
             rank in self._failed or (child.exit_code or 0) < 0
             for rank, child in enumerate(self._children)
@@ -321,5 +327,5 @@ class ProcessExecutor(Executor):
 
 
 def log_level() -> int:
-    """For workers to log as we do."""
+    """Returns the log level of this process, which its workers take over."""
     return logging.getLogger().getEffectiveLevel()

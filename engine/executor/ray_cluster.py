@@ -57,7 +57,7 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """Of this host, within the cluster."""
+        """Returns the address of this host within the cluster."""
         assert self._own is not None
         return self._own.address
 
@@ -82,7 +82,7 @@ class RayCluster:
         self._own = HostFacts.gather()
 
     def reserve(self, key: LinkKey, report: ReportProgress) -> list[RayHost]:
-        """Where each rank runs: this host first, and the ranks of a host in a row.
+        """Reserves a place for each rank: this host first, and the ranks of one host in a row.
 
         Raises:
             EngineDeadError: The cluster has not enough of the resource, or its hosts differ.
@@ -113,7 +113,7 @@ class RayCluster:
         return group
 
     def _report_hosts(self, report: ReportProgress) -> None:
-        """Logged only when it has changed."""
+        """Logs the hosts whenever they have changed."""
         num_ranks, total = self._config.tensor_parallel_size, self._total()
         if total != self._logged_total:
             self._logged_total = total
@@ -140,7 +140,7 @@ class RayCluster:
         )
 
     def _ranks_to_bundles(self) -> list[int]:
-        """Bundle of each rank."""
+        """Returns the bundle of each rank."""
         assert self._own is not None
         hosts: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         own = self._own.node_id
@@ -178,7 +178,7 @@ class RayCluster:
         return HostLink(core_address=self.address, host_address=facts.address, key=key)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Gives the reservation back. Idempotent."""
         if not ray.is_initialized() or self._own is None:
             return
         with suppress(ray.exceptions.RayError, ConnectionError, ValueError):
@@ -191,7 +191,9 @@ class RayCluster:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would go on trying for minutes. Raises OSError or ValueError."""
+    """Checks that the cluster answers; Ray itself would go on trying for minutes. Raises OSError or
+    ValueError.
+    """
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise ValueError("an address is host:port, of the head's own port, without a scheme")

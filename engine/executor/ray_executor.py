@@ -54,7 +54,7 @@ class RayExecutor(ProcessExecutor):
         )
         self._key = LinkKey.create()
         self._hosts: list[RayHost] = []
-        """By rank."""
+        """The worker processes by rank."""
         self._reader: list[int] = []
         """Number of each rank among the readers of its queue."""
         self._near: MessageQueueWriter | None = None
@@ -114,7 +114,7 @@ class RayExecutor(ProcessExecutor):
         )
 
     def _enqueue(self, message: bytes) -> None:
-        """The longer way first."""
+        """Sends a message to all ranks, to those on other hosts first."""
         if self._far is not None:
             self._far.enqueue(message)
         if self._near is not None:

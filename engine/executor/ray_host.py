@@ -41,10 +41,10 @@ _LOST = -signal.SIGKILL
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor says of the place where it runs.
+    """Holds what an actor reports about the place where it runs.
 
     Attributes:
-        address: Of the host, within the cluster.
+        address: The host's address within the cluster.
         node_id: Ray's name of the host.
         sharing: Equal exactly for processes that can map each other's memory and share the names
             of sockets: kernel, namespaces and user.
@@ -58,7 +58,9 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def gather(cls) -> HostFacts:
-        """Of this process. It must be connected to Ray."""
+        """Collects the facts about this process, which must be connected to Ray. It must be
+        connected to Ray.
+        """
         context = ray.get_runtime_context()
         namespaces = [Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in _NAMESPACES]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -83,19 +85,19 @@ class RankActor:
 
     def __init__(self) -> None:
         self._children: dict[int, ChildProcess] = {}
-        """By process id, until `wait` has told of their end."""
+        """The children by process id, until `wait` has reported their end."""
 
     async def facts(self) -> bytes:
         return msgspec.json.encode(HostFacts.gather())
 
     async def start(self, module: str, config: bytes, name: str, env: bytes) -> int:
-        """The child's process id. `config`, `env`: JSON."""
+        """Starts the child and returns its process id. `config`, `env`: JSON."""
         child = ChildProcess.start(module, msgspec.Raw(config), name, msgspec.json.decode(env))
         self._children[child.pid] = child
         return child.pid
 
     async def wait(self, pid: int) -> int:
-        """The child's exit code, when it has ended."""
+        """Returns the child's exit code when it has ended."""
         child = self._children[pid]
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -111,7 +113,7 @@ class RankActor:
         return code
 
     async def signal(self, pid: int, number: int) -> None:
-        """Nothing if the child has ended: its process id may be another's by now."""
+        """Sends a signal unless the child has ended: its process id may be another's by now."""
         child = self._children.get(pid)
         if child is not None and child.exit_code is None:
             os.kill(pid, number)
@@ -126,10 +128,10 @@ class RayProcess:
     `wait`, `stop`, `reap` and `state`."""
 
     def __init__(self, actor: ActorHandle[RankActor], name: str, started: Any) -> None:
-        """`started`: the result of `RankActor.start`, still to come."""
+        """Builds the handle; `started` is the pending result of `RankActor.start`."""
         self.name = name
         self.pid = 0
-        """0 until the child has been started."""
+        """The process id; 0 until the child has been started."""
         self.sentinel = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._actor = actor
         self._started = started
@@ -155,13 +157,14 @@ class RayProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it, SIGKILL also for the end of its
-        actor or host."""
+        """Returns None while it runs; a negative number is the signal that ended it, SIGKILL also
+        for the end of its actor or host.
+        """
         return self._code
 
     @property
     def state(self) -> str:
-        """As `ChildProcess.state`, if its host answers."""
+        """Returns the same as `ChildProcess.state`, if its host answers."""
         try:
             found: str = ray.get(self._actor.state.remote(self._started), timeout=_STATE_TIMEOUT_S)
         except ray.exceptions.RayError:
@@ -169,13 +172,13 @@ class RayProcess:
         return found
 
     def describe_exit(self) -> str:
-        """`worker 1 on 10.0.0.12 was killed by SIGKILL`, or that its host was lost, and how."""
+        """Returns `worker 1 on 10.0.0.12 was killed by SIGKILL`, or says how its host was lost."""
         if self._loss:
             return f"{self.name} was lost with its Ray actor or host: {self._loss}"
         return describe_exit(self.name, self._code or 0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the process has ended, after at most `timeout_s`."""
+        """Waits at most `timeout_s` and returns whether the process has ended."""
         if self._code is None and self.sentinel >= 0:
             poller = select.poll()
             poller.register(self.sentinel, select.POLLIN)
@@ -204,7 +207,7 @@ class RayProcess:
 
 
 class RayHost:
-    """Where one rank runs. `link` is None when that is beside the engine core."""
+    """Starts one rank on its host. `link` is None when that is beside the engine core."""
 
     def __init__(self, actor: ActorHandle[RankActor], link: HostLink | None) -> None:
         self.actor = actor
@@ -220,6 +223,6 @@ class RayHost:
 
 
 def describe(error: BaseException) -> str:
-    """Ray's messages are many lines long; the first says what happened."""
+    """Returns the first line of one of Ray's long messages, which says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -63,7 +63,7 @@ class RemoteQueueWriter:
         self._check_alive = check_alive
         self._max_unread = max_unread
         self.sequence = 0
-        """Of the last message sent."""
+        """The sequence number of the last message sent."""
 
     def enqueue(self, message: bytes) -> None:
         """Sends to all readers; waits while one has not joined or is too far behind."""
@@ -90,8 +90,9 @@ class RemoteQueueWriter:
                 self._acknowledged[identity] = int.from_bytes(number, "little")
 
     def close(self) -> None:
-        """What was sent may still leave. Readers see no end of the stream: tell them before.
-        Idempotent."""
+        """Closes the writer's end; what was sent may still leave. Readers see no end of the stream:
+        tell them before. Idempotent.
+        """
         self._socket.close()
 
 
@@ -110,11 +111,11 @@ class RemoteQueueReader:
         )
         self._check_alive = check_alive
         self.sequence = 0
-        """Of the last message taken."""
+        """The sequence number of the last message taken."""
         self._acknowledge()
 
     def dequeue(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message; None when none came within `timeout_s`."""
+        """Returns the next message; None when none came within `timeout_s`."""
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while not self._socket.poll(self._patience_ms(deadline)):
             if time.monotonic() >= deadline:
@@ -140,10 +141,12 @@ class RemoteQueueReader:
         self._socket.send(self.sequence.to_bytes(_NUMBER_BYTES, "little"))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the reader's end. Idempotent."""
         self._socket.close(linger=0)
 
 
 def _identity(reader: int) -> bytes:
-    """Unique among the readers of a queue. ZeroMQ reserves names that begin with a zero byte."""
+    """Returns an identity that is unique among the readers of a queue. ZeroMQ reserves names that
+    begin with a zero byte.
+    """
     return b"reader %d" % reader

@@ -39,7 +39,7 @@ class RingError(Exception):
 
 
 class Place(IntEnum):
-    """Where a message's payload is: in its slot, or on the way over a socket."""
+    """Says whether a message's payload is in its slot or arrives over a socket."""
 
     SLOT = 0
     SOCKET = 1
@@ -73,7 +73,7 @@ class ShmRingBuffer:
 
     @classmethod
     def create(cls, name: str, num_readers: int, num_slots: int, slot_bytes: int) -> ShmRingBuffer:
-        """The writer's ring. `slot_bytes`: largest payload of a slot, a multiple of 8."""
+        """Creates the writer's ring. `slot_bytes`: largest payload of a slot, a multiple of 8."""
         if num_readers < 1 or num_slots < 1 or slot_bytes < 8 or slot_bytes % 8:
             raise ValueError("a ring needs a reader, a slot, and slots of a multiple of 8 bytes")
         size = (1 + num_readers) * _LINE_BYTES + num_slots * (_SLOT_HEADER_BYTES + slot_bytes)
@@ -89,7 +89,7 @@ class ShmRingBuffer:
 
     @classmethod
     def attach(cls, handle: RingHandle) -> ShmRingBuffer:
-        """A reader's view of the ring. Raises FileNotFoundError when its writer is gone."""
+        """Attaches a reader to the ring. Raises FileNotFoundError when its writer is gone."""
         return cls(MemoryFile.attach(handle.pid, handle.fd), handle)
 
     def _map_slots(self) -> None:
@@ -102,7 +102,9 @@ class ShmRingBuffer:
             self._payloads.append(whole[payload_start:start])
 
     def slowest_reader(self, sequence: int) -> int | None:
-        """A reader that still needs the slot which `sequence` would overwrite; None if free."""
+        """Returns a reader that still needs the slot which `sequence` would overwrite; None if it
+        is free.
+        """
         for reader in range(self.handle.num_readers):
             if self.num_unread(reader, sequence) > self.handle.num_slots:
                 return reader
@@ -113,7 +115,7 @@ class ShmRingBuffer:
         return (sequence - self.acknowledged[reader].value) & 0xFFFFFFFF
 
     def publish(self, sequence: int, payload: bytes, place: Place) -> None:
-        """Steps 2 and 3. The slot must be free and `payload` fit."""
+        """Does steps 2 and 3. The slot must be free and `payload` fit."""
         slot = sequence % self.handle.num_slots
         header = self._headers[slot]
         self._payloads[slot][: len(payload)] = payload
@@ -125,8 +127,9 @@ class ShmRingBuffer:
         self.published.wake()
 
     def read(self, sequence: int) -> tuple[bytes, Place] | None:
-        """Step 5; None while `sequence` is not (wholly) there. Raises RingError when the slot
-        holds a message that cannot be there before `sequence` was read."""
+        """Does step 5; returns None while `sequence` is not complete. Raises RingError when the
+        slot holds a message that cannot be there before `sequence` was read.
+        """
         slot = sequence % self.handle.num_slots
         header = self._headers[slot]
         found = header[_SEQUENCE]
@@ -146,7 +149,7 @@ class ShmRingBuffer:
         return payload, Place(header[_PLACE])
 
     def acknowledge(self, reader: int, sequence: int) -> None:
-        """Step 6."""
+        """Does step 6."""
         word = self.acknowledged[reader]
         word.value = sequence
         word.wake()

@@ -1,4 +1,4 @@
-"""Between the engine core's executor and its worker processes. msgspec, never pickle."""
+"""Messages between the engine core's executor and its worker processes: msgspec, never pickle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InitializeKVCache(msgspec.Struct, tag="kv_cache", array_like=True):
-    """`num_blocks`: what the rank with the least memory has room for."""
+    """Asks for a cache of `num_blocks`, for which the rank with the least memory has room."""
 
     num_blocks: int
 
@@ -78,7 +78,9 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class StepDone(msgspec.Struct, tag="ran", array_like=True):
-    """From rank 0 only: all ranks sample the same tokens. `host_s`: see `Executor.host_s`."""
+    """Comes from rank 0 only, as all ranks sample the same tokens. `host_s`: see
+    `Executor.host_s`.
+    """
 
     output: ModelRunnerOutput
     host_s: float

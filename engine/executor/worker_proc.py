@@ -108,7 +108,7 @@ class WorkerProc:
         self._reply(WorkerLoaded(self._rank, self._worker.determine_num_blocks()))
 
     def _handle(self, command: WorkerCommand) -> bool:
-        """Whether to go on."""
+        """Handles one message and returns whether to go on."""
         match command:
             case ExecuteStep(step):
                 self._results.put(self._worker.start_step(step))
@@ -121,7 +121,7 @@ class WorkerProc:
         return True
 
     def _finish_step(self, output: AsyncOutput) -> None:
-        """In the results' thread."""
+        """Sends a step's result; runs in the results' thread."""
         result = output.get_output()
         if self._rank == 0:
             self._reply(StepDone(result, self._worker.host_s))
@@ -141,7 +141,7 @@ class WorkerProc:
             self._replies.send(message)
 
     def _check_alive(self) -> None:
-        """Whether there is anything to wait for."""
+        """Raises if there is nothing to wait for any more."""
         self._results.check()
         if os.getppid() != self._parent_pid:
             raise SystemExit("the process that started this worker has ended")

@@ -97,7 +97,7 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """The engine's report of its start, with the endpoints of now."""
+        """Returns the engine's report of its start, with its current endpoints."""
         return self._ready.result()
 
     @property
@@ -112,7 +112,7 @@ class AsyncLLM:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine has died or was shut down."""
+        """Returns whether the engine has died or was shut down."""
         return self._dead.is_set()
 
     async def wait_dead(self) -> str:

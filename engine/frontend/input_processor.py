@@ -30,7 +30,7 @@ class GenerationRequest:
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
     arrival_time: float = field(default_factory=time.monotonic)
-    """When the request arrived, in CLOCK_MONOTONIC seconds."""
+    """The CLOCK_MONOTONIC seconds at which the request arrived."""
 
 
 class InputProcessor:

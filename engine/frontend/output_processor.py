@@ -81,7 +81,7 @@ class OutputProcessor:
 
     @property
     def num_new_tokens(self) -> int:
-        """The number of output tokens of this node."""
+        """Returns the number of output tokens of this node."""
         return self.num_output_tokens - self._num_resumed_tokens
 
     def replay(self, token_ids: list[int]) -> RequestOutput:

@@ -68,13 +68,13 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """To the end: taken last."""
+        """Adds the block at the end: it is taken last."""
         last = self._tail.prev_free
         assert last is not None
         self._insert(last, block, self._tail)
 
     def appendleft(self, block: KVCacheBlock) -> None:
-        """To the front: taken next."""
+        """Adds the block at the front: it is taken next."""
         first = self._head.next_free
         assert first is not None
         self._insert(self._head, block, first)
@@ -87,7 +87,7 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += 1
 
     def block_ids(self) -> list[int]:
-        """In the order in which they would be taken."""
+        """Returns the ids in the order in which they would be taken."""
         ids = []
         block = self._head.next_free
         while block is not None and block is not self._tail:

@@ -31,7 +31,7 @@ def root_hash(spec: RequestSpec) -> BlockHash:
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:
-    """Little-endian int32, as block hashes and `NewRequestData` take them."""
+    """Packs tokens as little-endian int32, as block hashes and `NewRequestData` take them."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 

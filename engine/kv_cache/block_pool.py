@@ -29,7 +29,7 @@ class BlockHashToBlockMap:
         self._blocks: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
 
     def __len__(self) -> int:
-        """Different hashes."""
+        """Returns the number of different hashes."""
         return len(self._blocks)
 
     def get_one(self, block_hash: BlockHash) -> KVCacheBlock | None:
@@ -77,7 +77,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be taken, cached content included."""
+        """Returns the number of blocks that can be taken, cached content included."""
         return self.free_queue.num_free_blocks
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
@@ -99,18 +99,20 @@ class BlockPool:
         return block
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """Any block with that content. Not yet a user of it: `touch` it before anything else."""
+        """Returns any block with that content. Not yet a user of it: `touch` it before anything
+        else.
+        """
         return self._cached.get_one(block_hash)
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One more user for each; free ones leave the queue."""
+        """Adds a user to each block; free ones leave the queue."""
         for block in blocks:
             if block.ref_cnt == 0:
                 self.free_queue.remove(block)
             block.ref_cnt += 1
 
     def cache_full_blocks(self, blocks: list[KVCacheBlock], hashes: list[BlockHash]) -> None:
-        """`blocks[i]` is full, confirmed, and its content has the name `hashes[i]`."""
+        """Gives each `blocks[i]`, which is full and confirmed, the name `hashes[i]`."""
         if not self.enable_caching:
             return
         for block, block_hash in zip(blocks, hashes, strict=True):
@@ -119,7 +121,7 @@ class BlockPool:
                 self._cached.insert(block_hash, block)
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One user less for each, in the order in which they should be taken again.
+        """Removes a user from each block, in the order in which they should be taken again.
 
         Raises:
             ValueError: A block has no user.

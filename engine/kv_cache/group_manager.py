@@ -109,8 +109,9 @@ class WindowGroupManager(GroupManager):
     def find_cached(
         self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None
     ) -> list[KVCacheBlock]:
-        """Only the blocks that the next token sees must be there, so the search goes from the end
-        to the beginning, and a gap ends the hits behind it."""
+        """Finds the cached blocks that the next token sees: the search goes from the end to the
+        beginning, and a gap ends the hits behind it.
+        """
         hashes = extend_block_hashes(request, self.block_size)
         stop = min(num_tokens // self.block_size, len(hashes))
         index, found = stop, list[KVCacheBlock]()
@@ -139,8 +140,10 @@ class WindowGroupManager(GroupManager):
         return -(-self._group.first_token_seen(num_received) // self.block_size)
 
     def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
-        """Also frees the blocks that no token from `num_tokens` on sees. Steps that are still out
-        compute those tokens or later ones, so they do not read them either."""
+        """Confirms the first tokens and frees the blocks that no token from `num_tokens` on sees.
+        Steps that are still out compute those tokens or later ones, so they do not read them
+        either.
+        """
         super().confirm(request, blocks, num_tokens)
         table = blocks.tables[self.index]
         start = stop = min(self._group.first_block_seen(num_tokens), len(table))

@@ -201,8 +201,8 @@ class KVCacheManager:
         return all(group.can_continue(num_tokens, num_received) for group in self._groups)
 
     def confirm(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens exists, all of them are confirmed, and every
-        step that has computed them has retired.
+        """Records that the KV of the first `num_tokens` tokens exists, all of them are confirmed,
+        and every step that has computed them has retired.
 
         Others may find the full blocks among them, and blocks that no later token sees are free.
         """
@@ -213,27 +213,29 @@ class KVCacheManager:
     # It leaves --------------------------------------------------------------------------------
 
     def take_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """The request has no blocks any more; the caller owes them a `free_blocks`."""
+        """Takes the blocks from the request; the caller owes them a `free_blocks`."""
         blocks = self._blocks.pop(request_id, None)
         return [] if blocks is None else self._held(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        """`blocks` in the order of the tokens; the tail is the first to be taken again."""
+        """Frees `blocks`, given in the order of the tokens; the tail is the first to be taken
+        again.
+        """
         self.block_pool.free_blocks(reversed(blocks))
 
     def free(self, request: Request) -> None:
-        """Everything that the request has, at once."""
+        """Frees everything that the request has, at once."""
         self.free_blocks(self.take_blocks(request.request_id))
 
     def reset_prefix_cache(self) -> bool:
         return self.block_pool.reset_prefix_cache()
 
     def request_ids(self) -> Iterable[str]:
-        """Requests that have blocks."""
+        """Returns the requests that have blocks."""
         return list(self._blocks)
 
     def held_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """The request's blocks of all groups, each once."""
+        """Returns the request's blocks of all groups, each once."""
         return self._held(self._blocks[request_id])
 
     def _held(self, blocks: RequestBlocks) -> list[KVCacheBlock]:

@@ -62,7 +62,9 @@ class LMHead(VocabParallelEmbedding):
         return logits[:, :vocab_size].flatten().view(len(hidden), vocab_size)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
-        """float32. On a GPU the GEMM's own sums, without a rounding to half precision."""
+        """Computes this rank's logits in float32. On a GPU the GEMM's own sums, without a rounding
+        to half precision.
+        """
         if self.deterministic:
             return ops.invariant_gemm(hidden, self.weight, None, torch.float32)
         if hidden.is_cuda and hidden.dtype != torch.float32:

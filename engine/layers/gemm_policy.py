@@ -10,11 +10,11 @@ from engine.config import DeviceConfig
 from tandem_kernels.device import has_warpgroup_mma, supports_pdl
 
 _SMALL_M_ROWS = 16
-"""With more rows, or on older devices, the library is the faster one."""
+"""The largest number of rows: with more, or on older devices, the library is faster."""
 _FUSED_GATE_UP_ROWS = 1024
-"""With fewer, too few tiles for all SMs."""
+"""The smallest size: with fewer, there are too few tiles for all SMs."""
 _RESIDUAL_ROWS = 1024
-"""With fewer, small kernels take little of a step."""
+"""The smallest size: with fewer, small kernels take little of a step."""
 
 
 @dataclass(frozen=True, slots=True)

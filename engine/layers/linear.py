@@ -54,8 +54,9 @@ class MergedColumnParallelLinear(LinearLayer):
         return self.method.apply(self, x)
 
     def checkpoint_weights(self, *prefixes: str) -> Iterator[CheckpointWeight]:
-        """`prefixes`: the checkpoint's name of each part, like "model.layers.0.mlp.up_proj". One
-        name: its tensor holds all parts behind each other."""
+        """Lists the checkpoint's tensors; `prefixes` holds its name of each part, like
+        "model.layers.0.mlp.up_proj". One name: its tensor holds all parts behind each other.
+        """
         is_fused = len(prefixes) == 1
         fused_size = sum(part.total for part in self.parts)
         names = prefixes * len(self.parts) if is_fused else prefixes

@@ -20,11 +20,11 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard)
 
     def forward(self, x: Tensor, stream: ResidualStream) -> None:
-        """`x`: [T, H], normed."""
+        """Computes the MLP of the normed `x`: [T, H]."""
         self.down_proj.add_to(stream, self.gate_up_proj(x))
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
-        """`is_fused`: the checkpoint has gate and up as one tensor."""
+        """Lists the checkpoint's tensors; `is_fused` says that gate and up are one tensor."""
         names = ("gate_up_proj",) if is_fused else ("gate_proj", "up_proj")
         yield from self.gate_up_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")

@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum). The inputs' memory may be reused."""
+        """Returns (norm of the sum, the sum). The inputs' memory may be reused."""
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

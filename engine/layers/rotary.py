@@ -17,7 +17,7 @@ from engine.rope import AnyRopeScaling, LongRope, RopeScaling
 def cos_sin_cache(
     head_dim: int, num_positions: int, theta: float, scaling: AnyRopeScaling | None
 ) -> Tensor:
-    """[num_positions, head_dim] float32: cosines in the first half, sines in the second."""
+    """Builds [num_positions, head_dim] float32: cosines in the first half, sines in the second."""
     frequencies, length = inverse_frequencies(head_dim, theta), 1.0
     if isinstance(scaling, RopeScaling):
         frequencies = llama3_scaled(frequencies, scaling)
@@ -29,15 +29,16 @@ def cos_sin_cache(
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """[head_dim / 2] radians per position, falling."""
+    """Returns [head_dim / 2] radians per position, falling."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     return 1.0 / theta**exponents
 
 
 def llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's way to a longer context: slow pairs turn `factor` times slower still, fast
-    pairs stay, and those between are interpolated by how often they turn in the original
-    context."""
+    """Scales frequencies as Llama 3.1 does for a longer context: slow pairs turn `factor` times
+    slower still, fast pairs stay, and those between are interpolated by how often they turn in the
+    original context.
+    """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     smooth = (turns - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor

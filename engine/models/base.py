@@ -56,11 +56,11 @@ class CausalLM(nn.Module):
 
     @abstractmethod
     def forward(self, step: ForwardInputs) -> Tensor:
-        """[T] token ids -> hidden states [T, H], after the last norm."""
+        """Computes [T] token ids -> hidden states [T, H], after the last norm."""
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, H] -> float32 [S, vocabulary], the same on every rank."""
+        """Computes [S, H] -> float32 [S, vocabulary], the same on every rank."""
 
     @abstractmethod
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
@@ -68,5 +68,5 @@ class CausalLM(nn.Module):
 
     @property
     def unused_weights(self) -> frozenset[str]:
-        """Names of tensors that a checkpoint may have and this model does not read."""
+        """Returns names of tensors that a checkpoint may have and this model does not read."""
         return frozenset()

@@ -1,4 +1,5 @@
-"""From a name to a `ModelConfig`: find the checkpoint, read it, refuse what cannot be served.
+"""Turns a name into a `ModelConfig`: finds the checkpoint, reads it, and refuses what cannot be
+served.
 
 Torch-free: node servers and the command line call this before any worker starts, so a wrong
 folder is named in the first second.
@@ -42,7 +43,8 @@ def resolve_model(
     *,
     load_format: LoadFormat = "safetensors",
 ) -> Path:
-    """Folder of a complete checkpoint: the one named, or the hub's, downloaded if need be.
+    """Returns the folder of a complete checkpoint: the one named, or the hub's, downloaded if need
+    be.
 
     Args:
         report: Told the finished fraction, 0..1.
@@ -141,7 +143,9 @@ def load_model_config(
 
 
 def _name_of(folder: Path) -> str:
-    """The hub's cache keeps org/name in `models--org--name/snapshots/REVISION`."""
+    """Returns the model's name; the hub's cache keeps org/name in
+    `models--org--name/snapshots/REVISION`.
+    """
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")

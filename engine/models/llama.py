@@ -106,5 +106,5 @@ class LlamaForCausalLM(CausalLM):
 
     @property
     def unused_weights(self) -> frozenset[str]:
-        """A tied head may be stored beside the embedding."""
+        """Returns the names of a tied head, which may be stored beside the embedding."""
         return frozenset({"lm_head.weight"} if self.is_tied else ())

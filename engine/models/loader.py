@@ -1,4 +1,4 @@
-"""From safetensors to parameters.
+"""Reads parameters from safetensors.
 
 The model says which checkpoint tensors fill which parameters (`checkpoint_weights`); this reads
 just those slices, so a rank never holds more than its share plus one slice.
@@ -116,7 +116,7 @@ def _fill_from(path: Path, weights: list[CheckpointWeight]) -> Iterable[Checkpoi
 
 
 def _read(file: Any, weight: CheckpointWeight) -> Tensor:
-    """`file` is safetensors' open file, which has no types."""
+    """Reads one slice; `file` is safetensors' open file, which has no types."""
     stored = file.get_slice(weight.name)
     if weight.dim is None:
         whole: Tensor = stored[:]
@@ -129,7 +129,7 @@ def _read(file: Any, weight: CheckpointWeight) -> Tensor:
 
 
 def _fill_dummy(wanted: list[CheckpointWeight], report: Callable[[float], None]) -> None:
-    """Random weights that depend on names only, so every rank cuts from the same tensors."""
+    """Fills in random weights that depend on names only: every rank cuts from the same tensors."""
     for index, weight in enumerate(wanted):
         target = weight.target
         generator = torch.Generator(target.device)

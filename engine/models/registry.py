@@ -1,5 +1,6 @@
-"""From an architecture's name to its spec and its model: the only list. Torch-free: a model's
-module is imported when a worker builds it."""
+"""Maps an architecture's name to its spec and its model, in the only list. Torch-free: a model's
+module is imported when a worker builds it.
+"""
 
 from __future__ import annotations
 

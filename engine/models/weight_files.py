@@ -37,7 +37,7 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies. `start` and `stop` are byte offsets in `file`."""
+    """Says where one tensor lies. `start` and `stop` are byte offsets in `file`."""
 
     name: str
     file: Path
@@ -102,7 +102,7 @@ class WeightFiles:
         return path
 
     def fingerprint(self) -> bytes:
-        """16 bytes that differ when names, shapes, stored dtypes or contents differ.
+        """Returns 16 bytes that differ when names, shapes, stored dtypes or contents differ.
 
         Contents are hashed whole up to 64 MiB. Of a larger checkpoint 16 pages of 4 KiB, evenly
         spread, stand for each tensor: reading 16 GB at every start would cost more than it

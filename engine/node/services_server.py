@@ -106,7 +106,7 @@ class ServicesServer:
         self._server.serve(listener)
 
     async def stop(self) -> None:
-        """Open calls are cancelled. Idempotent."""
+        """Stops the server and cancels open calls. Idempotent. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await server.close()

@@ -120,7 +120,9 @@ class NodeStatus:
             return
 
     def _tokens_per_block(self) -> int:
-        """On average, when every group of layers takes blocks from the pool."""
+        """Returns the tokens a block holds on average, when every group of layers takes blocks from
+        the pool.
+        """
         num_blocks = self._engine.ready.num_blocks
         groups = self._engine.config.kv_layout.groups
         return max(1, tokens_that_fit(groups, num_blocks) // max(1, num_blocks))
@@ -159,12 +161,12 @@ class NodeStatus:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a process of the engine gives no sign of life: then neither do we."""
+        """Returns whether a process of the engine gives no sign of life: then neither do we."""
         return self._engine.silence.seconds > _SILENT_AFTER_S
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the engine has been silent for so long that nobody should wait for it."""
+        """Returns whether the engine has been silent for so long that nobody should wait for it."""
         return self._engine.silence.seconds > self._frozen_after_s
 
     def fault(self) -> str:

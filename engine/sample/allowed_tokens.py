@@ -1,4 +1,4 @@
-"""Which tokens a request may use, for the few requests that name them.
+"""Keeps the allowed tokens of the few requests that name them.
 
 A mask of the vocabulary for every row would be large and mostly unused, so rows that need one
 borrow an entry of a pool, which grows by doubling and starts empty.
@@ -31,7 +31,7 @@ class AllowedTokenStates:
         self._forbidden = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
     def add_request(self, row: int, sampling: SamplingParams) -> None:
-        """Nothing happens for a request that may use every token."""
+        """Adds a request; one that may use every token changes nothing."""
         if sampling.allowed_token_ids is None:
             return
         if not self._free:
@@ -43,13 +43,13 @@ class AllowedTokenStates:
         self._forbidden[entry] = to_device(forbidden, self._device)
 
     def remove_request(self, row: int) -> None:
-        """Nothing happens for a row without an entry."""
+        """Removes a request; a row without an entry is left alone."""
         if self._entries[row] != _NO_ENTRY:
             self._free.append(int(self._entries[row]))
             self._entries[row] = _NO_ENTRY
 
     def needed_by(self, rows: Int32Array) -> bool:
-        """Whether any of `rows` may use some tokens only."""
+        """Returns whether any of `rows` may use some tokens only."""
         is_used = len(self._free) < len(self._forbidden)
         return is_used and bool((self._entries[rows] != _NO_ENTRY).any())
 

@@ -26,7 +26,7 @@ from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 _ANY = -1
-"""In a word's beginning: matches whatever stands there, or nothing."""
+"""Matches, in a word's beginning, whatever stands there, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class BadWordStates:
         """Rows of the latest batch, and its words."""
 
     def add_request(self, row: int, sampling: SamplingParams, prompt_len: int) -> None:
-        """Nothing happens for a request that may say everything."""
+        """Adds a request; one without bad words changes nothing."""
         if not sampling.bad_words:
             return
         words = sampling.bad_words
@@ -82,13 +82,13 @@ class BadWordStates:
         self._batch = None
 
     def remove_request(self, row: int) -> None:
-        """Nothing happens for a row without words."""
+        """Removes a request; a row without words is left alone."""
         if self._words.pop(row, None) is not None:
             self._has_words[row] = False
             self._batch = None
 
     def needed_by(self, rows: Int32Array) -> bool:
-        """Whether any of `rows` has words."""
+        """Returns whether any of `rows` has words."""
         return bool(self._words) and bool(self._has_words[rows].any())
 
     def apply(self, logits: torch.Tensor, rows: Int32Array, seq_lens: torch.Tensor) -> None:

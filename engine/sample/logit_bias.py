@@ -24,7 +24,7 @@ from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 _ALWAYS = 2**31 - 1
-"""No sequence is so long."""
+"""A length that no sequence reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LogitBiasStates:
         self._has_bias[row] = False
 
     def needed_by(self, rows: Int32Array) -> bool:
-        """Whether any of `rows` may have something to add."""
+        """Returns whether any of `rows` may have something to add."""
         return bool(self._has_bias[rows].any())
 
     def apply(self, logits: torch.Tensor, places: Places) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens a request has seen, for the few requests that ask for penalties.
+"""Counts the tokens of the few requests that ask for penalties.
 
 Counting every token of the vocabulary for every row would take gigabytes, so rows that need it
 borrow an entry of a pool, which grows by doubling and starts empty.
@@ -66,7 +66,7 @@ class PenaltyStates:
 
     @property
     def carried(self) -> list[CarriedTensor]:
-        """To be carried over before a step."""
+        """Returns the arrays that are carried over before a step."""
         return [self._entries, self._params]
 
     def remove_request(self, row: int) -> None:
@@ -76,7 +76,7 @@ class PenaltyStates:
             self._entries.write(row, _NO_ENTRY)
 
     def needed_by(self, rows: Int32Array) -> bool:
-        """Whether any of `rows` has penalties."""
+        """Returns whether any of `rows` has penalties."""
         return bool((self._entries.np[rows] != _NO_ENTRY).any())
 
     def apply(self, logits: torch.Tensor, places: Places) -> None:
@@ -95,7 +95,7 @@ class PenaltyStates:
         )
 
     def count(self, token_ids: torch.Tensor, idx_mapping: torch.Tensor) -> None:
-        """`token_ids` [S, W] became output of the rows `idx_mapping` [S]; -1: nothing did."""
+        """Counts `token_ids` [S, W] as output of the rows `idx_mapping` [S]; -1 counts nothing."""
         entries = self._entries.tensor.index_select(0, idx_mapping)
         if token_ids.shape[1] > 1:
             entries = entries.repeat_interleave(token_ids.shape[1])
@@ -115,7 +115,7 @@ class PenaltyStates:
 
 
 def _bit_mask(token_ids: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Bit `v % 32` of word `v // 32` is set for each token v."""
+    """Sets bit `v % 32` of word `v // 32` for each token v."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     bits[token_ids] = True
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

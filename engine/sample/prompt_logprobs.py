@@ -85,8 +85,9 @@ class PromptLogprobsStates:
         self._num_top[row] = NO_LOGPROBS
 
     def needed_by(self, order: BatchOrder) -> bool:
-        """Whether the step computes prompt tokens of a row that wants them. A decode, and what
-        runs as one, computes the end of a prompt at most."""
+        """Returns whether the step computes prompt tokens of a row that wants them. A decode, and
+        what runs as one, computes the end of a prompt at most.
+        """
         return bool((self._num_top[order.rows[order.num_decodes :]] != NO_LOGPROBS).any())
 
     def compute(

@@ -57,7 +57,9 @@ class Sampler:
         *,
         token_ids: torch.Tensor,
     ) -> None:
-        """`token_ids` [rows, L]: all tokens of each row, which grow by what is sampled here."""
+        """Builds the sampler over `token_ids` [rows, L]: all tokens of each row, which grow by what
+        is sampled here.
+        """
         self._deterministic = deterministic
         self._params = SamplingStates(max_num_reqs, device)
         self.penalties = PenaltyStates(max_num_reqs, vocab_size, device)
@@ -76,7 +78,7 @@ class Sampler:
 
     @property
     def carried(self) -> list[CarriedTensor]:
-        """To be carried over before a step."""
+        """Returns the arrays that are carried over before a step."""
         return [*self._params.carried, *self.penalties.carried]
 
     def remove_request(self, row: int) -> None:
@@ -105,7 +107,7 @@ class Sampler:
         return SamplerOutput(token_ids, None if logprobs is None else logprobs.compute(chosen))
 
     def only_draws(self, rows: Int32Array) -> bool:
-        """Whether `draw` is all that `rows` need."""
+        """Returns whether `draw` is all that `rows` need."""
         return not (
             self._changes_logits(rows) or (self._params.logprobs_wanted(rows) != NO_LOGPROBS).any()
         )
@@ -115,7 +117,7 @@ class Sampler:
         return any(state.needed_by(rows) for state in states)
 
     def _change_logits(self, logits: torch.Tensor, places: Places) -> None:
-        """Bad words come last: they ask whether anything else is left."""
+        """Changes the logits. Bad words come last: they ask whether anything else is left."""
         rows = places.rows
         if self._logit_bias.needed_by(rows):
             self._logit_bias.apply(logits, places)

@@ -61,7 +61,7 @@ class SamplingStates:
 
     @property
     def carried(self) -> list[CarriedTensor]:
-        """To be carried over before a step."""
+        """Returns the arrays that are carried over before a step."""
         return [self._floats, self._top_k, self._seeds]
 
     def remove_request(self, row: int) -> None:
@@ -79,7 +79,7 @@ class SamplingStates:
         )
 
     def has_filters(self, rows: Int32Array) -> bool:
-        """Whether any of `rows` cuts its distribution."""
+        """Returns whether any of `rows` cuts its distribution."""
         _, top_p, min_p = self._floats.np[:, rows]
         return bool((self._top_k.np[rows] > 0).any() or (top_p < 1).any() or (min_p > 0).any())
 

@@ -1,4 +1,5 @@
-"""Which requests enter the engine next, with what running ones leave of budget, rows and blocks.
+"""Decides which requests enter the engine next, with what running ones leave of budget, rows and
+blocks.
 
     ready      KV and first token came from a peer: blocks are there, only a row is missing
     waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
@@ -55,7 +56,7 @@ class Admission:
         """The last attempt: (request that did not fit, free blocks, headroom)."""
 
     def admit(self, budget: int) -> None:
-        """Up to `budget` tokens are computed for those who enter."""
+        """Admits requests; up to `budget` of their tokens are computed."""
         self._admit_waiting(self._admit_ready(budget))
 
     def _admit_ready(self, budget: int) -> int:
@@ -84,7 +85,7 @@ class Admission:
             budget -= computed
 
     def _admit_local(self, request: Request, budget: int) -> int:
-        """Tokens of the request that the step computes; 0: it must wait."""
+        """Returns how many of the request's tokens the step computes; 0 means that it must wait."""
         if budget == 0 or self._running.table.num_free == 0:
             return 0
         num_tokens = request.num_tokens
@@ -102,14 +103,18 @@ class Admission:
         return self._running.add_chunk(self._enter(request), min(count, budget))
 
     def _must_stay_whole(self, count: int) -> bool:
-        """Without chunked prefill. A request that comes back with its output may be longer than
-        any step; it is split all the same, as it could never go on otherwise."""
+        """Returns whether the prompt must be computed in one step, as it must without chunked
+        prefill. A request that comes back with its output may be longer than any step; it is split
+        all the same, as it could never go on otherwise.
+        """
         if self._config.enable_chunked_prefill:
             return False
         return count <= self._config.max_num_batched_tokens
 
     def _admit_pull(self, pull: Pull) -> bool:
-        """False: it must wait. True: it left the queue, or became an ordinary request."""
+        """Returns False if the request must wait; True if it left the queue or became an ordinary
+        request. True: it left the queue, or became an ordinary request.
+        """
         request = pull.request
         if self._pulls.num_with_blocks >= self._config.max_num_seqs:
             return False

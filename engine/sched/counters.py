@@ -21,7 +21,7 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate is 0 before the first step."""
+        """Returns the rate, which is 0 before the first step."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
@@ -38,6 +38,6 @@ class SchedulerCounters:
     last_step_at: float = 0.0
 
     def add_lookup(self, num_tokens: int, num_hits: int) -> None:
-        """A prompt was looked up in the prefix cache and goes on with what was found."""
+        """Counts a prompt that was looked up in the prefix cache and starts behind the hit."""
         self.prefix_cache_queries += num_tokens
         self.prefix_cache_hits += num_hits

@@ -1,4 +1,4 @@
-"""When a decoding row needs a decision.
+"""Keeps the step at which each decoding row needs a decision.
 
 A row in the decode set computes up to q tokens in every step, so the first step in which it could
 run out of blocks, or out of length, is known when it joins. The calendar notes that one step for
@@ -33,18 +33,18 @@ class DecodeCalendar:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the decode set computes in one step at most."""
+        """Returns the most tokens that the decode set computes in one step."""
         return self.size * self.query_len
 
     def join(self, row: Row, step_id: int) -> None:
-        """`row` takes part in step `step_id` and all that follow; its blocks have room for it."""
+        """Lets `row` take part from step `step_id` on; its blocks have room for that step."""
         row.phase = RowPhase.DECODE
         row.reserved_base = row.num_reserved - self.query_len * (step_id - 1)
         self.size += 1
         self.plan(row, step_id)
 
     def leave(self, row: Row, last_step_id: int) -> None:
-        """The row's last step is `last_step_id`, the last one that was scheduled."""
+        """Takes the row out after `last_step_id`, the last step that was scheduled."""
         row.num_reserved = row.reserved_base + self.query_len * last_step_id
         self.size -= 1
 

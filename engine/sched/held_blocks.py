@@ -26,7 +26,7 @@ class HeldBlocks:
         self._held.setdefault(transfer_id, []).extend(blocks)
 
     def release(self, transfer_id: str) -> None:
-        """A transfer that holds nothing is left alone."""
+        """Releases what the transfer holds; one that holds nothing is left alone."""
         blocks = self._held.pop(transfer_id, None)
         if blocks is not None:
             self._fence.release(blocks)

@@ -20,7 +20,7 @@ from kv_transfer.metadata import KVTransferParams, TransferStats
 
 
 def is_offer(request: Request) -> bool:
-    """Whether a peer will pull the request's KV."""
+    """Returns whether a peer will pull the request's KV."""
     params = request.kv_transfer_params
     return params is not None and params.do_remote_decode
 
@@ -55,13 +55,13 @@ class Offers:
             self._fence.release(blocks)
 
     def abort_of(self, request_id: str) -> None:
-        """The request ended before; its KV is not wanted any more."""
+        """Returns the abort for a request that ended before; its KV is not wanted any more."""
         for transfer_id, request in list(self._offers.items()):
             if request.request_id == request_id and not self._abort(transfer_id):
                 self._held.release(transfer_id)
 
     def _abort(self, transfer_id: str) -> bool:
-        """Whether somebody may still read the blocks."""
+        """Aborts and returns whether somebody may still read the blocks."""
         return self._connector.abort(self._offers.pop(transfer_id))
 
     def failed(

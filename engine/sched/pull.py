@@ -87,7 +87,7 @@ class Pull:
 
     @property
     def params(self) -> KVTransferParams:
-        """Those of the latest attempt that was begun or queued."""
+        """Returns the parameters of the latest attempt that was begun or queued."""
         params = self.request.kv_transfer_params
         assert params is not None
         return params

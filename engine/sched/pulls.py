@@ -61,7 +61,7 @@ class Pulls:
 
     @property
     def num_started(self) -> int:
-        """Requests that wait for their KV and are not in the waiting queue."""
+        """Returns the number of requests that wait for KV outside of the waiting queue."""
         return len(self._pulls) - len(self._in[PullState.QUEUED])
 
     @property
@@ -109,7 +109,7 @@ class Pulls:
         return request
 
     def request_ended(self, pull: Pull) -> None:
-        """The request was aborted, or its first token was the last."""
+        """Ends the pull: the request was aborted, or its first token was the last."""
         self._let_go(pull)
         self._move(pull, PullState.ENDED)
 
@@ -132,7 +132,7 @@ class Pulls:
     # What the node server says ----------------------------------------------------------------
 
     def first_token_known(self, request: Request) -> None:
-        """`request.all_token_ids` has it now."""
+        """Continues a pull whose request has its first token in `request.all_token_ids` now."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return
@@ -203,7 +203,7 @@ class Pulls:
     # What the connector says ------------------------------------------------------------------
 
     def received(self, transfer_id: str, stats: TransferStats) -> KVTransferResult | None:
-        """All KV is here. Returns None when nobody waits to hear it."""
+        """Ends a pull whose KV has all arrived. Returns None when nobody waits to hear it."""
         pull = self._in_motion(transfer_id)
         if pull is None:
             return None
@@ -220,8 +220,10 @@ class Pulls:
     def failed(
         self, transfer_id: str, reason: str, retryable: bool, num_tokens_kept: int = 0
     ) -> KVTransferResult | None:
-        """The transfer failed or was aborted: no writer is left. `num_tokens_kept`: from the
-        prompt's beginning, with KV that is complete. Returns None when nobody waits to hear it."""
+        """Ends a pull whose transfer failed or was aborted: no writer is left. `num_tokens_kept`:
+        from the prompt's beginning, with KV that is complete. Returns None when nobody waits to
+        hear it.
+        """
         pull = self._in_motion(transfer_id)
         if pull is None:
             return None
@@ -278,7 +280,7 @@ class Pulls:
             self._fence.release(blocks)
 
     def _has_stopped(self, pull: Pull, num_tokens: int) -> None:
-        """No writer is left, and so many tokens have their KV."""
+        """Goes on after a transfer that has no writer left and has brought KV for `num_tokens`."""
         next_params, pull.next_params = pull.next_params, None
         self._keep_part(pull, num_tokens)
         if next_params is not None:
@@ -301,8 +303,9 @@ class Pulls:
             self._fence.release(self._kv_cache.take_blocks(request.request_id))
 
     def _compute_the_rest(self, pull: Pull) -> None:
-        """The request needs only a row: it has blocks and KV, maybe of a part. With a window it
-        has what its first token sees, and a prompt token would see more."""
+        """Queues the request, which has blocks and KV, maybe of a part, and needs only a row. With
+        a window it has what its first token sees, and a prompt token would see more.
+        """
         request = pull.request
         num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
         if not self._kv_cache.can_continue(num_computed, request.num_prompt_tokens):

@@ -40,7 +40,7 @@ class RemoteKV:
         self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy)
 
     def refusal(self, request: Request) -> str:
-        """Why this engine cannot take the request's KV parameters; empty when it can."""
+        """Returns why this engine cannot take the request's KV parameters; empty when it can."""
         return self._connector.refusal(request)
 
     def add_request(self, request: Request) -> None:

@@ -24,7 +24,7 @@ class RequestLimits:
         """Tokens of one prompt in one step."""
 
     def max_len(self, request: Request) -> int:
-        """Prompt and output together end at this many tokens, at the latest.
+        """Returns the number of tokens at which prompt and output together end, at the latest.
 
         The last token's KV is never written, so a cache of n tokens serves n + 1. Ending there
         keeps a request that is alone in the engine from waiting for blocks that do not exist.
@@ -34,7 +34,7 @@ class RequestLimits:
         return min(wanted, self._max_model_len, self._num_slots + 1)
 
     def refusal(self, request: Request) -> str:
-        """Why the request can never run; empty when it can."""
+        """Returns why the request can never run; empty when it can."""
         prompt = request.num_prompt_tokens
         if prompt < 1:
             return "the prompt is empty; send at least one token"

@@ -34,7 +34,7 @@ class RequestQueue:
         return request.request_id in self._tickets
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """Iterates in no particular order."""
         return (entry[2] for entry in self._heap if self._is_valid(entry))
 
     def add(self, request: Request) -> None:

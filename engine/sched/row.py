@@ -86,9 +86,9 @@ class Row:
         self.num_reserved = request.num_computed_tokens
         """Leading tokens whose KV scheduled steps write at most; stale in DECODE."""
         self.reserved_base = 0
-        """In DECODE: the same, less what the row may compute in all steps since step 0."""
+        """The same for a row in DECODE, less what the row may compute in all steps since step 0."""
         self.event_step = 0
-        """In DECODE: the step before which something must be decided for this row."""
+        """The step before which something must be decided for this row, in DECODE."""
         self.phase = RowPhase.PREFILL
         self.is_offer = False
         """A peer pulls this request's KV, so its blocks may not change: never preempted."""
@@ -113,7 +113,7 @@ class Row:
         return confirmed - (confirmed - num_reserved) // query_len
 
     def confirm_fewer(self, count: int) -> None:
-        """A result names `count` tokens fewer than its step had reserved."""
+        """Corrects a row when a result names `count` tokens fewer than its step had reserved."""
         self.num_reserved -= count
         self.reserved_base -= count
 
@@ -156,7 +156,7 @@ class RowTable:
         self._free.append(row.index)
 
     def of(self, request: Request) -> Row:
-        """The row of a running request."""
+        """Returns the row of a running request."""
         row = self.rows[request.row]
         assert row is not None
         return row

@@ -65,13 +65,15 @@ class RunningRows:
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Known tokens of rows that no step computes yet."""
+        """Returns the number of known tokens of rows that no step computes yet."""
         return sum(row.remaining_prefill for row in self._prefilling)
 
     # Rows come and go -------------------------------------------------------------------------
 
     def enter(self, request: Request, key: SortKey, max_len: int, *, is_offer: bool) -> Row:
-        """The request has blocks, and `num_computed_tokens` of its tokens have KV in them."""
+        """Gives a row to the request, which has blocks with KV of its first `num_computed_tokens`
+        tokens.
+        """
         blocks = self._kv_cache.get_blocks(request.request_id)
         row = self.table.assign(request, blocks, key, max_len)
         row.is_offer = is_offer
@@ -98,7 +100,7 @@ class RunningRows:
         return row
 
     def leave(self, row: Row) -> None:
-        """Its blocks stay the request's."""
+        """Takes the row back; its blocks stay the request's."""
         if row.phase is RowPhase.PREFILL:
             self._prefilling.remove(row)
         elif row.phase is RowPhase.DECODE:
@@ -107,7 +109,7 @@ class RunningRows:
         self.builder.finish_row(row.index)
 
     def preempt(self, row: Row) -> None:
-        """Preemption is completion: nothing is kept but the confirmed tokens."""
+        """Preempts the row as if it were complete: nothing is kept but the confirmed tokens."""
         request = row.request
         self.leave(row)
         self._fence.release(self._kv_cache.take_blocks(request.request_id))
@@ -133,7 +135,9 @@ class RunningRows:
         return not self._joining and self._counters.num_preemptions == preemptions_before
 
     def _decide(self, row: Row, step_id: int) -> None:
-        """`row` is due or wants to join. It may have been preempted a moment ago."""
+        """Decides for a `row` that is due or wants to join. It may have been preempted a moment
+        ago.
+        """
         if row.is_gone:
             return
         calendar, last = self.calendar, row.max_len - 1
@@ -160,7 +164,9 @@ class RunningRows:
         row.phase = phase
 
     def _make_room(self, row: Row, num_tokens: int) -> bool:
-        """Blocks for `num_tokens`. False: not now, or the row itself had to go."""
+        """Takes blocks for `num_tokens`; False means not now, or that the row itself had to go.
+        False: not now, or the row itself had to go.
+        """
         while True:
             grown = self._kv_cache.grow(row.blocks, num_tokens)
             if grown is not None:
@@ -173,7 +179,7 @@ class RunningRows:
                 return False
 
     def _yield_blocks(self, wanted_by: Row) -> bool:
-        """Somebody gives up blocks. False: nobody can."""
+        """Makes somebody give up blocks; False means that nobody can. False: nobody can."""
         able = [
             row
             for row in self.table.live()
@@ -208,7 +214,7 @@ class RunningRows:
 
     @property
     def has_work(self) -> bool:
-        """Whether the next step computes anything."""
+        """Returns whether the next step computes anything."""
         return self.calendar.size > 0 or self.builder.has_chunks
 
     def issue(
@@ -221,12 +227,12 @@ class RunningRows:
     # What came back ---------------------------------------------------------------------------
 
     def confirm_chunk(self, row: Row, num_computed_tokens: int) -> None:
-        """The chunk's step is done: its KV exists."""
+        """Records that the chunk's step is done and its KV exists."""
         if not row.is_gone:
             self._kv_cache.confirm(row.request, num_computed_tokens)
 
     def publish(self, row: Row) -> None:
-        """The confirmed tokens have reached `check_len`. All but the last have KV."""
+        """Publishes confirmed tokens that have reached `check_len`. All but the last have KV."""
         num_tokens = len(row.tokens)
         self._kv_cache.confirm(row.request, num_tokens - 1)
         if self._kv_cache.confirms_blocks:

@@ -96,7 +96,7 @@ class Scheduler:
     # Requests come, are advised on, and go ----------------------------------------------------
 
     def add_request(self, request: Request) -> EngineCoreOutputs:
-        """A request that can never run ends at once with finish_reason `error`.
+        """Adds a request; one that can never run ends at once with finish_reason `error`.
 
         Raises:
             ValueError: A request of this id is known already.
@@ -116,8 +116,9 @@ class Scheduler:
         return EngineCoreOutputs()
 
     def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
-        """Unknown ids are left alone: the request ended meanwhile. KV that an ended request
-        still offers to a peer is called off."""
+        """Aborts requests; unknown ids are left alone, as those ended meanwhile. KV that an ended
+        request still offers to a peer is called off.
+        """
         outputs = EngineCoreOutputs()
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -130,7 +131,7 @@ class Scheduler:
         return outputs
 
     def supply_first_token(self, request_id: str, token_id: int) -> EngineCoreOutputs:
-        """The prefill node sampled token one, and the client has it.
+        """Supplies token one, which the prefill node sampled and the client has.
 
         A request that has output of its own already keeps that. One that is prefilling here
         starts again behind the token, so the client never gets two different first tokens.
@@ -150,13 +151,15 @@ class Scheduler:
         return EngineCoreOutputs()
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> EngineCoreOutputs:
-        """A new attempt, or another peer. Ignored when the request computes its prompt here."""
+        """Starts a new attempt, maybe with another peer. Ignored when the request computes its
+        prompt here.
+        """
         request = self._requests.get(request_id)
         result = self._remote.pulls.retry(request, params) if request is not None else None
         return EngineCoreOutputs(kv_results=[result] if result is not None else [])
 
     def prefill_locally(self, request_id: str) -> EngineCoreOutputs:
-        """No KV will come: compute the prompt here, first token or not."""
+        """Computes the prompt here, because no KV will come, first token or not."""
         request = self._requests.get(request_id)
         if request is not None:
             self._remote.pulls.prefill_locally(request)
@@ -172,8 +175,9 @@ class Scheduler:
     # One step ---------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step; None when there is nothing that could run now. Pulls of KV may have
-        been started all the same."""
+        """Returns the next step; None when there is nothing that could run now. Pulls of KV may
+        have been started all the same.
+        """
         running = self._running
         self._remote.pulls.check_stopping()
         step_id = running.step_id + 1
@@ -256,8 +260,9 @@ class Scheduler:
         counters.last_step_at = now
 
     def _check(self, row: Row, output: EngineCoreOutput) -> int:
-        """A block became full, or the output may have ended with one of its new tokens. Returns
-        how many tokens behind the end were dropped."""
+        """Checks whether a block became full or the output ended with one of its new tokens.
+        Returns how many tokens behind the end were dropped.
+        """
         tokens, new = row.tokens, output.new_token_ids
         if len(tokens) < row.max_len and row.stop_ids.isdisjoint(new):
             self._running.publish(row)
@@ -298,7 +303,7 @@ class Scheduler:
         *,
         output: EngineCoreOutput,
     ) -> None:
-        """The request leaves wherever it is; `output` says so."""
+        """Removes the request wherever it is; `output` says so."""
         if request.status is RequestStatus.RUNNING:
             self._running.leave(self._running.table.of(request))
         self._waiting.remove(request)

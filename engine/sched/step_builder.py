@@ -40,11 +40,11 @@ class StepBuilder:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether the step computes anything beside the rows that decode."""
+        """Returns whether the step computes anything beside the rows that decode."""
         return bool(self._chunks)
 
     def enter(self, new: NewRequestData) -> None:
-        """A request has entered a row."""
+        """Records that a request has entered a row."""
         self._new_reqs.append(new)
 
     def finish_row(self, index: int) -> None:
@@ -62,7 +62,7 @@ class StepBuilder:
             ]
 
     def add_blocks(self, index: int, group: int, block_ids: list[int]) -> None:
-        """The row has got more blocks in a KV group."""
+        """Records that the row has got more blocks in a KV group."""
         self._new_block_ids.append((index * self._num_groups + group, block_ids))
 
     def add_to_decode(self, index: int) -> None:
@@ -75,8 +75,9 @@ class StepBuilder:
         self._decode_remove.append(index)
 
     def add_chunk(self, row: Row, first_token: int, num_tokens: int) -> None:
-        """The step computes so many of the row's known tokens. A first token that came from a
-        peer is no prompt token."""
+        """Records that the step computes so many of the row's known tokens. A first token that came
+        from a peer is no prompt token.
+        """
         request, end = row.request, first_token + num_tokens
         self._num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - first_token)
         self._prefill_chunks.append((row.index, num_tokens))

@@ -32,7 +32,7 @@ class StepFence:
         self._issued = step_id
 
     def release(self, blocks: list[KVCacheBlock]) -> None:
-        """`blocks` in the order of the tokens."""
+        """Frees `blocks`, given in the order of the tokens, once no step reads them."""
         if self._issued == self._retired:
             self._kv_cache.free_blocks(blocks)
         elif blocks:

@@ -47,12 +47,13 @@ class ResultCopier:
 
     @property
     def waits(self) -> bool:
-        """Whether results come later than steps are started."""
+        """Returns whether results come later than steps are started."""
         return self._stream is not None
 
     def start_copy(self, found: StepTensors) -> tuple[StepTensors, torch.cuda.Event | None]:
-        """The same on the host, valid once the event has happened. `found` must live until then:
-        its memory belongs to the stream it was computed on."""
+        """Starts the copy to the host, which is valid once the event has happened. `found` must
+        live until then: its memory belongs to the stream it was computed on.
+        """
         stream = self._stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
@@ -94,7 +95,7 @@ class AsyncOutput:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is no device to wait for, now or ever."""
+        """Returns whether there is no device to wait for, now or ever."""
         return not self._waits
 
     def get_output(self) -> ModelRunnerOutput:
@@ -115,7 +116,7 @@ class AsyncOutput:
 def _add_tokens(
     output: ModelRunnerOutput, token_ids: torch.Tensor, logprobs: LogprobsTensors | None
 ) -> None:
-    """`token_ids` is [num_sampled, W]."""
+    """Adds `token_ids`, which is [num_sampled, W]."""
     cells: list[int] = token_ids.flatten().tolist()
     found = {} if logprobs is None else logprobs.by_cell()
     if token_ids.shape[1] == 1:

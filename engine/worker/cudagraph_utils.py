@@ -83,8 +83,9 @@ def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
 
 
 def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
-    """Dense where requests are few and a padded one costs most of a step's time; rising, and
-    always with the largest batch."""
+    """Returns sizes that are dense where requests are few and a padded one costs most of a step's
+    time; rising, and always with the largest batch.
+    """
     sizes = {*_SMALL_SIZES, max_num_reqs}
     size = 0
     for up_to, distance in _STEPS:
@@ -156,7 +157,7 @@ class CudaGraphManager:
         )
 
     def dispatch(self, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey | None:
-        """The smallest graph that holds `num_reqs` decodes; None: no graph does."""
+        """Returns the smallest graph that holds `num_reqs` decodes; None if no graph does."""
         if not self._graphs or decode_query_len not in self._decode_query_lens:
             return None
         index = bisect.bisect_left(self.capture_sizes, num_reqs)
@@ -165,7 +166,7 @@ class CudaGraphManager:
         return GraphKey.of_decodes(self.capture_sizes[index], decode_query_len, samples)
 
     def dispatch_prompts(self, num_reqs: int, num_tokens: int) -> GraphKey | None:
-        """The smallest graph that holds a step with prompts; None: no graph does."""
+        """Returns the smallest graph that holds a step with prompts; None if no graph does."""
         fitting = (
             key
             for key in self._prompts

@@ -19,7 +19,7 @@ from tandem_kernels.batch_tables import RowTables
 
 
 class Drafter(Protocol):
-    """Without one, whatever stands behind the known tokens is taken for drafts."""
+    """Proposes drafts. Without one, whatever stands behind the known tokens is taken for drafts."""
 
     def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
         """Returns [S, K] int64 on the same device: up to `rows.max_drafts` drafts for each of the

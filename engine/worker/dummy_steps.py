@@ -14,7 +14,7 @@ from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
-"""In a step with so many, attention has tiles that depend on the context."""
+"""The tokens from which attention has tiles that depend on the context."""
 _FEWEST_PROMPTS = 16
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, MAX_LOGPROBS)
 """One for each power of two of what a request may ask for."""
@@ -64,7 +64,7 @@ def warm_up_steps(max_num_reqs: int, longest: int, max_model_len: int) -> list[D
 
 
 def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> SamplingParams:
-    """A request that leaves nothing of the sampler out."""
+    """Returns a request that leaves nothing of the sampler out."""
     return SamplingParams(
         top_k=5,
         top_p=0.5,

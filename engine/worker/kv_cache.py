@@ -23,17 +23,19 @@ from kv_transfer.layout import KVLayout
 
 
 class KVCacheMemoryError(CannotStartError):
-    """Not even one sequence of the allowed length would fit. Says both numbers and the cure."""
+    """Raised when not even one sequence of the allowed length would fit. Says both numbers and the
+    cure.
+    """
 
 
 def blocks_that_fit(config: EngineConfig, budget_bytes: int) -> int:
-    """Blocks for `budget_bytes`, but no more than all rows could ever fill."""
+    """Returns the blocks that fit `budget_bytes`, but no more than all rows could ever fill."""
     wanted = config.scheduler.max_num_seqs * blocks_per_sequence(config)
     return min(wanted, budget_bytes // config.kv_layout.block_bytes)
 
 
 def blocks_per_sequence(config: EngineConfig) -> int:
-    """Blocks of one sequence of `max_model_len` tokens, and of its drafts."""
+    """Returns the blocks of one sequence of `max_model_len` tokens, and of its drafts."""
     num_slots = config.model.max_model_len + config.decode_query_len - 1
     return num_blocks_for(config.kv_layout.groups, num_slots)
 
@@ -125,7 +127,7 @@ class KVCache:
         self.layers = layer_views(self.memory, layout)
 
     def close(self) -> None:
-        """The memory goes when nobody maps it any more. Idempotent."""
+        """Closes the cache; its memory goes when nobody maps it any more. Idempotent."""
         self.layers.clear()
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self._file is not None:

@@ -22,7 +22,7 @@ OnLayer = Callable[[int], None]
 
 
 def _ignore_layer(layer: int) -> None:
-    """Nobody waits for this step's KV."""
+    """Does nothing, as nobody waits for this step's KV."""
 
 
 class KVConnector:

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a run takes at its peak.
+"""Measures how much memory there is, and how much a run takes at its peak.
 
 On the CPU the answer comes from /proc and the control group of this process; on a GPU from the
 driver and torch's allocator.
@@ -54,7 +54,7 @@ class MemoryProfiler:
         return _resident()
 
     def peak_growth(self, run: Callable[[], object]) -> int:
-        """How far `run` goes beyond what is in use now."""
+        """Returns how far `run` goes beyond what is in use now."""
         if self._device.type == "cuda":
             return self._cuda_growth(run)
         before = _resident()
@@ -86,8 +86,9 @@ def _host_available() -> int:
 
 
 def _cgroup_available(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Limit minus usage; page cache that the kernel would drop counts as free. A host without
-    control groups, or without a limit, has no bound here."""
+    """Returns limit minus usage; page cache that the kernel would drop counts as free. A host
+    without control groups, or without a limit, has no bound here.
+    """
     for limit_file, usage_file, stat_file in _CGROUPS:
         try:
             limit = (root / limit_file).read_text(encoding="ascii").strip()
@@ -110,7 +111,7 @@ def _lifetime_peak() -> int:
 
 
 def _restart_peak() -> bool:
-    """False where the kernel or a sandbox does not let us."""
+    """Restarts the measurement of the peak; False where the kernel or a sandbox does not let us."""
     try:
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
     except OSError:
@@ -119,7 +120,7 @@ def _restart_peak() -> bool:
 
 
 def _field(path: Path, name: str) -> int:
-    """A figure in kB of a /proc file, as bytes."""
+    """Returns a figure in kB of a /proc file, as bytes."""
     found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(encoding="ascii"), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"{path} has no field {name}; is /proc mounted?")

@@ -165,7 +165,7 @@ class ModelRunner:
         self._graphs = graphs
 
     def drop_graphs(self) -> None:
-        """Decode steps launch their kernels one by one again."""
+        """Drops all graphs: decode steps launch their kernels one by one again."""
         self._graphs = None
 
     def warm_up(self, report: Callable[[float], None]) -> None:
@@ -182,10 +182,11 @@ class ModelRunner:
         report(1.0)
 
     def dummy_run(self, num_tokens: int) -> None:
-        """A step of `num_tokens` tokens of nobody, in rows that must be free: as many requests
+        """Runs a step of `num_tokens` padding tokens, in rows that must be free: as many requests
         as there are rows, one token each, and the rest of the tokens in few long prompts; all want
-        all that the sampler can do. Warms up, and takes as much memory as any step may.
-        Overwrites block 0 of the cache."""
+        all that the sampler can do. Warms up, and takes as much memory as any step may. Overwrites
+        block 0 of the cache.
+        """
         lengths = dummy_lengths(
             num_tokens, self.states.max_num_reqs, self._config.model.max_model_len
         )

@@ -124,7 +124,9 @@ class Worker:
         self._place = ParallelPlace(range(self.config.model.num_layers), tp)
 
     def load_model(self, report: Callable[[float], None]) -> None:
-        """`report` hears fractions in 0..1. Raises `CheckpointError`, `DeviceMemoryError`."""
+        """Loads the model; `report` hears fractions in 0..1. Raises `CheckpointError`,
+        `DeviceMemoryError`.
+        """
         config = self.config
         with naming_out_of_memory("loading the model", cure_of_loading(config), self._device):
             model = create_model(config, self._place, self._device)
@@ -132,7 +134,7 @@ class Worker:
             self.runner = ModelRunner(config, model, self._connector, self._device)
 
     def determine_num_blocks(self) -> int:
-        """Blocks that this rank has room for.
+        """Returns the number of blocks that this rank has room for.
 
         Raises:
             KVCacheMemoryError: Fewer than one sequence of `max_model_len` needs.
@@ -167,7 +169,8 @@ class Worker:
         return self._connector.register_kv_cache(config.kv_layout, kv_cache.memory)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
-        """`report` hears what is done and fractions in 0..1. Nothing to do on the CPU.
+        """Captures the graphs; `report` hears what is done and fractions in 0..1. Nothing to do on
+        the CPU.
 
         Raises:
             DeviceMemoryError: Graphs do not fit beside the KV cache.
@@ -219,7 +222,7 @@ class Worker:
         self._closers.close()
 
     def _part_of_host_memory(self) -> int:
-        """Bytes for this rank's cache on the CPU: all ranks of a node share one host."""
+        """Returns this rank's bytes for the cache on the CPU: a node's ranks share one host."""
         memory = MemoryProfiler(self._device)
         free = memory.available() - memory.peak_growth(self._profile_run)
         ranks = self.config.parallel.tensor_parallel_size
@@ -242,7 +245,7 @@ class Worker:
         )
 
     def _profile_run(self) -> None:
-        """The largest step there can be, over a cache of one block."""
+        """Runs the largest step there can be, over a cache of one block."""
         with closing(KVCache(self.config.kv_layout, 1, self._device)) as profile_cache:
             self.runner.kv_caches = profile_cache.layers
             self.runner.dummy_run(self.config.scheduler.max_num_batched_tokens)

@@ -38,19 +38,19 @@ class StepOrder(Protocol):
 
     @property
     def query_lens(self) -> Int32Array:
-        """[R], tokens that the step computes."""
+        """Returns the tokens that the step computes: [R]."""
         ...
 
     @property
     def seq_lens(self) -> Int32Array:
-        """[R], context with this step's tokens."""
+        """Returns the context lengths with this step's tokens: [R]."""
         ...
 
     @property
     def num_decodes(self) -> int: ...
     @property
     def decode_query_len(self) -> int:
-        """Tokens that each decode computes."""
+        """Returns the number of tokens that each decode computes."""
         ...
 
 
@@ -61,7 +61,7 @@ class StepBatch(Protocol):
     def order(self) -> StepOrder: ...
     @property
     def block_tables(self) -> Tensor:
-        """[R, max_blocks] int32."""
+        """Returns the block tables: [R, max_blocks] int32."""
         ...
 
     @property
@@ -71,12 +71,12 @@ class StepBatch(Protocol):
 
     @property
     def query_start_loc(self) -> Tensor:
-        """[R + 1] int32."""
+        """Returns the first query token of each request: [R + 1] int32."""
         ...
 
     @property
     def seq_lens(self) -> Tensor:
-        """[R] int32."""
+        """Returns the context lengths: [R] int32."""
         ...
 
 

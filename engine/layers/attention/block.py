@@ -54,7 +54,7 @@ class AttentionBlock(nn.Module):
     def forward(
         self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
     ) -> None:
-        """`x`: [T, H], normed."""
+        """Attends for the normed `x`: [T, H]."""
         attended: Tensor = self.attention(
             self.qkv_proj(x),
             kv_cache,
@@ -66,7 +66,9 @@ class AttentionBlock(nn.Module):
         self.o_proj.add_to(stream, attended)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
-        """`is_fused`: the checkpoint has queries, keys and values as one tensor."""
+        """Lists the checkpoint's tensors; `is_fused` says that queries, keys and values are one
+        tensor.
+        """
         names = ("qkv_proj",) if is_fused else ("q_proj", "k_proj", "v_proj")
         yield from self.qkv_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")

@@ -62,7 +62,7 @@ def padded_length(num_tokens: int) -> int:
 
 
 def _attend(heads: Tensor, num_heads: int, scale: float) -> Tensor:
-    """One prompt: [L, Hq + 2 Hkv, D] -> [L, Hq, D]."""
+    """Attends within one prompt: [L, Hq + 2 Hkv, D] -> [L, Hq, D]."""
     num_tokens, padded = len(heads), padded_length(len(heads))
     if padded != num_tokens:
         heads = F.pad(heads, (0, 0, 0, 0, 0, padded - num_tokens))

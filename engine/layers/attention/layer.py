@@ -50,7 +50,9 @@ class Attention(nn.Module):
         k_weight: Tensor | None = None,
         eps: float = 0.0,
     ) -> Tensor:
-        """[T, (Hq + 2 Hkv) * D] -> [T, Hq * D]. The weights normalise each head before RoPE."""
+        """Attends: [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]. The weights normalise each head before
+        RoPE.
+        """
         spec, backend = self.spec, inputs.backend
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)

@@ -44,7 +44,7 @@ class UncachedPrefillMetadata(AttentionMetadata):
 
     @property
     def end(self) -> int:
-        """The query row behind the uncached prompts."""
+        """Returns the query row behind the uncached prompts."""
         return self.num_decode_tokens + sum(self.prompt_lens)
 
 
@@ -74,7 +74,7 @@ class DensePrefill(ABC):
 
     @abstractmethod
     def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
-        """See `AttentionBackend.prepare`."""
+        """Prepares as `AttentionBackend.prepare` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class UncachedPrefillBackend(AttentionBackend):
         self.dense.prepare(num_heads, kv_cache, max_tokens)
 
     def order(self, chunks: list[PrefillChunk]) -> list[PrefillChunk]:
-        """Long uncached prompts first; else as they came."""
+        """Orders long uncached prompts first; the others stay as they came."""
 
         def is_other(chunk: PrefillChunk) -> bool:
             return chunk.num_tokens < self.dense.min_tokens or chunk.num_computed > 0

@@ -63,10 +63,10 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Multiplies by the weight: [T, in] -> [T, out]."""
 
     def gate_up(self, layer: LinearLayer, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out / 2]: `silu(gate) * up`, where gate is the first half."""
+        """Computes [T, in] -> [T, out / 2]: `silu(gate) * up`, where gate is the first half."""
         return ops.silu_and_mul(self.apply(layer, x))
 
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
