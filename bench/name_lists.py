@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """For `type` of an argument: comma separated, each of them known. Nothing gives none."""
+    """Returns a `type` of an argument: comma separated, each of them known. Nothing gives none."""
     names = list(known)
 
     def parse(text: str) -> list[str]:

@@ -178,7 +178,7 @@ class Verdict:
 
 
 def copy_tree(target: Path) -> None:
-    """The tracked files as they are now."""
+    """Copies the tracked files as they are now."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
     )
@@ -190,7 +190,7 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], timeout_s: float = _TIMEOUT_S) -> tuple[int, str]:
-    """Exit code of pytest, and the first test that failed."""
+    """Returns the exit code of pytest, and the first test that failed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(

@@ -37,7 +37,7 @@ def write_result(name: str, figures: Mapping[str, object] | Sequence[object]) ->
 
 
 def command_line() -> str:
-    """How the benchmark was called, from the repository's root; keys are left out."""
+    """Returns how the benchmark was called, from the repository's root; keys are left out."""
     program = Path(sys.argv[0])
     folder = "" if program.parent.name == "bench" else f"{program.parent.name}."
     arguments = list(sys.argv[1:])

@@ -28,7 +28,7 @@ class Quantiles:
     points: tuple[tuple[float, float], ...]
 
     def draw(self, rng: random.Random) -> int:
-        """At least 1."""
+        """Draws a length of at least 1."""
         percent = rng.random() * 100
         index = bisect.bisect_right([p for p, _ in self.points], percent) - 1
         index = min(index, len(self.points) - 2)
@@ -76,7 +76,9 @@ class Preset:
         return sum(n * share for n, share in self.turns) / sum(share for _, share in self.turns)
 
     def scaled(self, factor: float, time_factor: float, max_prompt: int | None) -> Preset:
-        """All lengths times `factor`, all pauses times `time_factor`, prompts at most so long."""
+        """Returns the workload with all lengths times `factor`, all pauses times `time_factor`,
+        prompts at most so long.
+        """
         limit = self.max_prompt * factor if max_prompt is None else max_prompt
         return replace(
             self,
@@ -116,8 +118,9 @@ class Session:
 def sessions(
     preset: Preset, requests_per_s: float, duration_s: float, seed: int
 ) -> Iterator[Session]:
-    """The sessions of one run, in order of arrival, at `requests_per_s` turns a second on average
-    if pauses are short against the run."""
+    """Returns the sessions of one run, in order of arrival, at `requests_per_s` turns a second on
+    average if pauses are short against the run.
+    """
     rng = random.Random(seed)
     now = 0.0
     for number in itertools.count():

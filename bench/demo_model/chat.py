@@ -60,7 +60,7 @@ class Chat:
 
 
 def facts_about(thing: Thing) -> list[tuple[tuple[str, ...], str, str]]:
-    """(questions that name the thing, the follow-up question, the answer)."""
+    """Returns (questions that name the thing, the follow-up question, the answer)."""
     name = thing.name
     return [
         (
@@ -87,7 +87,7 @@ def facts_about(thing: Thing) -> list[tuple[tuple[str, ...], str, str]]:
 
 
 def facts_about_person(who: Person) -> list[tuple[tuple[str, ...], str, str]]:
-    """(questions that name the person, the follow-up question, the answer)."""
+    """Returns (questions that name the person, the follow-up question, the answer)."""
     name, they = who.name, who.they
     return [
         (
@@ -130,7 +130,7 @@ class ChatWriter:
         )
 
     def write(self, num_topics: int) -> Chat:
-        """A chat over `num_topics` topics of one to three turns each."""
+        """Writes a chat over `num_topics` topics of one to three turns each."""
         system = self._rng.choice(SYSTEM_PROMPTS) if self._rng.random() < 0.2 else None
         turns: list[Turn] = []
         weights = [weight for weight, _ in self._topics]
@@ -139,7 +139,7 @@ class ChatWriter:
         return Chat(system, tuple(Turn(self._typed(turn.user), turn.assistant) for turn in turns))
 
     def _typed(self, question: str) -> str:
-        """Now and then as people type in a hurry."""
+        """Returns the text, now and then as people type in a hurry."""
         if self._rng.random() < 0.2:
             question = question.lower()
         if self._rng.random() < 0.2:

@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 def render(chat: Chat) -> str:
-    """What CHAT_TEMPLATE makes of the chat."""
+    """Renders the chat as CHAT_TEMPLATE does."""
     parts = [BOS]
     if chat.system is not None:
         parts.append(SYSTEM + chat.system + END)

@@ -20,7 +20,7 @@ _TIMES = ("One morning", "One evening", "Once upon a time", "After lunch", "Befo
 _FEELINGS = ("glad", "proud", "surprised", "calm", "tired but happy")
 _LATER = ("Then", "A little later", "Soon after", "An hour later", "After that")
 _HOURS = ("In the morning", "At noon", "In the afternoon", "In the evening")
-"""In a story of several days: one for each scene of a day but the question."""
+"""The scenes of a story of several days: one for each scene of a day but the question."""
 _MEALS = ("drank tea", "ate bread and honey", "told old jokes")
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class StoryTeller:
         )
 
     def tell(self, num_days: int, scenes_a_day: int = 5) -> str:
-        """A paragraph for each day, of `scenes_a_day` scenes of one or two sentences."""
+        """Tells a paragraph for each day, of `scenes_a_day` scenes of one or two sentences."""
         paragraphs = []
         if num_days > 1:
             self._times = cycle(_HOURS)
@@ -60,7 +60,7 @@ class StoryTeller:
         return "\n\n".join(" ".join(sentences) for sentences in paragraphs)
 
     def _from_any(self, choices: Sequence[T]) -> cycle[T]:
-        """Round and round, from a random start."""
+        """Yields the items round and round, from a random start."""
         start = self._rng.randrange(len(choices))
         return cycle([*choices[start:], *choices[:start]])
 
@@ -158,7 +158,7 @@ class StoryTeller:
 
 
 def a(noun: str) -> str:
-    """The noun with its indefinite article."""
+    """Returns the noun with its indefinite article."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
@@ -167,7 +167,7 @@ def _described(thing: Thing) -> str:
 
 
 def _friends_of(hero: Person) -> list[Person]:
-    """The hero's friend, the friend's friend, and so on: everybody else."""
+    """Returns the hero's friend, the friend's friend, and so on: everybody else."""
     friends = [person(hero.friend)]
     while friends[-1].friend != hero.name:
         friends.append(person(friends[-1].friend))

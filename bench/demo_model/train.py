@@ -35,7 +35,9 @@ _CARD = Path(__file__).with_name("model_card.md")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`long_every`: each such step takes one sequence of CONTEXT tokens instead of a batch."""
+    """Says how to train. `long_every`: each such step takes one sequence of CONTEXT tokens instead
+    of a batch.
+    """
 
     steps: int = 900
     batch_size: int = 12
@@ -47,7 +49,7 @@ class Recipe:
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE: any text round-trips, also what the corpus never says."""
+    """Trains byte-level BPE: any text round-trips, also what the corpus never says."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,7 +69,9 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """0.9 M parameters; two key/value heads, so that two tensor-parallel ranks share evenly."""
+    """Returns a model of 0.9 M parameters; two key/value heads, so that two tensor-parallel ranks
+    share evenly.
+    """
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=128,
@@ -95,7 +99,7 @@ def packed(tokenizer: Tokenizer, texts: Iterator[str], length: int) -> Iterator[
 
 
 def train(tokenizer: Tokenizer, recipe: Recipe) -> tuple[LlamaForCausalLM, list[float]]:
-    """The model and the loss (nats a token) of every step."""
+    """Returns the model and the loss (nats a token) of every step."""
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(model_config(tokenizer))
     optimizer = torch.optim.AdamW(

@@ -29,7 +29,7 @@ class Thing:
     owner: str
     purpose: str
     neighbour: str
-    """What stands next to it."""
+    """The neighbour that stands next to it."""
 
 
 @dataclass(frozen=True, slots=True)

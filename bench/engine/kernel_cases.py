@@ -58,7 +58,7 @@ class PagedInputs:
 def paged_inputs(
     seq_lens: list[int], query_lens: list[int], block_size: int = 128, most_caches: int = 32
 ) -> PagedInputs:
-    """Scattered blocks; several caches, as the layers of a model have."""
+    """Makes scattered blocks; several caches, as the layers of a model have."""
     blocks = [-(-n // block_size) for n in seq_lens]
     num_blocks = sum(blocks) + 1
     order = torch.randperm(num_blocks, device="cuda").int()
@@ -86,7 +86,7 @@ def paged_inputs(
 
 
 def decode_attention_cases() -> Iterator[Case]:
-    """Blocks of 128 tokens unless the shape says otherwise."""
+    """Lists cases with blocks of 128 tokens unless the shape says otherwise."""
     for batch, context in itertools.product((1, 16, 64, 128, 256), (1024, 8192)):
         given = paged_inputs([context] * batch, [1] * batch)
         yield Case("decode attention", f"{batch} x {context}", given.calls(), given.kv_bytes)
@@ -106,7 +106,7 @@ def attention_flops(seq_lens: list[int], query_lens: list[int]) -> float:
 def dense_attention(
     num_prompts: int, length: int, bounds: Tensor
 ) -> dict[str, list[Callable[[], object]]]:
-    """What libraries make of prompts without a prefix, on dense queries, keys and values."""
+    """Computes, by libraries, prompts without a prefix on dense queries, keys and values."""
     sizes = [NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
     heads = randn(num_prompts * length, sum(sizes), HEAD_DIM)
     q, k, v = (
@@ -134,7 +134,7 @@ def dense_attention(
 
 
 def prefill_attention_cases() -> Iterator[Case]:
-    """Blocks of 128 tokens unless the shape says otherwise."""
+    """Lists cases with blocks of 128 tokens unless the shape says otherwise."""
     for label, seq_lens, query_lens, block_size in [
         ("512", [512], [512], 128),
         ("2048", [2048], [2048], 128),
@@ -204,7 +204,9 @@ def rope_case(tokens: int) -> Case:
 
 
 def sampling_cases() -> Iterator[Case]:
-    """Peaked logits have a few likely tokens, as a language model's; flat ones are the worst."""
+    """Lists cases with peaked logits, which have a few likely tokens, as a language model's, and
+    with flat ones, the worst.
+    """
     for rows in (1, 16, 64, 256):
         sets = rotations(rows * VOCAB * 4, 8)
         flat = [randn(rows, VOCAB, dtype=torch.float32) * 2 for _ in range(sets)]
@@ -228,7 +230,7 @@ def sampling_cases() -> Iterator[Case]:
 
 
 def batch_cases() -> Iterator[Case]:
-    """Bookkeeping of a decode step of 256 requests, and the copy of KV blocks."""
+    """Lists the bookkeeping of a decode step of 256 requests, and the copy of KV blocks."""
     rows, max_len, block_size = 1024, 8192, 64
     ints = {"dtype": torch.int32, "device": "cuda"}
     tables = RowTables(

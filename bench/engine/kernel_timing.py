@@ -11,12 +11,14 @@ L2_BYTES = 60 * 2**20
 
 
 def rotations(bytes_per_call: float, most: int = 32) -> int:
-    """How many input sets keep repeated calls from living in the cache."""
+    """Returns how many input sets keep repeated calls from living in the cache."""
     return max(1, min(most, round(8 * L2_BYTES / max(bytes_per_call, 1))))
 
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
-    """Median microseconds of one call when `calls` run back to back inside a CUDA graph."""
+    """Returns the median microseconds of one call when `calls` run back to back inside a CUDA
+    graph.
+    """
     repeated = list(calls) * max(1, 16 // len(calls))
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -42,7 +44,7 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
 
 
 def eager_us(call: Callable[[], object], repeats: int = 12) -> float:
-    """Median microseconds of one long call."""
+    """Returns the median microseconds of one long call."""
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -55,14 +57,14 @@ def eager_us(call: Callable[[], object], repeats: int = 12) -> float:
 
 
 def copy_bytes_per_us() -> float:
-    """Device-to-device copy, bytes read plus bytes written."""
+    """Measures a device-to-device copy, bytes read plus bytes written."""
     source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * source.nbytes / eager_us(lambda: target.copy_(source))
 
 
 def matmul_flops_per_us() -> float:
-    """bf16, 8192 cubed, random operands."""
+    """Measures a bf16 GEMM, 8192 cubed, with random operands."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     return 2 * 8192**3 / eager_us(lambda: torch.mm(a, b, out=out))

@@ -27,7 +27,7 @@ from bench.record import write_result
 
 _LARGEST_LOGITS_ERROR = 0.1
 _STEPS = 2
-"""Of one turn."""
+"""The steps of one turn."""
 _CASES = {
     "8192": ((8192,), 0),
     "4 x 2048": ((2048,) * 4, 0),
@@ -40,7 +40,7 @@ _CASES = {
 
 @dataclass(slots=True)
 class Candidate:
-    """`turns`: milliseconds."""
+    """One variant to be timed; `turns` are milliseconds."""
 
     variant: Variant
     step: Callable[[], Tensor]
@@ -50,7 +50,7 @@ class Candidate:
 
 
 def candidates(model: VariantModel, case: str, parts: set[str]) -> list[Candidate]:
-    """The last is the first again."""
+    """Returns the candidates; the last is the first again."""
     lengths, num_cached = _CASES[case]
     lengths = tuple(min(length, model.longest) for length in lengths)
     ways = model.attention_ways()
@@ -84,7 +84,7 @@ def turn_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Ten
 
 
 def take_turns(model: VariantModel, found: list[Candidate], rounds: int) -> None:
-    """The first round prepares and checks."""
+    """Takes turns; the first round prepares and checks."""
     expected: Tensor | None = None
     for turn in range(rounds + 1):
         for candidate in found:

@@ -61,7 +61,7 @@ class Case:
 
 
 def read() -> None:
-    """The reader's process."""
+    """Runs the reader's process."""
     config = read_config(ReaderConfig)
     context = zmq.Context()
     replies = connect_socket(context, zmq.PUSH, config.reply_address)
@@ -125,7 +125,9 @@ def percentiles(seconds: list[float]) -> tuple[float, float]:
 
 
 def cpu_percent(answers: list[Reply]) -> float:
-    """Of the busiest reader; its CPU seconds are the largest that were reported."""
+    """Returns the share of the busiest reader; its CPU seconds are the largest that were
+    reported.
+    """
     worked = max(a.cpu_s for a in answers[-2:]) - min(a.cpu_s for a in answers[:2])
     return 100 * worked / (answers[-1].received_at - answers[0].received_at)
 

@@ -96,7 +96,7 @@ def shape_config(
     deterministic: bool = False,
     tensor_parallel_size: int = 1,
 ) -> EngineConfig:
-    """An engine with random weights; the prefix cache is off."""
+    """Returns an engine with random weights; the prefix cache is off."""
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps({**_COMMON, **SHAPES[shape]})
         (Path(folder) / "config.json").write_text(text)
@@ -127,14 +127,16 @@ def shape_config(
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`at`: perf_counter seconds when the result was processed; `num_tokens` it brought."""
+    """One step's result. `at`: perf_counter seconds when it was processed; `num_tokens` it
+    brought.
+    """
 
     at: float
     num_tokens: int
 
 
 class OfflineEngine:
-    """`executor`: None for worker processes."""
+    """Drives an engine in this process. `executor`: None for worker processes."""
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -154,7 +156,7 @@ class OfflineEngine:
             self._poller.register(source, zmq.POLLIN)
 
     def request(self, num_prompt_tokens: int, max_tokens: int) -> EngineCoreRequest:
-        """Greedy, with a prompt of its own, and exactly `max_tokens` of output."""
+        """Makes a greedy request, with a prompt of its own, and exactly `max_tokens` of output."""
         self._next_id += 1
         return EngineCoreRequest(
             request_id=str(self._next_id),
@@ -169,7 +171,7 @@ class OfflineEngine:
         requests: list[EngineCoreRequest],
         on_step: Callable[[StepResult], None] = lambda step: None,
     ) -> list[StepResult]:
-        """All requests come at once. Steps that brought no token are not listed."""
+        """Runs requests that all come at once. Steps that brought no token are not listed."""
         for request in requests:
             self.core.handle(request)
         steps = []

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What one step costs the scheduler: microseconds and message bytes at steady decode.
+"""Measures what one step costs the scheduler: microseconds and message bytes at steady decode.
 
 No worker and no model: results are made up as fast as they can be read. Each batch decodes for
 some hundred steps, with requests at random distances from their next block, as in service. A step
@@ -145,8 +145,9 @@ class Samples:
 def add_requests(
     scheduler: Scheduler, config: EngineConfig, batch: int, rng: random.Random, aligned: bool
 ) -> None:
-    """`aligned`: equal prompts that all fit in one step, so that all rows need their next block
-    in the same step: the largest message."""
+    """Adds requests. `aligned`: equal prompts that all fit in one step, so that all rows need their
+    next block in the same step: the largest message.
+    """
     for index in range(batch):
         length = _MAX_NUM_BATCHED_TOKENS // batch if aligned else rng.randint(*_PROMPT_LENGTHS)
         message = EngineCoreRequest(
@@ -162,7 +163,7 @@ def add_requests(
 
 
 def run_steps(scheduler: Scheduler, workers: Workers, depth: int, num_steps: int) -> Samples:
-    """Steps until all prompts are computed are not measured."""
+    """Runs steps; those until all prompts are computed are not measured."""
     encoder = msgspec.msgpack.Encoder()
     in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
     samples = Samples()
@@ -223,7 +224,9 @@ def _measure_once(
 
 
 def measure_hashing(num_tokens: int = 8192, block_size: int = 16) -> dict[str, float]:
-    """Naming the blocks of one long prompt, in microseconds, by SHA-256 and by XXH3-128."""
+    """Measures naming the blocks of one long prompt, in microseconds, by SHA-256 and by
+    XXH3-128.
+    """
     prompt = [index * 7919 % 100_000 for index in range(num_tokens)]
 
     def by_sha256() -> None:

@@ -38,8 +38,10 @@ _CONTEXT, _STEPS = 1024, 128
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Of the Llama 3.1 8B shape in bf16 on an H200. `peer` is vLLM 0.26.0 on the same machine,
-    `must` what we ask of ourselves, `floor` memory and matrix units alone (where we know it)."""
+    """Figures of the Llama 3.1 8B shape in bf16 on an H200. `peer` is vLLM 0.26.0 on the same
+    machine, `must` what we ask of ourselves, `floor` memory and matrix units alone (where we know
+    it).
+    """
 
     peer: float
     must: float
@@ -164,7 +166,7 @@ def print_table(figures: list[Figure], has_references: bool) -> None:
 
 
 def plot(figures: list[Figure], title: str, name: str) -> None:
-    """Speed against the peer: 1 is as fast."""
+    """Plots speed against the peer: 1 is as fast."""
     known = [figure for figure in figures if figure.case in REFERENCES]
     canvas, axis = plt.subplots(figsize=(8, 0.45 * len(known) + 1.2))
     places = range(len(known))

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: kernels by kind, gaps between them, host.
+"""Shows where the time of a step goes: kernels by kind, gaps between them, host.
 
 The worker runs in this process, so that torch's profiler sees its kernels. The profiler slows the
 host; host times are taken without it.
@@ -21,21 +21,22 @@ from engine.sched.output import SchedulerOutput
 
 _BATCHES = (1, 16, 64, 256)
 _PREFILLS = ((1, 128), (1, 2048), (1, 8192), (16, 2048), (4, 8192))
-"""(prompts at once, tokens of each)"""
+"""Pairs (prompts at once, tokens of each)."""
 _PROFILED_STEPS = 8
 _GEMM_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
 _ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa", "flash::")
 _FIRST_KERNEL, _LAST_KERNEL = "prepare_inputs_kernel", "post_update_kernel"
-"""Of each step, one of both."""
+"""The kernels that begin and end a step; each step has one of both."""
 
 CudaEvent = tuple[float, float, str]
-"""(start, end, name), microseconds."""
+"""A kernel as (start, end, name), microseconds."""
 
 
 @dataclass(slots=True)
 class KernelTimes:
-    """Of `num_steps` steps together. Microseconds. A kernel that starts before the one before it
-    has ended counts from that end: launched early, it has only waited."""
+    """Sums over `num_steps` steps together. Microseconds. A kernel that starts before the one
+    before it has ended counts from that end: launched early, it has only waited.
+    """
 
     num_steps: int
     by_name: Counter[str] = field(default_factory=Counter)
@@ -43,7 +44,9 @@ class KernelTimes:
     span: float = 0.0
     largest_gaps: list[float] = field(default_factory=list)
     between_steps: list[float] = field(default_factory=list)
-    """From a step's last kernel to the next one's first, what ran in between not counted."""
+    """The time from a step's last kernel to the next one's first, what ran in between not
+    counted.
+    """
     num_kernels: int = 0
 
     def per_step(self) -> dict[str, object]:
@@ -68,7 +71,7 @@ class KernelTimes:
 
 
 class TimedExecutor(UniprocExecutor):
-    """`host_us`: how long each step took the host to start."""
+    """Measures in `host_us` how long each step took the host to start."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -105,7 +108,7 @@ def _print(case: str, figures: object) -> None:
 def _profile_decode(
     engine: OfflineEngine, executor: TimedExecutor, batch: int
 ) -> dict[str, object]:
-    """Steps of a full batch: some without the profiler, then some with it."""
+    """Runs steps of a full batch: some without the profiler, then some with it."""
     profiler = profile(activities=[ProfilerActivity.CUDA])
     full = 0
     plain_host: list[float] = []
@@ -166,7 +169,7 @@ def _cuda_events(profiler: profile) -> list[CudaEvent]:
 
 
 def kernel_times(events: list[CudaEvent]) -> KernelTimes:
-    """`events`: kernels and copies, in order."""
+    """Sums up `events`: kernels and copies, in order."""
     times = KernelTimes(num_steps=max(1, sum(name == _LAST_KERNEL for _, _, name in events)))
     if not events:
         return times

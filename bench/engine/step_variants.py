@@ -44,13 +44,13 @@ _SMALL_M_ROWS = 16
 _FLOORS_MS = {1: 3.52, 16: 4.0, 64: 5.6, 256: 14.1}
 _MUST_MS = {1: 4.8, 16: 5.4, 64: 7.5, 256: 17.5}
 _BUSY_MS = {1: 0.04, 16: 0.04, 64: 0.06, 256: 0.1}
-"""What sampling and bookkeeping add to a step of the engine, about."""
+"""The microseconds that sampling and bookkeeping add to a step of the engine, about."""
 _TUNED_PROMPTS = ((2048,) * 4, (1024,) * 8)
 _PROMPTS = ((8192,), (2048,) * 4, (1024,) * 8, (1536, 512, 4096, 2048), (2048,) * 8)
 
 
 def step_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Tensor, bool]:
-    """Median time, what the step gives, and whether it always gives the same bits."""
+    """Returns the median time, what the step gives, and whether it always gives the same bits."""
     if model.device.type == "cpu":
         started = time.perf_counter()
         found = step()
@@ -71,7 +71,7 @@ def step_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Ten
 
 
 def eager_ms(model: VariantModel, step: Callable[[], Tensor]) -> tuple[float, Tensor, bool]:
-    """The same for a step whose launches cost little."""
+    """Returns the same for a step whose launches cost little."""
     if model.device.type == "cpu":
         return step_ms(model, step)
     first, same, times = step(), True, []
@@ -104,7 +104,9 @@ class Trial:
         timer: Timer,
         metadata: AttentionMetadata | None = None,
     ) -> None:
-        """`metadata`: of decodes, whose kernels are to be checked one by one."""
+        """Builds the timer; `metadata` is of decodes, whose kernels are to be checked one
+        by one.
+        """
         self._model, self._case, self._timer, self._metadata = model, case, timer, metadata
         self.rows: list[dict[str, object]] = []
         self._expected: Tensor | None = None
@@ -197,7 +199,7 @@ def compile_part(arguments: argparse.Namespace) -> None:
 
 
 def print_table(rows: list[dict[str, object]]) -> None:
-    """The fastest right variants of each case."""
+    """Prints the fastest right variants of each case."""
     for case in dict.fromkeys(str(row["case"]) for row in rows):
         good = [row for row in rows if row["case"] == case and row.get("right")]
         print(f"\n{case}: {len(good)} right variants")

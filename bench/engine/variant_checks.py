@@ -15,8 +15,9 @@ _CHECKED_REQUESTS = 3
 
 
 def largest_error(model: VariantModel, metadata: AttentionMetadata) -> float:
-    """The error of attention and of all GEMMs of a layer, as they are computed now:
-    ‖found − exact‖ over ‖exact‖."""
+    """Returns the error of attention and of all GEMMs of a layer, as they are computed now: ‖found
+    − exact‖ over ‖exact‖.
+    """
     return max(attention_error(model, metadata), gemm_error(model, len(metadata.seq_lens)))
 
 

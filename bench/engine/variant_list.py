@@ -28,10 +28,11 @@ DECODE_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """None: as it is. `library`: no GEMMs by kernels of ours. `residual_rows`: rows from which
-    row layers add to the residual; `gate_up_rows`: those from which gate·up and its activation are
-    one GEMM; `mlp_rows`: rows that an MLP computes at a time; `blas`: the library of GEMMs;
-    `long_pdl`: small kernels start early in long steps, too."""
+    """A way to compute. None leaves a part as it is. `library`: no GEMMs by kernels of ours.
+    `residual_rows`: rows from which row layers add to the residual; `gate_up_rows`: those from
+    which gate·up and its activation are one GEMM; `mlp_rows`: rows that an MLP computes at a time;
+    `blas`: the library of GEMMs; `long_pdl`: small kernels start early in long steps, too.
+    """
 
     name: str
     decode: DecodeTuning | None = None
@@ -83,7 +84,7 @@ def small_m_variants() -> list[Variant]:
 
 
 def whole_steps() -> list[Variant]:
-    """Other ways for everything at once."""
+    """Lists other ways for everything at once."""
     return [
         Variant("GEMMs by the library", library=True),
         Variant("GEMMs by the library, no PDL", library=True, pdl=False),
@@ -94,7 +95,7 @@ def whole_steps() -> list[Variant]:
 
 
 def long_prompt_variants() -> list[Variant]:
-    """Of steps with thousands of tokens."""
+    """Lists variants of steps with thousands of tokens."""
     return [
         Variant("present"),
         Variant("norms add", residual_rows=_NEVER),
@@ -107,7 +108,9 @@ def long_prompt_variants() -> list[Variant]:
 
 @contextmanager
 def applied(variant: Variant, model: LlamaForCausalLM, present: GemmPolicy) -> Iterator[None]:
-    """The model, which computes as `present` says, computes this way until the end of the block."""
+    """Makes the model, which computes as `present` says, compute this way until the end of the
+    block.
+    """
     own = small_m_gemm.small_m_tuning
     tunings = {
         (small_m_gemm, "small_m_tuning"): lambda gated: (
@@ -158,7 +161,9 @@ def _use(model: LlamaForCausalLM, policy: GemmPolicy) -> None:
 
 
 def _mlp_by_parts(rows: int) -> Callable[[GatedMLP, Tensor, ResidualStream], None]:
-    """What lies between its GEMMs stays in the cache when there is little of it."""
+    """Computes the MLP in parts: what lies between its GEMMs stays in the cache when there is
+    little of it.
+    """
 
     def forward(self: GatedMLP, x: Tensor, stream: ResidualStream) -> None:
         for part, to in zip(x.split(rows), stream.sum.split(rows), strict=True):

@@ -36,7 +36,7 @@ _TINY = {
 
 
 class VariantModel:
-    """`tiny`: a small one on the CPU."""
+    """A model with random weights; `tiny` makes a small one on the CPU."""
 
     def __init__(
         self, shape: str, *, tiny: bool = False, num_layers: int = 0, most_bytes: int = 1 << 40
@@ -67,7 +67,7 @@ class VariantModel:
         self.layer = cast("LlamaDecoderLayer", self.model.layers[0])
 
     def decode_metadata(self, batch: int, context: int) -> AttentionMetadata:
-        """One token for each of `batch` requests that have `context` tokens already."""
+        """Returns one token for each of `batch` requests that have `context` tokens already."""
         context = min(context, self.longest_context)
         return self._metadata([context + 1] * batch, [1] * batch)
 
@@ -94,8 +94,9 @@ class VariantModel:
         return lambda: self.model.compute_logits(step().index_select(0, last))
 
     def attention_ways(self) -> dict[str, AttentionBackend]:
-        """By name; `present` is what the engine chooses here, the others attend to all prompts of a
-        batch alike."""
+        """Returns ways to attend by name; `present` is what the engine chooses here, the others
+        attend to all prompts of a batch alike.
+        """
         shape = torch.bfloat16, self.config.model.head_dim, self.device
         ways: dict[str, AttentionBackend] = {
             "present": choose_attention(self.config, self.device),

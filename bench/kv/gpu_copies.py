@@ -36,7 +36,7 @@ _NUM_TOKENS = 8192
 
 
 class Job(msgspec.Struct):
-    """Of a child. `places`: block of the destination for each block of the source."""
+    """The work of a child. `places`: block of the destination for each block of the source."""
 
     source: KVCacheHandle
     target: KVCacheHandle
@@ -60,7 +60,7 @@ class Row:
 
 
 def work(job: Job) -> Answer:
-    """In the child."""
+    """Copies; runs in the child."""
     device, driver = device_of(job.target), cuda_driver()
     source, target = device.open_cache(job.source), device.open_cache(job.target)
     layers = np.arange(job.num_layers)[:, None] * len(job.places)
@@ -87,7 +87,7 @@ def work(job: Job) -> Answer:
 
 
 def measure(caches: GpuCaches, at_once: int) -> Row:
-    """In the parent, which owns the caches."""
+    """Measures; runs in the parent, which owns the caches."""
     layout = caches.layout
     job = Job(
         caches.handle(is_source=True),

@@ -33,7 +33,7 @@ _PATTERN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is measured. `held`: leading tokens of the prompt that decode has already."""
+    """One measurement. `held`: leading tokens of the prompt that decode has already."""
 
     transport: PullTransportName
     streams: int
@@ -88,15 +88,15 @@ class Caches(ABC):
 
     @abstractmethod
     def handle(self, is_source: bool) -> KVCacheHandle:
-        """How transfer processes map it."""
+        """Returns the handle by which transfer processes map it."""
 
     @abstractmethod
     def clear(self) -> None:
-        """The destination."""
+        """Clears the destination."""
 
     @abstractmethod
     def is_equal(self, first_block: int) -> bool:
-        """Whether every block from there on arrived, and none before was touched."""
+        """Returns whether every block from there on arrived, and none before was touched."""
 
     def close(self) -> None:
         self.marks.close()
@@ -189,7 +189,9 @@ class GpuCaches(Caches):
         )
 
     def close(self) -> None:
-        """Nobody maps them any more. Kept memory could put the next two into one allocation."""
+        """Closes the caches, which nobody maps any more. Kept memory could put the next two into
+        one allocation.
+        """
         import torch
 
         super().close()
@@ -221,11 +223,11 @@ class KVPair:
 
     @property
     def pids(self) -> tuple[list[int], list[int]]:
-        """(of the prefill side, of the decode side)."""
+        """Returns process ids (of the prefill side, of the decode side)."""
         return self._producer.process_pids, self._consumer.process_pids
 
     def run(self) -> None:
-        """Until everything has arrived."""
+        """Runs until everything has arrived."""
         caches, num_tokens = self.caches, self.caches.num_tokens
         self._transfer_id = transfer_id = uuid.uuid4().hex
         offer = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
@@ -247,11 +249,11 @@ class KVPair:
 
     @property
     def num_bytes(self) -> int:
-        """That the last `run` took."""
+        """Returns the bytes that the last `run` took."""
         return self._received[self._transfer_id].num_bytes
 
     def settle(self) -> None:
-        """Until the prefill side has let go of it."""
+        """Waits until the prefill side has released it."""
         while self._transfer_id not in self._released:
             self._poll()
 

@@ -61,7 +61,7 @@ class RawTcp:
 
     @property
     def pids(self) -> tuple[list[int], list[int]]:
-        """(of the senders, of the receivers)."""
+        """Returns process ids (of the senders, of the receivers)."""
         return [one.pid for one in self._senders], [one.pid for one in self._receivers]
 
     def run(self) -> None:
@@ -79,7 +79,7 @@ class RawTcp:
 
 
 def target_offset(index: int, num_chunks: int, chunk_bytes: int) -> int:
-    """Where chunk `index` goes: not where it came from, and each place once."""
+    """Returns where chunk `index` goes: not where it came from, and each place once."""
     return (num_chunks - 1 - index) * chunk_bytes
 
 
@@ -102,7 +102,7 @@ def _read_line(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def _receive_exactly(connection: socket.socket, view: memoryview) -> bool:
-    """False when the other end has closed."""
+    """Receives a whole buffer; returns False when the other end has closed."""
     while view:
         count = connection.recv_into(view)
         if count == 0:
@@ -144,7 +144,9 @@ def _receive_forever(memory: MemoryFile, config: EndConfig) -> None:
     go, done = (threading.Barrier(len(config.streams) + 1) for _ in range(2))
 
     def receive(stream: int) -> None:
-        """The threads live as long as the process, so that their CPU time can be read."""
+        """Receives in threads that live as long as the process, so that their CPU time can
+        be read.
+        """
         connection = connections[stream]
         header = bytearray(_HEADER.size)
         request = _REQUEST.pack(stream, config.num_streams, config.chunk_bytes, total)

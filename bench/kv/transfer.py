@@ -61,13 +61,13 @@ class Sweep:
 
 
 def _in_whole_blocks(case: Case) -> Case:
-    """They can be compared byte by byte."""
+    """Rounds to whole blocks, which can be compared byte by byte."""
     size = case.block_size
     return replace(case, tokens=-(-case.tokens // size) * size)
 
 
 def _with_processes(case: Case, count: int) -> Case:
-    """With two streams each at least."""
+    """Adds processes, with two streams each at least."""
     return replace(case, processes=count, streams=max(case.streams, 2 * count))
 
 
@@ -124,7 +124,7 @@ class RawPart:
 
 @cache
 def certificates() -> SecurityConfig:
-    """Of an authority made for this run; both ends show the same."""
+    """Makes certificates of an authority made for this run; both ends show the same."""
     import trustme  # only this needs it
 
     folder = Path(tempfile.mkdtemp(prefix="bench-tls-"))
@@ -144,7 +144,7 @@ def certificates() -> SecurityConfig:
 def take_turns(
     caches: Caches, pairs: dict[str, KVPair], raw: RawPart | None, case: Case, num_turns: int
 ) -> dict[str, list[Turn]]:
-    """The first round warms up."""
+    """Takes turns; the first round warms up."""
     turns: dict[str, list[Turn]] = defaultdict(list)
     for turn in range(num_turns + 1):
         measured = {}

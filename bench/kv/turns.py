@@ -55,7 +55,7 @@ def measure(
     run: Callable[[], object],
     num_bytes: Callable[[], int],
 ) -> Turn:
-    """`num_bytes` is asked afterwards."""
+    """Measures one turn; `num_bytes` is asked afterwards."""
     ours = [*senders, *receivers, os.getpid()]
     before = cpu_seconds(senders), cpu_seconds(receivers), cpu_seconds(ours), machine_seconds()
     started = time.perf_counter()
@@ -69,7 +69,7 @@ def measure(
 
 
 def summarise(transport: str, point: int, turns: list[Turn], raw: Sequence[Turn]) -> Row:
-    """`raw`: raw TCP's turns beside them, or nothing."""
+    """Summarises the turns; `raw` holds raw TCP's turns beside them, or nothing."""
     rates = [turn.gb_per_s for turn in turns]
     pairs = list(zip(turns, raw, strict=False))
     return Row(
@@ -92,7 +92,7 @@ def summarise(transport: str, point: int, turns: list[Turn], raw: Sequence[Turn]
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """CPU time of all threads of these processes so far."""
+    """Returns the CPU time of all threads of these processes so far."""
     total = 0
     for pid in pids:
         for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -101,7 +101,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def machine_seconds() -> float:
-    """Time that all cores together were not idle."""
+    """Returns the time that all cores together were not idle."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     busy = sum(int(field) for i, field in enumerate(fields[:8]) if i not in (3, 4))
     return busy / os.sysconf("SC_CLK_TCK")

@@ -99,7 +99,7 @@ class SimPrefillNode:
         return BLOCK_TOKENS * sum(1 for _ in known)
 
     def keep(self, blocks: Sequence[int], capacity: int) -> None:
-        """The end of a chain goes first."""
+        """Keeps the blocks of a chain, whose end goes first."""
         for block in reversed(blocks):
             self.cache[block] = None
             self.cache.move_to_end(block)
@@ -161,7 +161,7 @@ class SimRouter:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Of the requests after the warm-up. Seconds; tokens."""
+    """Figures of the requests after the warm-up. Seconds; tokens."""
 
     ttft_s: list[float] = field(default_factory=list)
     decision_s: list[float] = field(default_factory=list)
@@ -180,7 +180,7 @@ MakePolicy = Callable[[NodeRegistry, random.Random], Policy]
 
 
 class SimCluster:
-    """`speeds`: of the prefill nodes, 1 for an ordinary one."""
+    """A cluster in virtual time. `speeds`: of the prefill nodes, 1 for an ordinary one."""
 
     def __init__(
         self, shape: ClusterShape, make_policy: MakePolicy, seed: int, speeds: Sequence[float] = ()
@@ -207,7 +207,7 @@ class SimCluster:
         self._warm_at = 0.0
 
     def run(self, requests: Sequence[SimRequest], warm_part: float = 0.15) -> Measured:
-        """All `requests` to their first token."""
+        """Runs all `requests` to their first token."""
         self._left = len(requests)
         self._warm_at = requests[int(warm_part * len(requests))].at_s
         for request in requests:
@@ -298,7 +298,7 @@ class SimCluster:
         return request.at_s >= self._warm_at
 
     def _accepting_node(self, job: _Job) -> SimPrefillNode:
-        """The first of the list that does not refuse, or the last."""
+        """Returns the first of the list that does not refuse, or the last."""
         ranked = [self._by_target[node.address.target] for node in job.placement.prefills]
         limit = self._shape.max_waiting_tokens
         while limit and len(ranked) > 1 and ranked[0].num_waiting_tokens >= limit:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long one client's body silences everybody else: the longest gap of another stream.
+"""Measures how long one client's body silences everybody else: the longest gap of another stream.
 
 A router before a token server, and a decode node that computes a tiny model on the processor, each
 a process of its own. One client reads streams all the time; others post one hostile body after
@@ -39,7 +39,7 @@ _SETTLE_S = 0.3
 
 
 def _filled(head: bytes, item: bytes, tail: bytes, count: int | None = None) -> bytes:
-    """`item` so often between `head` and `tail` that the body has `SIZE` bytes."""
+    """Repeats `item` so often between `head` and `tail` that the body has `SIZE` bytes."""
     count = (SIZE - len(head) - len(tail)) // len(item) if count is None else count
     return head + item * count + tail
 
@@ -141,7 +141,7 @@ class Row:
 async def read_streams(
     client: aiohttp.ClientSession, port: int, silence: Silence, reading: asyncio.Event
 ) -> None:
-    """For ever. The time between two streams counts as silence, too."""
+    """Reads streams for ever. The time between two streams counts as silence, too."""
     body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True, "seed": 1}
     while True:
         url = f"http://127.0.0.1:{port}{COMPLETIONS}"
@@ -196,7 +196,7 @@ def ms(seconds: float) -> float:
 
 @contextmanager
 def service(tree: Path, *args: str) -> Iterator[int]:
-    """Runs a module of `tree`; its port."""
+    """Runs a module of `tree` and returns its port."""
     process = subprocess.Popen(
         [sys.executable, "-m", *args, "--port", "0", "--log-level", "error"],
         cwd=tree,

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What the router costs: added latency, processor time and memory, with many streams at once.
+"""Measures what the router costs: added latency, processor time and memory, with many streams at
+once.
 
 Three processes on loopback: a token server that sends one event to every stream at a fixed rate,
 the router, and a client. Each event carries the time it was made, so the client sees how long it
@@ -117,7 +118,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 async def _send_tokens(streams: set[TokenServer], rate: float) -> None:
-    """Every stream gets `rate` events a second; streams take turns evenly within a period."""
+    """Sends every stream `rate` events a second; streams take turns evenly within a period."""
     period_s, num_slots = 1 / rate, 50
     slot = 0
     start = time.monotonic()
@@ -174,7 +175,9 @@ class HttpxResponse:
             raise NodeLost(str(error)) from error
 
     def close(self) -> None:
-        """httpx closes a stream only asynchronously; these streams all end by themselves."""
+        """Does nothing: httpx closes a stream only asynchronously; these streams all end by
+        themselves.
+        """
 
 
 class HttpxTransport:

@@ -20,12 +20,12 @@ _WARM_S = 1500.0
 _ROUTER_BLOCKS = 2
 """The router hashes pieces of about 1024 tokens."""
 _GUESS_SPREAD = 0.15
-"""Of the router's guess of a prompt's length, which it makes from the text."""
+"""The error of the router's guess of a prompt's length, which it makes from the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """`blocks`: the complete blocks of the prompt. `info`: what a router knows of it."""
+    """A request. `blocks`: the complete blocks of the prompt. `info`: what a router knows of it."""
 
     at_s: float
     num_prompt: int
@@ -35,7 +35,7 @@ class SimRequest:
 
 
 def make_requests(preset: Preset, requests_per_s: float, count: int, seed: int) -> list[SimRequest]:
-    """`count` requests in order of arrival, from time 0 on."""
+    """Makes `count` requests in order of arrival, from time 0 on."""
     rng = random.Random(seed)
     duration_s = 1.3 * count / requests_per_s + _WARM_S
     found: list[SimRequest] = []
@@ -48,16 +48,18 @@ def make_requests(preset: Preset, requests_per_s: float, count: int, seed: int) 
 def at_load(
     requests: Sequence[SimRequest], load: float, service_s: Callable[[SimRequest], float]
 ) -> list[SimRequest]:
-    """The same requests, faster or slower, so that `load` servers without any cache would just
-    keep up with them."""
+    """Returns the same requests, faster or slower, so that `load` servers without any cache would
+    just keep up with them.
+    """
     work_s = sum(map(service_s, requests))
     factor = work_s / (load * requests[-1].at_s)
     return [replace(request, at_s=request.at_s * factor) for request in requests]
 
 
 def with_hot_key(requests: Sequence[SimRequest], part: float) -> list[SimRequest]:
-    """The same, but `part` of the sessions say that they are one and the same: a client that sends
-    one name for everything."""
+    """Returns the same, but `part` of the sessions say that they are one and the same: a client
+    that sends one name for everything.
+    """
 
     def info(request: SimRequest) -> RequestInfo:
         is_hot = random.Random(request.info.session_key).random() < part
@@ -96,8 +98,9 @@ def _blocks(session: int, shared_tokens: int, num_prompt: int) -> tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What no placement can exceed. `hit`: part of the prompt tokens that one endless cache would
-    have. `slo`: requests that an idle node with that cache would answer in time."""
+    """Says what no placement can exceed. `hit`: part of the prompt tokens that one endless cache
+    would have. `slo`: requests that an idle node with that cache would answer in time.
+    """
 
     hit: float
     slo: float
@@ -109,7 +112,7 @@ def limits(
     service_s: Callable[[int, int], float],
     slo_s: float,
 ) -> Limits:
-    """Of `requests[first:]`. `service_s` (new tokens, prompt tokens)."""
+    """Returns the limits of `requests[first:]`. `service_s` (new tokens, prompt tokens)."""
     seen: set[int] = set()
     hits = total = in_time = 0
     for index, request in enumerate(requests):

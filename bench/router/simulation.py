@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How well requests are placed: the router's own policies on a cluster in virtual time.
+"""Measures how well requests are placed: the router's own policies on a cluster in virtual time.
 
 Load 1.0 is what the prefill nodes could just compute if no prompt were cached. The workload has
 the shape of a published trace (`bench.workload`); time runs faster than in the trace, so that its
@@ -43,12 +43,12 @@ from router.placement.tandem_policy import TandemParameters
 SLO_S = 5.0
 WARM_PART = 0.15
 _TIME_SCALE = 0.38
-"""Of the pauses between turns: the trace's hour at the load of 16 nodes."""
+"""The scale of the pauses between turns: the trace's hour at the load of 16 nodes."""
 _TURNS_PER_NODE_S = 0.57
 """Requests that a node gets in a second at load 1, about; exact in `at_load`."""
 _HOT_KEY = "hot-key"
 _HOT_PART = 0.3
-"""Of all sessions have the same key in this workload."""
+"""The share of all sessions that have the same key in this workload."""
 _COST = PrefillCost()
 
 
@@ -71,7 +71,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """`hit_limit`: of one endless cache. `work_balance`: busiest node over the mean."""
+    """One run's figures. `hit_limit`: that of one endless cache. `work_balance`: busiest node over
+    the mean.
+    """
 
     group: str
     label: str
@@ -83,7 +85,7 @@ class Result:
     slo: float
     """Requests with their first token in time, of all that came."""
     slo_limit: float
-    """Of an idle cluster with one endless cache."""
+    """The same of an idle cluster with one endless cache."""
     refused: float
     hit: float
     hit_limit: float
@@ -181,7 +183,7 @@ def routers() -> Iterable[Case]:
 
 
 def reports() -> Iterable[Case]:
-    """Without the report that follows each change."""
+    """Compares intervals between reports, without the report that follows each change."""
     for report_s in (0.25, 0.5, 1.0, 2.0):
         for load in (0.95, 1.15):
             shape = ClusterShape(report_s=report_s, reports_on_change=False)
@@ -208,7 +210,7 @@ def workloads() -> Iterable[Case]:
 
 
 def parts() -> Iterable[Case]:
-    """The policy with one of its parts taken away."""
+    """Compares the policy with one of its parts taken away."""
     base = TandemParameters()
     none, double = Margin(0.0, 0.0), Margin(1.0, 1.0)
     variants: list[tuple[str, TandemParameters, ClusterShape]] = [
@@ -230,7 +232,7 @@ def slow() -> Iterable[Case]:
 
 
 def overload() -> Iterable[Case]:
-    """Far more than can be served, without and with admission."""
+    """Sends far more than can be served, without and with admission."""
     gate = GateLimits(slots_per_node=4, max_waiting=64, num_routers=4)
     for load in (1.15, 1.5, 2.0, 3.0):
         for label, admission in (("all admitted", None), ("gate", gate)):
@@ -248,7 +250,7 @@ GROUPS: dict[str, Callable[[], Iterable[Case]]] = {
 
 
 def decision_us(num_prefill: int, count: int = 4000) -> float:
-    """Processor time of one decision, after a router has placed as many before."""
+    """Returns the processor time of one decision, after a router has placed as many before."""
     shape = ClusterShape(num_prefill=num_prefill, num_decode=num_prefill // 2, num_routers=1)
     requests, _ = _requests("conversation", num_prefill, 0.95, 2 * count, 0)
     cluster = SimCluster(shape, _maker(Case(group="", label="", load=0.95)), 0)
@@ -292,7 +294,9 @@ def _last_figures() -> dict[str, Any]:
 
 
 def keep(group: str, results: Sequence[Result]) -> None:
-    """In the result file, in place of the group's last runs. Equal code gives equal runs."""
+    """Keeps runs in the result file, in place of the group's last runs. Equal code gives equal
+    runs.
+    """
     figures = _last_figures()
     others = [run for run in figures["runs"] if run["group"] != group]
     figures["runs"] = [*others, *(asdict(result) for result in results)]

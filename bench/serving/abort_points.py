@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long a client that leaves is remembered, by where its request was.
+"""Measures how long a client that leaves is remembered, by where its request was.
 
     python -m bench.serving.abort_points            20 rounds of every point, the demo checkpoint
 
@@ -50,7 +50,7 @@ _STEADY_S = 0.3
 _MOST_TRIES = 10
 _PATIENCE_S = 60.0
 _SENTENCE = "Once upon a time there was a little dog who lived in the village with a cat. "
-"""21 tokens."""
+"""A prompt of 21 tokens."""
 
 
 class PassedBy(Exception):
@@ -138,7 +138,9 @@ class Stage:
             await asyncio.sleep(_POLL_S)
 
     async def until_empty(self) -> float:
-        """When it was so, on CLOCK_MONOTONIC, and stayed so: reports may come a little late."""
+        """Returns when nothing was left, on CLOCK_MONOTONIC, and stayed so: reports may come a
+        little late.
+        """
         deadline = time.monotonic() + _PATIENCE_S
         empty_since = 0.0
         while True:
@@ -185,7 +187,7 @@ async def mid_prefill(stage: Stage, holds: ExitStack) -> None:
 
 
 async def mid_transfer(stage: Stage, holds: ExitStack) -> None:
-    """The worker goes on for moments, until KV of the prompt's first part has moved."""
+    """Waits, as the worker goes on for moments, until KV of the prompt's first part has moved."""
     moved = await stage.value(stage.decode, _MOVED)
     workers = holds.enter_context(stage.held(stage.prefill, _WORKER))
     client = stage.ask(12)
@@ -245,7 +247,9 @@ POINTS: dict[str, Point] = {
 
 
 async def seconds_to_empty(stage: Stage, point: Point) -> float:
-    """From the client's leaving. Raises `PassedBy`, and leaves nothing behind then either."""
+    """Returns the seconds from the client's leaving until nothing is left. Raises `PassedBy`, and
+    leaves nothing behind then either.
+    """
     with ExitStack() as holds:
         try:
             await point(stage, holds)
@@ -258,7 +262,7 @@ async def seconds_to_empty(stage: Stage, point: Point) -> float:
 
 
 async def measure(stage: Stage, rounds: int) -> dict[str, dict[str, float]]:
-    """By point."""
+    """Measures by point."""
     found = {}
     for name, point in POINTS.items():
         times: list[float] = []

@@ -53,7 +53,7 @@ Answer = tuple[str, int | None]
 
 
 def request_body(i: int) -> bytes:
-    """Request `i`: always the same."""
+    """Returns the body of request `i`, which is always the same."""
     rng = random.Random(i)
     body: dict[str, Any] = {
         "model": "demo",
@@ -95,7 +95,7 @@ class Silence:
 
 @dataclass(slots=True)
 class Observer:
-    """What the cluster says of itself meanwhile. Times are `time.perf_counter` seconds."""
+    """Watches what the cluster says of itself meanwhile. Times are `time.perf_counter` seconds."""
 
     moves: defaultdict[str, list[tuple[float, dict[str, float]]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -116,7 +116,9 @@ class Observer:
             spans[-1][1] = time.perf_counter()
 
     def start_s(self) -> float:
-        """Mean, of the decode nodes that were started again."""
+        """Returns the mean seconds that decode nodes took to come back, of those that were started
+        again.
+        """
         spans = [stop - start for spans in self.restarts.values() for start, stop in spans]
         done = [span for span in spans if span < float("inf")]
         return round(statistics.fmean(done), 1) if done else 0.0
@@ -146,7 +148,7 @@ class Load:
     expected: dict[int, Answer] = field(default_factory=dict)
     num_right: int = 0
     num_refused: int = 0
-    """By a clear 503, before anything was answered: no decode node lived."""
+    """Requests ended by a clear 503, before anything was answered: no decode node lived."""
     wrong: list[str] = field(default_factory=list)
     silences: list[Silence] = field(default_factory=list)
 
@@ -186,7 +188,9 @@ class Load:
 
 
 async def disturb(decodes: list[Service], every_s: float, until: float) -> list[str]:
-    """What was done to whom. A node that is still down is left alone."""
+    """Disturbs the cluster; returns what was done to whom. A node that is still down is
+    left alone.
+    """
     done: list[str] = []
     for number, service in zip(itertools.count(), itertools.cycle(decodes), strict=False):
         await asyncio.sleep(every_s)
@@ -285,7 +289,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def breakdown(silences: list[Silence]) -> dict[str, object]:
-    """Mean seconds of each phase, and the same of the worst tenth."""
+    """Returns the mean seconds of each phase, and the same of the worst tenth."""
     worst = sorted(silences, key=lambda s: -s.seconds)
     return {
         "count": len(silences),

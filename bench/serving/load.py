@@ -166,7 +166,7 @@ class Load:
     async def _run_session(
         self, conversation: Conversation, url: str, due: float, until: float
     ) -> None:
-        """Turn after turn; begins no turn after `until`, and none after an error."""
+        """Runs turn after turn; begins no turn after `until`, and none after an error."""
         headers = {"content-type": "application/json"}
         if self.session_ids:
             headers["x-session-id"] = conversation.session.session_id
@@ -215,7 +215,7 @@ async def with_progress(load: Load, label: str, seconds: float, run: asyncio.Tas
 
 
 def loads(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    """A label and what goes into the result for each load."""
+    """Yields a label and what goes into the result for each load."""
     if args.concurrency:
         for count in args.concurrency.split(","):
             yield f"{count} clients", {"concurrency": int(count)}
@@ -262,7 +262,7 @@ async def first_model(client: aiohttp.ClientSession, url: str) -> str:
 
 
 async def calibrated(load: Load) -> PromptStyle:
-    """With text prompts: asks the server how many tokens our words are."""
+    """Asks the server, for text prompts, how many tokens our words are."""
     if load.style.style == "ids":
         return load.style
     num_words = 200
@@ -280,7 +280,7 @@ async def calibrated(load: Load) -> PromptStyle:
 
 
 async def warm_up(load: Load, count: int) -> None:
-    """At two a second and URL. Raises `SystemExit` when every request fails."""
+    """Warms up at two a second and URL. Raises `SystemExit` when every request fails."""
     if count == 0:
         return
     await load.closed_loop(2 * len(load.urls), 0.5 * count)

@@ -1,4 +1,5 @@
-"""What nodes tell on /metrics, and which of it must be zero when nobody asks anything of them.
+"""Reads what nodes tell on /metrics, and which of it must be zero when nobody asks anything of
+them.
 
 Tests of whole clusters and `bench.serving.soak` go by the same list.
 """
@@ -31,8 +32,9 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$")
 
 
 async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Name to value, summed over labels. Raises `aiohttp.ClientError` where nobody answers, and
-    `RuntimeError` for another status than 200."""
+    """Maps name to value, summed over labels. Raises `aiohttp.ClientError` where nobody answers,
+    and `RuntimeError` for another status than 200.
+    """
     async with session.get(url) as response:
         if response.status != 200:
             raise RuntimeError(f"{url}: status {response.status}")
@@ -45,8 +47,9 @@ async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, fl
 
 
 def held(values: Mapping[str, float]) -> dict[str, float]:
-    """What a node has not given back, by name; empty when all of it. Raises `KeyError` for metrics
-    that are not a node's."""
+    """Returns what a node has not given back, by name; empty when all of it. Raises `KeyError` for
+    metrics that are not a node's.
+    """
     found = {name: values[name] for name in ZERO_WHEN_EMPTY if values.get(name)}
     taken = values["tandem_kv_blocks_total"] - values["tandem_kv_blocks_free"]
     return found | ({"blocks": taken} if taken else {})

@@ -77,7 +77,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def node_args(args: argparse.Namespace, variant: Variant) -> list[str]:
-    """What comes later wins: a sweep may set the block size."""
+    """Returns the arguments; what comes later wins: a sweep may set the block size."""
     needed = max(variant.input_tokens + args.output_tokens, 64 + 1200)
     caching = "--enable-prefix-caching" if variant.caches_prefixes else "--no-enable-prefix-caching"
     return [
@@ -137,7 +137,7 @@ async def run(args: argparse.Namespace, model: str) -> list[Figures]:
 
 
 def write(args: argparse.Namespace, results: list[Figures]) -> None:
-    """After each setup, so that a later failure loses nothing."""
+    """Writes the result after each setup, so that a later failure loses nothing."""
     name = args.name or "_".join(filter(None, ("pd_serving", args.sweep.replace("-", "_"))))
     path = write_result(name, {"settings": vars(args), "setups": results})
     picture = RESULTS / f"{name}.png"

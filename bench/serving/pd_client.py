@@ -36,7 +36,7 @@ class HostTime:
     seconds: float
 
     def us_per_step_since(self, earlier: HostTime) -> float | None:
-        """None: there was no step."""
+        """Returns the microseconds of one step; None if there was no step."""
         steps = self.steps - earlier.steps
         return 1e6 * (self.seconds - earlier.seconds) / steps if steps else None
 
@@ -60,7 +60,7 @@ class Client:
         self._number = 0
 
     def body(self, max_tokens: int, num_tokens: int | None = None) -> dict[str, Any]:
-        """With a prompt that nobody has seen, behind what prompts share."""
+        """Makes a body with a prompt that nobody has seen, behind what prompts share."""
         self._number += 1
         length = num_tokens or self._num_tokens
         shared = min(self._num_shared, length)
@@ -80,7 +80,9 @@ class Client:
         return low + (number * 7919 + index * index * 31) % (high - low)
 
     async def ask(self, body: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-        """When each chunk came, and the timeline. Raises `SystemExit` for a refused request."""
+        """Returns when each chunk came, and the timeline. Raises `SystemExit` for a refused
+        request.
+        """
         arrivals: list[float] = []
         timeline: dict[str, Any] = {}
         headers = {"x-tandem-timeline": "1"}
@@ -100,7 +102,7 @@ class Client:
         return arrivals, timeline
 
     async def host_time(self) -> HostTime:
-        """Of all decode nodes together, since their start."""
+        """Returns the host time of all decode nodes together, since their start."""
         counted = [await read_metrics(self._session, url) for url in self._cluster.decode_metrics]
         return HostTime(
             sum(metrics["tandem_engine_steps_total"] for metrics in counted),
@@ -140,8 +142,9 @@ async def stages(client: Client, count: int) -> Figures:
 
 
 async def interference(client: Client, running: int, arrivals: int) -> Figures:
-    """Time between tokens of `running` long answers: alone, then while prompts arrive whose KV
-    comes over and which then end; and the host time of the steps of both times."""
+    """Measures the time between tokens of `running` long answers: alone, then while prompts arrive
+    whose KV comes over and which then end; and the host time of the steps of both times.
+    """
     long_answers = [
         asyncio.create_task(client.ask(client.body(max_tokens=1200, num_tokens=64)))
         for _ in range(running)

@@ -29,7 +29,9 @@ _KV_TRANSPORTS = {"auto": "auto", "stream": "stream", "cuda_ipc": "cuda_ipc,stre
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`name`: one node, or NpMd with or without the transport of KV, like 1p1d-cuda_ipc."""
+    """A cluster to measure. `name`: one node, or NpMd with or without the transport of KV, like
+    1p1d-cuda_ipc.
+    """
 
     name: str
     num_prefill: int
@@ -38,7 +40,7 @@ class Setup:
 
     @classmethod
     def parse(cls, name: str) -> Setup:
-        """Raises ValueError."""
+        """Reads a setup; raises ValueError."""
         if name == "one":
             return cls(name, 0, 1, "auto")
         tiers, _, transport = name.partition("-")
@@ -52,7 +54,7 @@ class Setup:
 
 @contextmanager
 def model_folder(shape: str) -> Iterator[Path]:
-    """What random weights need: the shape."""
+    """Returns a folder with what random weights need: the shape."""
     config = {**_CONFIG, **SHAPES[shape]}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / shape
@@ -63,7 +65,9 @@ def model_folder(shape: str) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`url`: the router's. `decode_metrics`: where each decode node tells what it counts."""
+    """A running cluster. `url`: the router's. `decode_metrics`: where each decode node tells what
+    it counts.
+    """
 
     url: str
     decode_metrics: list[str]
@@ -73,7 +77,7 @@ class Cluster:
 async def running(
     setup: Setup, settings: UpSettings, node_args: list[str], start_timeout_s: float
 ) -> AsyncIterator[Cluster]:
-    """What the services say goes to standard error when one fails."""
+    """Runs the cluster; what the services say goes to standard error when one fails."""
     settings = settings.model_copy(
         update={"prefill": setup.num_prefill, "decode": setup.num_decode, "port": 0}
     )

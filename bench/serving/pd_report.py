@@ -17,8 +17,9 @@ _KNEE = 2.0
 
 
 def knee(result: Figures) -> float | None:
-    """The highest rate before TTFT's median is `_KNEE` times that of the lowest rate. None: it
-    never is."""
+    """Returns the highest rate before TTFT's median is `_KNEE` times that of the lowest rate. None:
+    it never is.
+    """
     rows = [row for row in result["loads"] if row["ttft_ms"]]
     for row, following in itertools.pairwise(rows):
         if following["ttft_ms"]["p50"] > _KNEE * rows[0]["ttft_ms"]["p50"]:
@@ -77,7 +78,7 @@ def _three(figures: Figures | None) -> str:
 
 
 def plot_rates(results: list[Figures], path: Path) -> None:
-    """TTFT and ITL against the rate, a line for each setup."""
+    """Plots TTFT and ITL against the rate, a line for each setup."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
@@ -99,7 +100,9 @@ def plot_rates(results: list[Figures], path: Path) -> None:
 
 
 def plot_points(results: list[Figures], label: str, path: Path) -> None:
-    """The same, and the stages of one request, against what is swept, a line for each rate."""
+    """Plots the same, and the stages of one request, against what is swept, a line for each
+    rate.
+    """
     from matplotlib.figure import Figure
 
     names = [str(result["point"]) for result in results]

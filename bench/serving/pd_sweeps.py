@@ -1,4 +1,6 @@
-"""What `bench.serving.pd` measures: setups one after the other, or one with a setting swept."""
+"""Lists what `bench.serving.pd` measures: setups one after the other, or one with a setting
+swept.
+"""
 
 from __future__ import annotations
 

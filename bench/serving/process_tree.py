@@ -9,14 +9,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process. `private_mib`: memory that is its own, in RAM; `fds`: open files."""
+    """The use of one process. `private_mib`: memory that is its own, in RAM; `fds`: open files."""
 
     private_mib: float
     fds: int
 
 
 def below(root: int) -> Iterator[int]:
-    """`root` and all of its descendants that run now."""
+    """Returns `root` and all of its descendants that run now."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -31,7 +31,7 @@ def below(root: int) -> Iterator[int]:
 
 
 def module_of(pid: int) -> str:
-    """What `python -m` was told to run; empty for another program, or for nobody."""
+    """Returns what `python -m` was told to run; empty for another program, or for nobody."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -44,7 +44,7 @@ def transfer_processes(root: int) -> list[int]:
 
 
 def usage(root: int) -> dict[str, Usage]:
-    """By module; one of a module's processes when there are several."""
+    """Returns usage by module; one of a module's processes when there are several."""
     found: dict[str, Usage] = {}
     for pid in below(root):
         try:

@@ -24,8 +24,10 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptStyle:
-    """`vocabulary`: half-open range of token ids to draw from. `tokens_per_word` is what the
-    server's tokenizer makes of our words. `extra` is merged into every body."""
+    """The style of prompts. `vocabulary`: half-open range of token ids to draw from.
+    `tokens_per_word` is what the server's tokenizer makes of our words. `extra` is merged into
+    every body.
+    """
 
     style: Style
     model: str
@@ -68,7 +70,7 @@ class Conversation:
         self._first_body = self._first(session.turns[0])
 
     def body(self, index: int) -> bytes:
-        """For turn 0 made beforehand; for later turns after `hear`."""
+        """Returns the body: for turn 0 made beforehand; for later turns after `hear`."""
         if index == 0:
             return self._first_body
         turn = self.session.turns[index]

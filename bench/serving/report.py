@@ -1,4 +1,4 @@
-"""From single outcomes to figures, a table and a plot."""
+"""Turns single outcomes into figures, a table and a plot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What counts as good: first token within `ttft_ms`, `tpot_ms` per token after that."""
+    """Says what counts as good: first token within `ttft_ms`, `tpot_ms` per token after that."""
 
     ttft_ms: float
     tpot_ms: float
@@ -32,7 +32,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a run began, when its last request was due, when it was over (perf_counter)."""
+    """Says when a run began, when its last request was due, when it was over (perf_counter)."""
 
     start: float
     last_arrival: float
@@ -40,7 +40,7 @@ class Span:
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
-    """Linear between the two nearest ranks."""
+    """Interpolates linearly between the two nearest ranks."""
     rank = (len(ordered) - 1) * part
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -94,7 +94,7 @@ def _latencies(done: Sequence[Outcome]) -> Figures:
 
 
 def _prompt_tokens(done: Sequence[Outcome]) -> Figures:
-    """As the server counts them; None when it does not say."""
+    """Returns the prompt's tokens as the server counts them; None when it does not say."""
     prompts = [o.prompt_tokens for o in done if o.prompt_tokens is not None]
     cached = [o.cached_tokens for o in done if o.cached_tokens is not None]
     return {
@@ -140,7 +140,7 @@ def _p50_p99(figures: Figures | None) -> str:
 
 
 def plot(rows: Sequence[Figures], title: str, path: Path) -> None:
-    """TTFT and ITL against the load, p50 and p99, as a PNG."""
+    """Plots TTFT and ITL against the load, p50 and p99, as a PNG."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if row["ttft_ms"] and row["itl_ms"]]

@@ -72,7 +72,7 @@ class Soak:
         self._random = random.Random(seed)
         self._texts: dict[int, str] = {}
         self._took_s: dict[int, float] = {}
-        """How long the last request with a prompt took that was not left."""
+        """The seconds of the last request with a prompt that was not left."""
         self.outcomes: Counter[str] = Counter()
         self.asked_to_wait = 0
         """Answers that the cluster is too busy: asked again a little later."""
@@ -85,7 +85,7 @@ class Soak:
     async def run(
         self, num_requests: int, num_clients: int, on_request: Callable[[int], None]
     ) -> None:
-        """`on_request` hears the number of each request that begins."""
+        """Runs; `on_request` hears the number of each request that begins."""
         numbers = iter(range(num_requests))
         clients = (self._client(numbers, on_request) for _ in range(num_clients))
         await asyncio.gather(*clients)
@@ -128,7 +128,7 @@ class Soak:
         return "complete" if text == known else "other tokens than before"
 
     async def kill_forever(self, nodes: list[Service], every_s: float) -> None:
-        """Transfer processes of `nodes`, in turn."""
+        """Kills transfer processes of `nodes`, in turn."""
         while True:
             for node in nodes:
                 await asyncio.sleep(every_s)
@@ -159,7 +159,7 @@ def metrics_url(node: Service) -> str:
 
 
 async def all_held(session: aiohttp.ClientSession, nodes: list[Service]) -> dict[str, float]:
-    """What is not zero, or not free, by node and name."""
+    """Returns what is not zero, or not free, by node and name."""
     found: dict[str, float] = {}
     for node in nodes:
         left = held(await read_metrics(session, metrics_url(node)))
@@ -170,7 +170,7 @@ async def all_held(session: aiohttp.ClientSession, nodes: list[Service]) -> dict
 async def until_nothing_is_held(
     session: aiohttp.ClientSession, nodes: list[Service]
 ) -> tuple[float, dict[str, float]]:
-    """(Seconds that it took, what is left after the last of them)."""
+    """Returns (seconds that it took, what is left after the last of them)."""
     started = time.monotonic()
     while True:
         left = await all_held(session, nodes)
@@ -190,7 +190,7 @@ def resources(nodes: list[Service]) -> dict[str, Usage]:
 
 
 def over_time(looks: list[dict[str, Usage]], name: str) -> dict[str, list[float | None]]:
-    """By process, None where it was being started again."""
+    """Lists figures by process, None where it was being started again."""
     processes = sorted({process for look in looks for process in look})
     return {
         process: [getattr(look.get(process), name, None) for look in looks] for process in processes
@@ -200,7 +200,7 @@ def over_time(looks: list[dict[str, Usage]], name: str) -> dict[str, list[float 
 async def hurt(
     session: aiohttp.ClientSession, url: str, nodes: list[Service], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The whole run against a cluster that is ready."""
+    """Does the whole run against a cluster that is ready."""
     soak = Soak(session, url, args.seed)
     beside = [
         asyncio.create_task(soak.kill_forever(nodes, args.kill_every_s)),

@@ -44,5 +44,5 @@ class AttentionMetadata:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Leading query rows that belong to decodes."""
+        """Returns the number of leading query rows that belong to decodes."""
         return self.num_decodes * self.decode_query_len

@@ -59,7 +59,9 @@ def prepare_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program r < num_reqs prepares request r; the others fill the padding, a chunk each."""
+    """Prepares request r in program r < num_reqs; the other programs fill the padding, a chunk
+    each.
+    """
     r = tl.program_id(0)
     if r >= num_reqs:
         num_tokens = tl.load(query_start_loc + num_reqs)
@@ -160,7 +162,7 @@ def post_update_kernel(
     REQUESTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One lane a request; rows of a step are all different."""
+    """Updates one request in each lane; rows of a step are all different."""
     r = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     row = tl.load(idx_mapping + r, mask=r < num_reqs, other=-1).to(tl.int64)
     live = row >= 0
@@ -214,7 +216,7 @@ def write_drafts_kernel(
     REQUESTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One lane a request."""
+    """Writes the drafts of one request in each lane."""
     r = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     row = tl.load(idx_mapping + r, mask=r < num_reqs, other=-1).to(tl.int64)
     live = row >= 0

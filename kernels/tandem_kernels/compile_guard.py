@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompileGuard:
-    """`late`: what was compiled since `start`, by name and arguments."""
+    """Records what was compiled since `start` in `late`, by name and arguments."""
 
     def __init__(self) -> None:
         self.late: list[str] = []
@@ -34,7 +34,7 @@ class CompileGuard:
         knobs.runtime.jit_post_compile_hook = self._before
 
     def _compiled(self, **details: Any) -> bool | None:
-        """Triton's hook; what it returns is ignored."""
+        """Records a compilation as Triton's hook; what it returns is ignored."""
         name = str(details["repr"])
         self.late.append(name)
         logger.warning("a kernel was compiled in the middle of serving: %s", name)

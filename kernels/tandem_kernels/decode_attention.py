@@ -36,8 +36,9 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How one shape runs best; found by measurement inside whole decode steps. Alone, back to back,
-    fewer and larger programs look as good; behind a GEMM they start later."""
+    """Says how one shape runs best; found by measurement inside whole decode steps. Alone, back to
+    back, fewer and larger programs look as good; behind a GEMM they start later.
+    """
 
     tile: int
     num_warps: int
@@ -46,7 +47,9 @@ class DecodeTuning:
 
 
 def decode_tuning(num_units: int, head_dim: int, dtype: torch.dtype) -> DecodeTuning:
-    """`num_units`: requests times KV heads, which cost the same when contexts are alike."""
+    """Chooses by `num_units`: requests times KV heads, which cost the same when contexts
+    are alike.
+    """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     if row_bytes > 512:
         return DecodeTuning(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
@@ -78,7 +81,7 @@ def _line(
 
 @triton.jit
 def _find(ends: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Request whose stretch holds `place`, and where that stretch begins."""
+    """Returns the request whose stretch holds `place`, and where that stretch begins."""
     before = ends <= place
     return tl.sum(before.to(tl.int32), axis=0), tl.max(tl.where(before, ends, 0), axis=0)
 
@@ -101,7 +104,8 @@ def _attend(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Softmax state (peak, sum, accumulator) of `q` [ROWS, BLOCK_DIM] over tiles of one head.
+    """Returns the softmax state (peak, sum, accumulator) of `q` [ROWS, BLOCK_DIM] over tiles of one
+    head.
 
     `kv_cache` points at the head's keys in block 0; scores are in powers of two.
     """
@@ -164,7 +168,7 @@ def decode_attention_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One run of the line a program."""
+    """Computes one run of the line in each program."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -231,7 +235,7 @@ def merge_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (p, g): query head g of the KV head whose first part is the end of run p.
+    """Merges, in program (p, g), query head g of the KV head whose first part is the end of run p.
 
     Outputs of requests without a context become zero, those of request p, p + programs, ... here.
     """
@@ -294,7 +298,7 @@ def decode_attention(
     out: Tensor,
     tuning: DecodeTuning | None = None,
 ) -> None:
-    """One query token per request.
+    """Attends for one query token of each request.
 
     Args:
         q: [R, Hq, D], row r belongs to request r of `metadata`; heads of a token adjacent.

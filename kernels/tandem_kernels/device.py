@@ -8,7 +8,7 @@ from tandem_kernels.small_m_shapes import MAX_ROWS
 
 
 def num_programs(device: torch.device, programs_per_sm: int) -> int:
-    """Size of a grid that depends on nothing but the device."""
+    """Returns the size of a grid that depends on nothing but the device."""
     if device.type != "cuda":
         return 2 * programs_per_sm
     return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm

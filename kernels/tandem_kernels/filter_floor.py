@@ -29,7 +29,7 @@ def _has_filters(t: tl.tensor, k: tl.tensor, p: tl.tensor, least_p: tl.tensor) -
 def _bounds(
     ranges: tl.tensor, num_blocks: tl.tensor, t: tl.tensor, least_p: tl.tensor, BLOCKS: tl.constexpr
 ) -> tl.tensor:
-    """A row's smallest logit that min-p keeps (or a number below it), and its largest."""
+    """Returns a row's smallest logit that min-p keeps (or a number below it), and its largest."""
     block = tl.arange(0, BLOCKS)
     mask = block < num_blocks
     least = tl.min(tl.load(ranges + 2 * block, mask=mask, other=float("inf")), axis=0)
@@ -50,7 +50,7 @@ def range_kernel(
     vocab_size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (s, j): smallest finite and largest logit of stretch j of row s."""
+    """Finds, in program (s, j), the smallest finite and largest logit of stretch j of row s."""
     s = tl.program_id(0).to(tl.int64)
     t, k = tl.load(temperature + s), tl.load(top_k + s)
     if _has_filters(t, k, tl.load(top_p + s), tl.load(min_p + s)):
@@ -76,7 +76,9 @@ def weigh_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Program (s, j): stretch j of row s above the pivots; counted for top-k, else weighed."""
+    """Weighs, in program (s, j), stretch j of row s above the pivots; counted for top-k, else
+    weighed.
+    """
     s = tl.program_id(0).to(tl.int64)
     t, k = tl.load(temperature + s), tl.load(top_k + s)
     p, least_p = tl.load(top_p + s), tl.load(min_p + s)
@@ -112,7 +114,7 @@ def filter_floor_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """One row a program; a row without filters costs one load of each parameter."""
+    """Searches one row in each program; a row without filters costs one load of each parameter."""
     s = tl.program_id(0).to(tl.int64)
     t, k = tl.load(temperature + s), tl.load(top_k + s)
     p, least_p = tl.load(top_p + s), tl.load(min_p + s)
@@ -151,7 +153,8 @@ def filter_floor_kernel(
 def filter_floor(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Smallest logit [S] that the filters of each row keep; -inf for a row without filters.
+    """Returns the smallest logit [S] that the filters of each row keep; -inf for a row without
+    filters.
 
     Arguments are those of `reference.sampling.sample`.
     """

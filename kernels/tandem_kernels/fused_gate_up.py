@@ -30,8 +30,9 @@ cache."""
 
 @triton.jit
 def _rounded(x: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr) -> tl.tensor:
-    """To `kind` and back. In pairs, because conversions of single numbers to bfloat16, which the
-    compiler would take, are as slow as exponentials."""
+    """Rounds to `kind` and back. In pairs, because conversions of single numbers to bfloat16, which
+    the compiler would take, are as slow as exponentials.
+    """
     if IN_PAIRS:
         x = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2

@@ -13,7 +13,9 @@ _ALIGNED_BYTES = 16
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """`x` [T, K], `weight` [2 I, K]: half precision, whole tiles of outputs and of K."""
+    """Returns whether the kernel takes `x` [T, K] and `weight` [2 I, K]: half precision, whole
+    tiles of outputs and of K.
+    """
     num_outputs, inner = weight.shape
     return (
         len(x) > 0

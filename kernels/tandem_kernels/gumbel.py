@@ -13,7 +13,7 @@ def _rotl(x: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _fold(h: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """One round of MurmurHash3 on uint32."""
+    """Does one round of MurmurHash3 on uint32."""
     scrambled = _rotl(x * tl.full([], 0xCC9E2D51, tl.uint32), 15)
     h ^= scrambled * tl.full([], 0x1B873593, tl.uint32)
     return _rotl(h, 13) * tl.full([], 5, tl.uint32) + tl.full([], 0xE6546B64, tl.uint32)
@@ -21,7 +21,7 @@ def _fold(h: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def row_key(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """uint32 key of a row from int64 `seed` and `position`."""
+    """Returns the uint32 key of a row from int64 `seed` and `position`."""
     key = _fold(tl.full([], 0x9747B28C, tl.uint32), seed.to(tl.uint32))
     key = _fold(key, (seed >> 32).to(tl.uint32))
     key = _fold(key, position.to(tl.uint32))
@@ -30,7 +30,7 @@ def row_key(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def hash_bits(key: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """uint32 hash of a row's key and each token id."""
+    """Returns a uint32 hash of a row's key and each token id."""
     h = _fold(key, token_ids.to(tl.uint32))
     h ^= h >> 16
     h *= tl.full([], 0x85EBCA6B, tl.uint32)
@@ -41,14 +41,14 @@ def hash_bits(key: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def uniform(key: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """float32 in (0, 1)."""
+    """Returns a float32 in (0, 1)."""
     number = (hash_bits(key, token_ids).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     return tl.minimum(number, 0.99999994)
 
 
 @triton.jit
 def small_exponential(u: tl.tensor) -> tl.tensor:
-    """-log1p(-u) for u < 1/16, where 1 - u would lose the digits that decide a maximum."""
+    """Returns -log1p(-u) for u < 1/16, where 1 - u would lose the digits that decide a maximum."""
     series = u * (0.2 + u * (0.16666667 + u * 0.14285715))
     series = u * (0.5 + u * (0.33333334 + u * (0.25 + series)))
     return u + u * series
@@ -56,5 +56,5 @@ def small_exponential(u: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exponential(u: tl.tensor) -> tl.tensor:
-    """-log1p(-u); its negative logarithm is Gumbel noise."""
+    """Returns -log1p(-u); its negative logarithm is Gumbel noise."""
     return tl.where(u < 0.0625, small_exponential(u), -tl.log(1.0 - u))

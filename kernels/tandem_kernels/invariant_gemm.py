@@ -35,7 +35,9 @@ def invariant_gemm_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """One tile of the output a program, GROUP tiles of rows by all tiles of columns at a time."""
+    """Computes one tile of the output in each program, GROUP tiles of rows by all tiles of columns
+    at a time.
+    """
     program = tl.program_id(0)
     row_tiles = tl.cdiv(num_rows, ROWS)
     in_group = GROUP * tl.cdiv(num_outputs, COLS)

@@ -22,7 +22,9 @@ def logprobs_kernel(
     BLOCK: tl.constexpr,
     IDS: tl.constexpr,
 ) -> None:
-    """One row a program: a running maximum and sum of exponentials a lane, joined at the end."""
+    """Computes one row in each program: a running maximum and sum of exponentials a lane, joined at
+    the end.
+    """
     row = tl.program_id(0).to(tl.int64)
     tokens = logits + row * logits_stride
     chosen = tl.load(tokens + tl.load(ids + row * num_ids)).to(tl.float32)

@@ -30,7 +30,7 @@ class Op(Generic[P, R]):
 
     @property
     def kernel(self) -> Callable[P, R]:
-        """The Triton column; imports triton."""
+        """Returns the operation of the Triton column; imports triton."""
         if self._kernel is None:
             module = import_module(f"tandem_kernels.{self.kernel_module}")
             self._kernel = cast("Callable[P, R]", getattr(module, self.reference.__name__))

@@ -94,7 +94,7 @@ def apply_penalties_kernel(
     BLOCK: tl.constexpr,
     NUM_DRAFTS: tl.constexpr,
 ) -> None:
-    """Program (s, j): tokens j * BLOCK and on of row s."""
+    """Changes, in program (s, j), tokens j * BLOCK and on of row s."""
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(penalty_rows + s).to(tl.int64)
     if row < 0:

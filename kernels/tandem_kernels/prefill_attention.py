@@ -26,13 +26,14 @@ from tandem_kernels.device import has_copy_engine
 
 LOG2_E = 1.4426950408889634
 LONG_CONTEXT = 4096
-"""From so many tokens on larger tiles are faster: by 4 % of a step of 4 x 2048 tokens behind 8192
-each. Below smaller ones are, by 0.7 % of a step of 4 x 2048."""
+"""The number of tokens from which larger tiles are faster: by 4 % of a step of 4 x 2048 tokens
+behind 8192 each. Below smaller ones are, by 0.7 % of a step of 4 x 2048.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """How one shape runs best; found by measurement."""
+    """Says how one shape runs best; found by measurement."""
 
     rows: int
     tile: int
@@ -70,7 +71,7 @@ def prefill_tuning(
 
 
 def fixed_tuning(head_dim: int, dtype: torch.dtype) -> PrefillTuning:
-    """The same for all shapes of a batch."""
+    """Returns the same tuning for all shapes of a batch."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     if row_bytes > 512:
         return PrefillTuning(rows=16, tile=16, num_warps=4, num_stages=2)
@@ -138,7 +139,7 @@ def _request_of(
     num_reqs: tl.tensor,
     BLOCK_Q: tl.constexpr,
 ) -> tl.tensor:
-    """Request of a query tile: the last whose tiles begin at or before it.
+    """Returns the request of a query tile: the last whose tiles begin at or before it.
 
     Request r's tiles begin at (its first query token) // BLOCK_Q + r, counted from `first_req`:
     at least as many tiles as it needs, known without a prefix sum. Only scalar loads lead to
@@ -186,7 +187,9 @@ def prefill_attention_kernel(
     DESCRIBED: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """Program (h, i): the i-th tile from the end of KV head h; spare programs end at once."""
+    """Computes, in program (h, i), the i-th tile from the end of KV head h; spare programs end at
+    once.
+    """
     head = tl.program_id(0)
     q_tile = tl.num_programs(1) - 1 - tl.program_id(1)
     r = _request_of(query_start_loc, q_tile, first_req, num_reqs, BLOCK_Q)
@@ -268,7 +271,7 @@ def prefill_attention(
     out: Tensor,
     tuning: PrefillTuning | None = None,
 ) -> None:
-    """The requests of `metadata` behind its decodes.
+    """Attends for the requests of `metadata` behind its decodes.
 
     Args:
         q: [T, Hq, D] of the whole step; heads of a token adjacent.
@@ -329,7 +332,7 @@ def prefill_attention(
 
 
 def describe_tiles(kv_cache: Tensor, tile: int, block_dim: int) -> TensorDescriptor:
-    """The cache as [block, row of a block, D], loaded [1, tile, block_dim] at a time.
+    """Describes the cache as [block, row of a block, D], loaded [1, tile, block_dim] at a time.
 
     The rows of a block are those of all heads' keys, then of all heads' values; columns behind
     D read as zero.

@@ -26,7 +26,9 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One row a program. With a residual, its row becomes the sum, and the sum is normalised."""
+    """Normalises one row in each program. With a residual, its row becomes the sum, and the sum is
+    normalised.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size

@@ -65,7 +65,9 @@ def rope_and_cache_kernel(
     OVERLAP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """Program (t, j): heads j * HEADS and on of token t, the query's first, then the keys'."""
+    """Rotates, in program (t, j), heads j * HEADS and on of token t, the query's first, then the
+    keys'.
+    """
     if OVERLAP:
         gdc_launch_dependents()
     if USE_PDL:

@@ -36,7 +36,7 @@ def block_argmax_kernel(
     BLOCK: tl.constexpr,
     HAS_FLOORS: tl.constexpr,
 ) -> None:
-    """Program (s, j): the best noisy logit among tokens j * BLOCK and on of row s."""
+    """Finds, in program (s, j), the best noisy logit among tokens j * BLOCK and on of row s."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -72,7 +72,9 @@ def row_argmax_kernel(
     num_blocks: tl.tensor,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """One row a program; blocks are in order of token ids, so equals go to the lowest id."""
+    """Reduces one row in each program; blocks are in order of token ids, so equals go to the lowest
+    id.
+    """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCKS)
     inside = lane < num_blocks

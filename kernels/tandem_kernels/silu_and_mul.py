@@ -20,7 +20,7 @@ def silu_and_mul_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (t, j) writes columns j * BLOCK and on of row t."""
+    """Writes, in program (t, j), columns j * BLOCK and on of row t."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

@@ -24,7 +24,7 @@ from tandem_kernels.device import supports_pdl
 
 @dataclass(frozen=True, slots=True)
 class SmallMTuning:
-    """How one kind runs best; found by measurement inside whole decode steps.
+    """Says how one kind runs best; found by measurement inside whole decode steps.
 
     Attributes:
         cols, depth: Outputs of a program, and how much of the inner dimension it takes at once.
@@ -57,8 +57,9 @@ def small_m_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program j: outputs j * COLS and on. When GATED, they are the gate's, and the weights of an
-    output's other half lie `num_outputs` rows behind."""
+    """Computes, in program j, outputs j * COLS and on. When GATED, they are the gate's, and the
+    weights of an output's other half lie `num_outputs` rows behind.
+    """
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows_of_weight = weight + col.to(tl.int64) * inner
     if OVERLAP:

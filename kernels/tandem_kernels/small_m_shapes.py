@@ -11,7 +11,9 @@ _OUTPUTS_MULTIPLE = 128
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """`x` [T, K], `weight` [N, K]: whole tiles, half precision, few rows."""
+    """Returns whether the kernel takes `x` [T, K] and `weight` [N, K]: whole tiles, half precision,
+    few rows.
+    """
     num_outputs, inner = weight.shape
     return (
         0 < len(x) <= MAX_ROWS

@@ -20,7 +20,7 @@ def staged_writes_kernel(
     base_stride: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program (e, j) writes chunks j, j + programs, ... of edit e."""
+    """Writes, in program (e, j), chunks j, j + programs, ... of edit e. of edit e."""
     edit = tl.program_id(0)
     first = tl.load(cu_lens + edit)
     length = tl.load(cu_lens + edit + 1) - first

@@ -24,7 +24,7 @@ def one_round(
     IN_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Entry i of every lane, -inf where there is none."""
+    """Returns entry i of every lane, -inf where there is none."""
     place = i * BLOCK + tl.arange(0, BLOCK)
     mask = place < vocab_size if IN_ROW else i < counts
     return tl.load(tokens + place, mask=mask, other=float("-inf"))
@@ -34,7 +34,9 @@ def one_round(
 def _weight(
     x: tl.tensor, peak: tl.tensor, inverse_t: tl.tensor, chosen: tl.tensor, BY_MASS: tl.constexpr
 ) -> tl.tensor:
-    """The weight of tokens in the search: their probability times a constant, or one each."""
+    """Returns the weight of tokens in the search: their probability times a constant, or
+    one each.
+    """
     if BY_MASS:
         return tl.where(chosen, tl.exp((x - peak) * inverse_t), 0.0)
     return tl.where(chosen, 1.0, 0.0)
@@ -42,7 +44,9 @@ def _weight(
 
 @triton.jit
 def _pivot(lo: tl.tensor, hi: tl.tensor, eighths: tl.tensor) -> tl.tensor:
-    """`eighths` of the way from lo to hi; one rounding, so every caller gets the same number."""
+    """Returns the point `eighths` of the way from lo to hi; one rounding, so every caller gets the
+    same number.
+    """
     return tl.minimum(tl.maximum(tl.fma(hi - lo, eighths * 0.125, lo), lo), hi)
 
 
@@ -95,7 +99,7 @@ def weigh(
 def eighth_of(
     sums: tl.tensor, beyond: tl.tensor, target: tl.tensor, lo: tl.tensor, hi: tl.tensor
 ) -> tl.tensor:
-    """The eighth [start, end) of [lo, hi] with the answer; start = end = hi if it is hi."""
+    """Returns the eighth [start, end) of [lo, hi] with the answer; start = end = hi if it is hi."""
     eighth = tl.arange(0, 16)
     reached = (beyond + sums >= target) & (eighth >= 1) & (eighth <= 8)
     last = tl.max(tl.where(reached, eighth, 0), axis=0).to(tl.float32)
@@ -158,7 +162,7 @@ def _narrow(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The answer in [lo, hi], both logits of `tokens`.
+    """Returns the answer in [lo, hi], both logits of `tokens`.
 
     Each pass quarters the range and pulls both ends in to the nearest logits, so it ends when
     they meet, after at most one pass a distinct logit.
@@ -223,7 +227,9 @@ def search_between(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The answer in [start, end) of a row; `target` 0: `share` of what these tokens weigh."""
+    """Returns the answer in [start, end) of a row; `target` 0: `share` of what these tokens
+    weigh.
+    """
     rounds = tl.cdiv(vocab_size, BLOCK)
     none = tl.zeros([BLOCK], tl.int32)
     counts, few, lo, hi, inside, beyond = _copy_between(

@@ -21,7 +21,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 def paged_attention(
     q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
 ) -> Tensor:
-    """Causal attention of the step's query tokens over their requests' contexts.
+    """Computes the causal attention of the step's query tokens over their requests' contexts.
 
     Args:
         q: [T, Hq, D], Hq a multiple of Hkv; query head h reads KV head `h // (Hq // Hkv)`.
@@ -78,7 +78,7 @@ def _decode(
     requests: Tensor | slice,
     scale: float,
 ) -> None:
-    """One query token for each of `requests`; request r owns query row r."""
+    """Attends for one query token of each of `requests`; request r owns query row r."""
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     seq_lens = metadata.seq_lens[requests]
     lengths = seq_lens.tolist()
@@ -127,7 +127,9 @@ def _context(
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """`q` [T, Hq, D] over one context [Hkv, L, D]; query i sits at position L - T + i."""
+    """Attends for `q` [T, Hq, D] over one context [Hkv, L, D]; query i sits at position L -
+    T + i.
+    """
     num_tokens, seq_len = q.shape[0], k.shape[1]
     mask = None
     if num_tokens < seq_len or window is not None:

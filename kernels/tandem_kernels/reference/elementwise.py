@@ -36,7 +36,7 @@ def fused_add_rms_norm(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Gated activation: [T, 2I] -> [T, I], `silu(x[:, :I]) * x[:, I:]`."""
+    """Computes the gated activation [T, 2I] -> [T, I], `silu(x[:, :I]) * x[:, I:]`."""
     gate, up = x.chunk(2, dim=-1)
     if x.dtype == torch.float32:
         return F.silu(gate).mul_(up)

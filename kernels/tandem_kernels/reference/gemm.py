@@ -12,25 +12,28 @@ _ROWS = 16
 
 
 def small_m_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[T, K] x [N, K] -> [T, N], for few rows T."""
+    """Multiplies [T, K] x [N, K] -> [T, N], for few rows T."""
     return F.linear(x, weight, bias)
 
 
 def small_m_gate_up(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, K] x [2 I, K] -> [T, I]: `silu(gate) * up`, where gate are the first I outputs."""
+    """Multiplies [T, K] x [2 I, K] -> [T, I]: `silu(gate) * up`, where gate are the first I
+    outputs.
+    """
     return silu_and_mul(F.linear(x, weight))
 
 
 def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
-    """`small_m_gate_up` for many rows."""
+    """Computes `small_m_gate_up` for many rows."""
     return small_m_gate_up(x, weight)
 
 
 def invariant_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """[T, K] x [N, K] -> [T, N]: each row has the same bits whatever the others are, and however
-    many. Here by GEMMs that all have the same number of rows."""
+    """Multiplies [T, K] x [N, K] -> [T, N]: each row has the same bits whatever the others are, and
+    however many. Here by GEMMs that all have the same number of rows.
+    """
     num_rows = len(x)
     padded = F.pad(x, (0, 0, 0, -num_rows % _ROWS))
     if out_dtype is not None:

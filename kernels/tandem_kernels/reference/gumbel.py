@@ -27,7 +27,7 @@ Words = npt.NDArray[np.uint32]
 
 
 def hash_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Words:
-    """Hash of (seed [S] int64, position [S] int64, every token id): [S, V]."""
+    """Returns a hash of (seed [S] int64, position [S] int64, every token id): [S, V]."""
     key = np.full(seeds.shape[0], 0x9747B28C, dtype=np.uint32)
     for numbers in (seeds, positions):
         wide = numbers.cpu().numpy().view(np.uint64)
@@ -38,7 +38,7 @@ def hash_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Words:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [S, V] float32 for every token of every row."""
+    """Returns standard Gumbel noise [S, V] float32 for every token of every row."""
     bits = hash_bits(seeds, positions, vocab_size).astype(np.float32)
     uniform = torch.from_numpy(bits).to(seeds.device).add_(0.5).mul_(2.0**-32)
     return uniform.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()

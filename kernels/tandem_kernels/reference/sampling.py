@@ -1,4 +1,4 @@
-"""From logits to tokens and log-probabilities in plain torch."""
+"""Turns logits into tokens and log-probabilities in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tandem_kernels.reference.gumbel import gumbel_noise
 
 
 def add_sparse(logits: Tensor, rows: Tensor, cols: Tensor, values: Tensor) -> None:
-    """`logits[rows[e], cols[e]] += values[e]` for each of E entries; the same place may repeat.
+    """Adds: `logits[rows[e], cols[e]] += values[e]` for each of E entries; the same place may
+    repeat.
 
     Serves logit bias (finite values) and masking (-inf). `rows` and `cols` are int32 or int64.
     """
@@ -17,7 +18,7 @@ def add_sparse(logits: Tensor, rows: Tensor, cols: Tensor, values: Tensor) -> No
 
 
 def count_tokens(output_counts: Tensor, penalty_rows: Tensor, token_ids: Tensor) -> None:
-    """`output_counts[penalty_rows[r], token_ids[r]] += 1`; a -1 on either side is skipped.
+    """Counts: `output_counts[penalty_rows[r], token_ids[r]] += 1`; a -1 on either side is skipped.
 
     Args:
         output_counts: [P, V] int32.
@@ -132,7 +133,7 @@ def sample(
 def _filter_floor(
     logits: Tensor, inverse_t: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """The smallest logit that a row's filters keep: [S, 1] for `logits` [S, V]."""
+    """Returns the smallest logit that a row's filters keep: [S, 1] for `logits` [S, V]."""
     vocab_size = logits.shape[1]
     ordered = logits.sort(dim=-1, descending=True).values
     largest = ordered[:, :1]
@@ -150,7 +151,7 @@ def _filter_floor(
 
 
 def topk_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of one chosen token and of the k likeliest.
+    """Returns log-probabilities of one chosen token and of the k likeliest.
 
     Args:
         logits: [S, V] before any processing.
