@@ -50,7 +50,7 @@ class DecodeNodeSettings(EngineSettings):
     max_prefill_attempts: int = Field(
         default=3, ge=1, description="Prefill nodes tried before a prompt is computed here."
     )
-    greet_timeout_s: float = Field(
+    handshake_timeout_s: float = Field(
         default=2.0, gt=0, description="Time for a prefill node to answer the first call."
     )
     first_token_timeout_s: float = Field(

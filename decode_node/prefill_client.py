@@ -1,6 +1,6 @@
 """The decode node's side of the `Prefill` service.
 
-    1. `greet`: who is at this address, does its KV fit ours, where is it pulled? Kept until the
+    1. `handshake`: who is at this address, does its KV fit ours, where is it pulled? Kept until the
        node restarts or disappoints, or its KV does (`forget`).
     2. `prefill`: one prompt. Gives the prompt's log probabilities (if asked for), the first token,
        then that all KV was taken; or raises.
@@ -49,7 +49,7 @@ _CHANNEL_OPTIONS = (
 AVOIDED = "avoided"
 _AVOID_S = 1.0
 """A node that could not be reached is not asked again for so many seconds."""
-_GREET_AGAIN = {
+_HANDSHAKE_AGAIN = {
     "failed_precondition",
     "unavailable",
     "unreachable",
@@ -68,7 +68,7 @@ class _Node:
         )
         self.peer: KVPeer | None = None
         self.avoid_until = 0.0
-        self.greeting = asyncio.Lock()
+        self.handshake_lock = asyncio.Lock()
 
     def stub(self) -> prefill_pb2_grpc.PrefillStub:
         """Returns a stub for one call. Raises `PrefillError` if the node must not be dialled."""
@@ -85,24 +85,24 @@ class PrefillClient:
     `vocab_size`. `close` at the end."""
 
     def __init__(
-        self, us: KVPeer, vocab_size: int, greet_timeout_s: float, credentials: Credentials
+        self, us: KVPeer, vocab_size: int, handshake_timeout_s: float, credentials: Credentials
     ) -> None:
         self._us = us
         self._vocab_size = vocab_size
         self._credentials = credentials
-        self._greet_timeout_s = greet_timeout_s
+        self._handshake_timeout_s = handshake_timeout_s
         self._nodes: dict[str, _Node] = {}
 
-    async def greet(self, address: str) -> KVPeer:
+    async def handshake(self, address: str) -> KVPeer:
         """Returns what a prefill node says of itself. Raises `PrefillError` when it is unreachable,
         stopping, or its KV does not fit ours."""
         node = self._nodes.get(address)
         if node is None:
             node = self._nodes[address] = _Node(address, self._credentials)
         if node.peer is None:
-            async with node.greeting:
+            async with node.handshake_lock:
                 if node.peer is None:
-                    node.peer = await self._hello(address, node)
+                    node.peer = await self._handshake(address, node)
         return node.peer
 
     def forget(self, address: str) -> None:
@@ -137,19 +137,19 @@ class PrefillClient:
         self._nodes.clear()
 
     def _disappointed(self, node: _Node, code: str, message: str) -> PrefillError:
-        """Returns what to raise. The node may not be who it was: greet it before it gets more
-        work."""
-        if code in _GREET_AGAIN:
+        """Returns what to raise. The node may not be who it was: shake hands
+        again before it gets more work."""
+        if code in _HANDSHAKE_AGAIN:
             node.peer = None
         return PrefillError(code, message)
 
-    async def _hello(self, address: str, node: _Node) -> KVPeer:
+    async def _handshake(self, address: str, node: _Node) -> KVPeer:
         if time.monotonic() < node.avoid_until:
             raise PrefillError(AVOIDED, f"{address} did not answer a moment ago")
         try:
-            reply: prefill_pb2.HelloReply = await node.stub().Hello(
-                prefill_pb2.HelloRequest(decode=peer_to_proto(self._us)),
-                timeout=self._greet_timeout_s,
+            reply: prefill_pb2.HandshakeReply = await node.stub().Handshake(
+                prefill_pb2.HandshakeRequest(decode=peer_to_proto(self._us)),
+                timeout=self._handshake_timeout_s,
                 metadata=self._credentials.metadata(),
             )
             peer = peer_from_proto(reply.prefill)

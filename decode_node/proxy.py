@@ -1,12 +1,12 @@
-"""A decode node's proxy decides how each request is served, and follows it to its end. how each
-request is served, and follows it to its end.
+"""A decode node's proxy decides how each request is served, and follows it to its end.
 
     1. ADMIT    local or remote? Short prompts, and long ones whose beginning is probably cached
                 here, stay. A remote prompt waits, in order of arrival, until its KV has room
                 here; no prefill node works for it before. One that asks for a single token needs
                 no room: the prefill node gives the whole answer.
-    2. START    remote: greet a prefill node. The request enters our engine, and with it, at the
-                same time, the call to the prefill node begins (`remote_prefill` has that part).
+    2. START    remote: shake hands with a prefill node. The request enters our engine, and with
+                it, at the same time, the call to the prefill node begins (`remote_prefill` has
+                that part).
     3. STREAM   outputs of our engine, the first token among them
     4. END      whatever the reason, and whoever left: the call is cancelled, the engine's stream
                 closed, the room given back

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class PrefillNodes(Protocol):
     """The part of `PrefillClient` that is needed here."""
 
-    async def greet(self, address: str) -> KVPeer: ...
+    async def handshake(self, address: str) -> KVPeer: ...
     def forget(self, address: str) -> None: ...
     def prefill(
         self, address: str, request: GenerationRequest, params: KVTransferParams
@@ -122,7 +122,7 @@ class RemotePrefill:
         while self._addresses and self._attempt + 1 < self._limits.max_attempts:
             address = self._addresses.popleft()
             try:
-                peer = await self._nodes.greet(address)
+                peer = await self._nodes.handshake(address)
             except PrefillError as error:
                 self._note(address, error)
                 continue

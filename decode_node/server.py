@@ -199,7 +199,9 @@ def create_prefill_client(
 ) -> PrefillClient:
     us = engine.ready.peer
     assert us is not None, "a decode node's engine takes KV"
-    return PrefillClient(us, engine.config.model.vocab_size, settings.greet_timeout_s, credentials)
+    return PrefillClient(
+        us, engine.config.model.vocab_size, settings.handshake_timeout_s, credentials
+    )
 
 
 def create_proxy(

@@ -2,13 +2,14 @@
 
 Life of a call:
 
-    1. refused at once: stopping (UNAVAILABLE), greeted another process (FAILED_PRECONDITION),
-       wrong request (INVALID_ARGUMENT), queue too long (RESOURCE_EXHAUSTED, with our load)
+    1. refused at once: stopping (UNAVAILABLE), handshake was with another process
+       (FAILED_PRECONDITION), wrong request (INVALID_ARGUMENT), queue too long
+       (RESOURCE_EXHAUSTED, with our load)
     2. `accepted`
     3. `first_token`, as soon as it is sampled, behind the prompt's log probabilities if they were
        asked for; KV moves meanwhile
     4. `done` when all KV was taken, or `failed`
-    -  the token is the whole answer: nobody waits for KV, and none is offered if the caller knew
+    -  the token is the whole answer: nobody waits for KV, and none is exported if the caller knew
     -  the caller cancels, at any moment: the request is aborted, its KV dropped
 """
 
@@ -50,7 +51,9 @@ SERVICE_NAME = "tandem.v1.Prefill"
 CALLERS = {SERVICE_NAME: frozenset({Role.DECODE})}
 """Roles of those who may start a prefill."""
 
-HelloContext = grpc.aio.ServicerContext[prefill_pb2.HelloRequest, prefill_pb2.HelloReply]
+HandshakeContext = grpc.aio.ServicerContext[
+    prefill_pb2.HandshakeRequest, prefill_pb2.HandshakeReply
+]
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]
 
 
@@ -116,16 +119,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         for request_id in list(self._in_engine):
             self._engine.abort(request_id)
 
-    async def Hello(
-        self, request: prefill_pb2.HelloRequest, context: HelloContext
-    ) -> prefill_pb2.HelloReply:
+    async def Handshake(
+        self, request: prefill_pb2.HandshakeRequest, context: HandshakeContext
+    ) -> prefill_pb2.HandshakeReply:
         peer = self._peer()
         try:
             peer.layout.check_compatible(peer_from_proto(request.decode).layout)
         except HandshakeMismatch as error:
             logger.warning("a decode node does not fit: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return prefill_pb2.HelloReply(prefill=peer_to_proto(peer), load=self._status.load())
+        return prefill_pb2.HandshakeReply(prefill=peer_to_proto(peer), load=self._status.load())
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: PrefillContext
@@ -219,7 +222,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if request.expected_epoch != self._engine.config.epoch:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                "this prefill node has restarted since it was greeted; greet it again",
+                "this prefill node has restarted since the handshake; shake hands again",
             )
         self._check_queue()
         try:
@@ -261,7 +264,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def _peer(self) -> KVPeer:
         peer = self._engine.ready.peer
-        assert peer is not None, "a prefill node's engine offers KV"
+        assert peer is not None, "a prefill node's engine exports KV"
         return peer
 
     def _enter(self) -> None:

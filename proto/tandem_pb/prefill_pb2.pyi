@@ -8,13 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class HelloRequest(_message.Message):
+class HandshakeRequest(_message.Message):
     __slots__ = ("decode",)
     DECODE_FIELD_NUMBER: _ClassVar[int]
     decode: _kv_transfer_pb2.KVPeer
     def __init__(self, decode: _Optional[_Union[_kv_transfer_pb2.KVPeer, _Mapping]] = ...) -> None: ...
 
-class HelloReply(_message.Message):
+class HandshakeReply(_message.Message):
     __slots__ = ("prefill", "load")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]

@@ -34,10 +34,10 @@ class PrefillStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Hello = channel.unary_unary(
-                '/tandem.v1.Prefill/Hello',
-                request_serializer=tandem__pb_dot_prefill__pb2.HelloRequest.SerializeToString,
-                response_deserializer=tandem__pb_dot_prefill__pb2.HelloReply.FromString,
+        self.Handshake = channel.unary_unary(
+                '/tandem.v1.Prefill/Handshake',
+                request_serializer=tandem__pb_dot_prefill__pb2.HandshakeRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_prefill__pb2.HandshakeReply.FromString,
                 _registered_method=True)
         self.Prefill = channel.unary_stream(
                 '/tandem.v1.Prefill/Prefill',
@@ -49,7 +49,7 @@ class PrefillStub(object):
 class PrefillServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Hello(self, request, context):
+    def Handshake(self, request, context):
         """Identity, KV layout and transfer endpoints. The caller compares before it sends work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -57,7 +57,7 @@ class PrefillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """Computes one prompt and offers its KV under (transfer_id, attempt).
+        """Computes one prompt and exports its KV under (transfer_id, attempt).
         Events in order: accepted, prompt_logprobs (if asked for, in parts), first_token, done; or
         failed at any place. Cancelling the call
         aborts the request and drops its KV. The call stays open until the KV has been taken.
@@ -69,10 +69,10 @@ class PrefillServicer(object):
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Hello': grpc.unary_unary_rpc_method_handler(
-                    servicer.Hello,
-                    request_deserializer=tandem__pb_dot_prefill__pb2.HelloRequest.FromString,
-                    response_serializer=tandem__pb_dot_prefill__pb2.HelloReply.SerializeToString,
+            'Handshake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Handshake,
+                    request_deserializer=tandem__pb_dot_prefill__pb2.HandshakeRequest.FromString,
+                    response_serializer=tandem__pb_dot_prefill__pb2.HandshakeReply.SerializeToString,
             ),
             'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
@@ -91,7 +91,7 @@ class Prefill(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Hello(request,
+    def Handshake(request,
             target,
             options=(),
             channel_credentials=None,
@@ -104,9 +104,9 @@ class Prefill(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Prefill/Hello',
-            tandem__pb_dot_prefill__pb2.HelloRequest.SerializeToString,
-            tandem__pb_dot_prefill__pb2.HelloReply.FromString,
+            '/tandem.v1.Prefill/Handshake',
+            tandem__pb_dot_prefill__pb2.HandshakeRequest.SerializeToString,
+            tandem__pb_dot_prefill__pb2.HandshakeReply.FromString,
             options,
             channel_credentials,
             insecure,

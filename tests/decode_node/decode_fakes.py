@@ -288,17 +288,17 @@ class FakeCall:
 
 
 class FakePrefillNodes:
-    """Behaves as `PrefillClient`. `unreachable`: addresses that cannot be greeted."""
+    """Behaves as `PrefillClient`. `unreachable`: addresses where no handshake succeeds."""
 
     def __init__(self) -> None:
         self.unreachable: set[str] = set()
-        self.greeted: list[str] = []
+        self.handshakes: list[str] = []
         self.forgotten: list[str] = []
         self.calls: list[FakeCall] = []
         self.on_call: Callable[[FakeCall], None] = lambda call: None
 
-    async def greet(self, address: str) -> KVPeer:
-        self.greeted.append(address)
+    async def handshake(self, address: str) -> KVPeer:
+        self.handshakes.append(address)
         await asyncio.sleep(0)
         if address in self.unreachable:
             raise PrefillError("unreachable", f"{address} does not answer")

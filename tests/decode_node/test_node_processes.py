@@ -107,11 +107,11 @@ class Liar(prefill_pb2_grpc.PrefillServicer):
         self._token_id = token_id
         self._num_ranks = num_ranks
 
-    async def Hello(self, request: prefill_pb2.HelloRequest, context: Any) -> Any:
+    async def Handshake(self, request: prefill_pb2.HandshakeRequest, context: Any) -> Any:
         del request.decode.ranks[:]
         for _ in range(self._num_ranks):
             request.decode.ranks.add(addresses=["127.0.0.1:1"])
-        return prefill_pb2.HelloReply(prefill=request.decode)
+        return prefill_pb2.HandshakeReply(prefill=request.decode)
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> Any:
         yield prefill_pb2.PrefillEvent(first_token=prefill_pb2.FirstToken(token_id=self._token_id))

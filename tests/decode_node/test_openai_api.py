@@ -316,7 +316,7 @@ async def test_a_remote_prefill_shows_in_headers_usage_and_timeline(url: str) ->
 async def test_the_header_can_be_switched_off() -> None:
     async with http_node(trust_router_headers=False) as node:
         await post(node, "/v1/completions", TEXT, **{"x-prefiller-host-port": "evil:1"})
-        assert not node.nodes.greeted
+        assert not node.nodes.handshakes
 
 
 async def test_request_ids_are_kept_or_made() -> None:

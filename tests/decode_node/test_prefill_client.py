@@ -42,18 +42,18 @@ class Servicer(prefill_pb2_grpc.PrefillServicer):
     def __init__(self) -> None:
         self.peer: KVPeer = THEM
         self.load = node_pb2.NodeLoad()
-        self.greetings: list[KVPeer] = []
+        self.handshakes: list[KVPeer] = []
         self.requests: list[prefill_pb2.PrefillRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.cancelled = 0
-        self.hello: Callable[[Any], Awaitable[None]] | None = None
+        self.before_handshake: Callable[[Any], Awaitable[None]] | None = None
         self.handler: Handler = _complete
 
-    async def Hello(self, request: prefill_pb2.HelloRequest, context: Any) -> Any:
-        self.greetings.append(peer_from_proto(request.decode))
-        if self.hello is not None:
-            await self.hello(context)
-        return prefill_pb2.HelloReply(prefill=peer_to_proto(self.peer), load=self.load)
+    async def Handshake(self, request: prefill_pb2.HandshakeRequest, context: Any) -> Any:
+        self.handshakes.append(peer_from_proto(request.decode))
+        if self.before_handshake is not None:
+            await self.before_handshake(context)
+        return prefill_pb2.HandshakeReply(prefill=peer_to_proto(self.peer), load=self.load)
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> Any:
         self.requests.append(request)
@@ -90,8 +90,8 @@ async def prefill_node() -> AsyncIterator[tuple[Servicer, str, grpc.aio.Server]]
 
 
 @asynccontextmanager
-async def prefill_client(greet_timeout_s: float = 30.0) -> AsyncIterator[PrefillClient]:
-    client = PrefillClient(US, VOCAB_SIZE, greet_timeout_s, Credentials())
+async def prefill_client(handshake_timeout_s: float = 30.0) -> AsyncIterator[PrefillClient]:
+    client = PrefillClient(US, VOCAB_SIZE, handshake_timeout_s, Credentials())
     try:
         yield client
     finally:
@@ -109,7 +109,7 @@ async def events(client: PrefillClient, address: str) -> list[object]:
 
 async def test_a_prompt_goes_out_and_its_token_comes_back() -> None:
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        assert await client.greet(address) == THEM
+        assert await client.handshake(address) == THEM
         first, taken = await events(client, address)
         assert isinstance(first, FirstToken) and isinstance(taken, KVTaken)
         assert (first.token_id, first.num_cached_tokens) == (9, 2)
@@ -120,15 +120,15 @@ async def test_a_prompt_goes_out_and_its_token_comes_back() -> None:
         assert decode_spec(sent.spec, list(sent.prompt_token_ids)) == REQUEST.spec
 
 
-async def test_a_node_is_greeted_once() -> None:
+async def test_one_handshake_with_a_node_is_enough() -> None:
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        await asyncio.gather(*(client.greet(address) for _ in range(5)))
-        assert servicer.greetings == [US]
+        await asyncio.gather(*(client.handshake(address) for _ in range(5)))
+        assert servicer.handshakes == [US]
 
 
 @pytest.mark.parametrize("code", ["FAILED_PRECONDITION", "UNAVAILABLE"])
 @pytest.mark.parametrize("as_event", [True, False])
-async def test_after_some_failures_it_is_greeted_again(code: str, as_event: bool) -> None:
+async def test_after_some_failures_the_handshake_is_repeated(code: str, as_event: bool) -> None:
     async def refuse(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         if as_event:
             failed = prefill_pb2.Failed(code=code.lower(), message="restarted")
@@ -136,39 +136,39 @@ async def test_after_some_failures_it_is_greeted_again(code: str, as_event: bool
         await context.abort(grpc.StatusCode[code], "restarted")
 
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        await client.greet(address)
+        await client.handshake(address)
         servicer.handler = refuse
         with pytest.raises(PrefillError, match="restarted"):
             await events(client, address)
         restarted = msgspec.structs.replace(THEM, epoch=THEM.epoch ^ 1)
         servicer.peer = restarted
-        assert await client.greet(address) == restarted
-        assert len(servicer.greetings) == 2
+        assert await client.handshake(address) == restarted
+        assert len(servicer.handshakes) == 2
 
 
 async def test_after_kv_that_did_not_come_its_endpoints_are_learnt_again() -> None:
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        await client.greet(address)
+        await client.handshake(address)
         client.forget(address)
         client.forget("nobody:1")
         moved = msgspec.structs.replace(THEM, endpoints=(("10.0.0.9:7",),))
         servicer.peer = moved
-        assert (await client.greet(address)).endpoints == (("10.0.0.9:7",),)
+        assert (await client.handshake(address)).endpoints == (("10.0.0.9:7",),)
 
 
-async def test_other_failures_keep_the_greeting() -> None:
+async def test_other_failures_keep_the_handshake() -> None:
     async def refuse(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         failed = prefill_pb2.Failed(code="resource_exhausted", message="the queue is long")
         yield prefill_pb2.PrefillEvent(failed=failed)
 
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        await client.greet(address)
+        await client.handshake(address)
         servicer.handler = refuse
         with pytest.raises(PrefillError, match="queue") as caught:
             await events(client, address)
         assert caught.value.code == "resource_exhausted"
-        await client.greet(address)
-        assert len(servicer.greetings) == 1
+        await client.handshake(address)
+        assert len(servicer.handshakes) == 1
 
 
 def with_group(**fields: object) -> KVLayout:
@@ -190,7 +190,7 @@ async def test_nodes_that_do_not_fit_are_refused_by_field(field: str, layout: KV
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
         servicer.peer = msgspec.structs.replace(THEM, layout=layout)
         with pytest.raises(PrefillError, match=field) as caught:
-            await client.greet(address)
+            await client.handshake(address)
         assert caught.value.code == "handshake_mismatch"
 
 
@@ -198,7 +198,7 @@ async def test_block_and_tensor_parallel_sizes_may_differ() -> None:
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
         layout = msgspec.structs.replace(with_group(block_size=64), tp_size=2)
         servicer.peer = msgspec.structs.replace(THEM, layout=layout, endpoints=(("h:1",),) * 2)
-        assert (await client.greet(address)).layout == layout
+        assert (await client.handshake(address)).layout == layout
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ async def test_endpoints_that_cannot_be_are_refused(endpoints: tuple[tuple[str, 
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
         servicer.peer = msgspec.structs.replace(THEM, endpoints=endpoints)
         with pytest.raises(PrefillError) as caught:
-            await client.greet(address)
+            await client.handshake(address)
         assert caught.value.code == "wrong_answer"
         assert len(str(caught.value)) < 1000
 
@@ -222,7 +222,7 @@ async def test_a_token_outside_of_the_vocabulary_goes_no_further() -> None:
         yield prefill_pb2.PrefillEvent(first_token=token)
 
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        await client.greet(address)
+        await client.handshake(address)
         servicer.handler = lie
         with pytest.raises(PrefillError, match="4294967295") as caught:
             await events(client, address)
@@ -233,17 +233,17 @@ async def test_a_stopping_node_gets_no_work() -> None:
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
         servicer.load = node_pb2.NodeLoad(draining=True)
         with pytest.raises(PrefillError, match="stopping"):
-            await client.greet(address)
+            await client.handshake(address)
 
 
 async def test_nobody_there_is_found_out_and_remembered() -> None:
     async with prefill_node() as (_, address, server), prefill_client() as client:
         await server.stop(0)
         with pytest.raises(PrefillError) as caught:
-            await client.greet(address)
+            await client.handshake(address)
         assert caught.value.code == "unreachable"
         with pytest.raises(PrefillError, match="a moment ago"):
-            await client.greet(address)
+            await client.handshake(address)
 
 
 async def test_a_silent_node_does_not_hold_up_for_long() -> None:
@@ -251,9 +251,9 @@ async def test_a_silent_node_does_not_hold_up_for_long() -> None:
         await asyncio.Event().wait()
 
     async with prefill_node() as (servicer, address, _), prefill_client(0.1) as client:
-        servicer.hello = silent
+        servicer.before_handshake = silent
         with pytest.raises(PrefillError) as caught:
-            await client.greet(address)
+            await client.handshake(address)
         assert caught.value.code == "deadline_exceeded"
 
 
@@ -263,7 +263,7 @@ async def test_a_lost_connection_is_an_error_and_not_the_end() -> None:
         await asyncio.Event().wait()
 
     async with prefill_node() as (servicer, address, server), prefill_client() as client:
-        await client.greet(address)
+        await client.handshake(address)
         servicer.handler = hang
         reading = asyncio.create_task(events(client, address))
         await until(lambda: len(servicer.requests) == 1, "the call")
@@ -278,7 +278,7 @@ async def test_leaving_cancels_the_call() -> None:
         await asyncio.Event().wait()
 
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        await client.greet(address)
+        await client.handshake(address)
         servicer.handler = hang
         reading = asyncio.create_task(events(client, address))
         await until(lambda: len(servicer.requests) == 1, "the call")
@@ -295,7 +295,7 @@ async def test_a_stream_that_stops_early_just_ends() -> None:
         yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.Accepted())
 
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
-        await client.greet(address)
+        await client.handshake(address)
         servicer.handler = stop
         assert await events(client, address) == []
 
@@ -306,7 +306,7 @@ async def test_the_trace_and_resumed_output_reach_the_prefill_node() -> None:
     async with prefill_node() as (servicer, address, _):
         client = PrefillClient(US, VOCAB_SIZE, 5.0, Credentials())
         try:
-            await client.greet(address)
+            await client.handshake(address)
             async with aclosing(client.prefill(address, request, params())) as stream:
                 assert [type(event) async for event in stream] == [FirstToken, KVTaken]
         finally:

@@ -224,7 +224,7 @@ async def test_short_prompts_stay_here() -> None:
     task = bench.start()
     bench.engine.produce_all(await bench.engine.added())
     check_complete(bench, await task)
-    assert not bench.nodes.greeted
+    assert not bench.nodes.handshakes
     assert bench.records[0].timeline().path == "local"
     await bench.check_empty()
 
@@ -274,7 +274,7 @@ async def test_unreachable_nodes_are_passed_over(bench: Bench) -> None:
     bench.nodes.unreachable = {A}
     task = bench.start()
     call = await bench.nodes.called()
-    assert (call.address, bench.nodes.greeted) == (B, [A, B])
+    assert (call.address, bench.nodes.handshakes) == (B, [A, B])
     call.first_token()
     fake = bench.engine.only
     bench.engine.kv_arrives(fake)
@@ -364,11 +364,11 @@ async def test_a_call_that_just_ends_has_failed(bench: Bench) -> None:
     assert bench.records[0].failures == ["cut_off"]
 
 
-async def test_a_restarted_node_is_greeted_and_asked_again(bench: Bench) -> None:
+async def test_a_restarted_node_has_another_handshake_and_is_asked_again(bench: Bench) -> None:
     task = bench.start(prefill_nodes=[A])
     (await bench.nodes.called()).fail("failed_precondition")
     second = await bench.nodes.called(2)
-    assert (second.address, bench.nodes.greeted) == (A, [A, A])
+    assert (second.address, bench.nodes.handshakes) == (A, [A, A])
     second.first_token()
     fake = bench.engine.only
     bench.engine.kv_arrives(fake, attempt=1)
@@ -480,14 +480,14 @@ async def test_the_client_may_leave_at_any_moment(bench: Bench, moment: str) -> 
         assert bench.engine.only.aborted
 
 
-async def test_leaving_while_a_node_is_greeted(bench: Bench) -> None:
+async def test_leaving_during_a_handshake(bench: Bench) -> None:
     reached = asyncio.Event()
 
     async def never_answers(address: str) -> None:
         reached.set()
         await asyncio.Event().wait()
 
-    bench.nodes.greet = never_answers  # type: ignore[assignment, method-assign]
+    bench.nodes.handshake = never_answers  # type: ignore[assignment, method-assign]
     task = bench.start()
     await reached.wait()
     task.cancel()
@@ -503,7 +503,7 @@ async def test_without_room_no_prefill_node_works(bench: Bench) -> None:
     blocker = bench.credits.claim_now((NUM_BLOCKS - 1) * 8 - 64, 64)
     first, second = bench.start(), bench.start()
     await until(lambda: bench.credits.num_waiting == 2, "both wait")
-    assert not bench.nodes.greeted and not bench.engine.requests
+    assert not bench.nodes.handshakes and not bench.engine.requests
     blocker.release()
     await bench.nodes.called(2)
     order = [call.request.request_id for call in bench.nodes.calls]

@@ -139,7 +139,7 @@ async def test_cancelling_aborts_at_any_moment(moment: str) -> None:
         assert prompt.aborted == (moment != "done")
 
 
-async def test_one_token_alone_offers_no_kv() -> None:
+async def test_one_token_alone_exports_no_kv() -> None:
     async with served_prefill() as node:
         call, prompt = await accepted(node, first_token_only=True)
         assert prompt.request.kv_transfer_params is None
@@ -208,7 +208,7 @@ async def test_an_engine_that_dies_fails_open_calls(has_token: bool) -> None:
 # Refused at once -------------------------------------------------------------------------------
 
 
-async def test_another_epoch_means_it_greeted_another_process() -> None:
+async def test_another_epoch_means_the_handshake_was_with_another_process() -> None:
     async with served_prefill() as node:
         _, error = await refusal(node, expected_epoch=node.engine.config.epoch ^ 1)
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -281,7 +281,7 @@ async def test_stopping_in_the_end_fails_what_is_open() -> None:
         assert await read(call) is grpc.aio.EOF
 
 
-# Hello -----------------------------------------------------------------------------------------
+# Handshake -------------------------------------------------------------------------------------
 
 
 def decode_peer(**layout: Any) -> KVPeer:
@@ -294,10 +294,10 @@ def decode_peer(**layout: Any) -> KVPeer:
     return KVPeer(engine_id="decode", epoch=1, layout=changed)
 
 
-async def test_hello_gives_endpoints_and_load() -> None:
+async def test_the_handshake_gives_endpoints_and_load() -> None:
     async with served_prefill() as node:
         peer = decode_peer(block_size=64, tp_size=2)
-        reply = await node.stub.Hello(prefill_pb2.HelloRequest(decode=peer_to_proto(peer)))
+        reply = await node.stub.Handshake(prefill_pb2.HandshakeRequest(decode=peer_to_proto(peer)))
         assert peer_from_proto(reply.prefill) == node.engine.ready.peer
         assert reply.load.node_id == node.engine.config.engine_id
         assert not reply.load.draining
@@ -307,11 +307,11 @@ async def test_hello_gives_endpoints_and_load() -> None:
     ("field", "value"),
     [("model_hash", "x"), ("dtype", "float16"), ("window", 7), ("protocol_version", 99)],
 )
-async def test_hello_names_the_field_that_differs(field: str, value: object) -> None:
+async def test_the_handshake_names_the_field_that_differs(field: str, value: object) -> None:
     async with served_prefill() as node:
-        message = prefill_pb2.HelloRequest(decode=peer_to_proto(decode_peer(**{field: value})))
+        message = prefill_pb2.HandshakeRequest(decode=peer_to_proto(decode_peer(**{field: value})))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await node.stub.Hello(message)
+            await node.stub.Handshake(message)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert field in caught.value.details()
 

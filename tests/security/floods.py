@@ -15,7 +15,7 @@ OPENING = h2.PREFACE + h2.settings_frame({})
 _CALL = (
     (":method", "POST"),
     (":scheme", "http"),
-    (":path", "/tandem.v1.Prefill/Hello"),
+    (":path", "/tandem.v1.Prefill/Handshake"),
     (":authority", "127.0.0.1"),
     ("te", "trailers"),
     ("content-type", "application/grpc"),

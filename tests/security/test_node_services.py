@@ -19,7 +19,7 @@ from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from router.config import RouterSettings
 from tandem_pb import node_pb2, node_pb2_grpc, prefill_pb2_grpc
-from tandem_pb.prefill_pb2 import HelloRequest
+from tandem_pb.prefill_pb2 import HandshakeRequest
 from tests.prefill_node.prefill_fakes import FakePrefillEngine
 from tests.router.cluster import eventually, run_router
 from tests.security.authority import Authority
@@ -51,7 +51,7 @@ async def prefill_node(credentials: Credentials, host: str = "127.0.0.1"):
 
 
 async def outcomes(address: str, caller: Credentials) -> list[grpc.StatusCode]:
-    """Returns how calls end: a load report, a greeting that fits no layout, and the health."""
+    """Returns how calls end: a load report, a handshake that fits no layout, and the health."""
     metadata = caller.metadata()
     async with caller.channel(address, Role.PREFILL, []) as channel:
         watch = node_pb2_grpc.NodeStatusStub(channel).Watch(
@@ -60,7 +60,7 @@ async def outcomes(address: str, caller: Credentials) -> list[grpc.StatusCode]:
         found = [OK if (await _first(watch)) is None else await watch.code()]
         watch.cancel()
         for call in (
-            prefill_pb2_grpc.PrefillStub(channel).Hello(HelloRequest(), metadata=metadata),
+            prefill_pb2_grpc.PrefillStub(channel).Handshake(HandshakeRequest(), metadata=metadata),
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()),
         ):
             found.append(await call.code())
@@ -76,11 +76,11 @@ async def _first(watch) -> grpc.aio.AioRpcError | None:
 
 
 MISFIT = grpc.StatusCode.FAILED_PRECONDITION
-"""The greeting was heard."""
+"""The handshake was heard."""
 
 
 @pytest.mark.parametrize("host", LOOPBACK_HOSTS)
-async def test_routers_watch_and_decode_nodes_greet(authority: Authority, host):
+async def test_routers_watch_and_decode_nodes_shake_hands(authority: Authority, host):
     async with prefill_node(authority.credentials(Role.PREFILL), host) as address:
         router, decode = authority.credentials(Role.ROUTER), authority.credentials(Role.DECODE)
         assert await outcomes(address, router) == [OK, DENIED, OK]
