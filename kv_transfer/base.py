@@ -4,7 +4,7 @@ Two halves, with vLLM's method names where the meaning is the same:
 
 Scheduler half (one for each engine, in the engine core process)
     1. `get_num_new_matched_tokens`: how much of this prompt will come from elsewhere?
-    2. `update_state_after_alloc`: blocks exist now; start pulling into them, or offer them.
+    2. `update_state_after_alloc`: blocks exist now; start pulling into them, or export them.
     3. `build_connector_meta`: called with every step; tells transfer processes what the step
        computes and returns what the workers must know.
     4. `get_finished`: events since the last call; `fileno` wakes the engine when there are any.
@@ -110,7 +110,7 @@ class KVConnectorScheduler(ABC):
     def update_state_after_alloc(
         self, request: RequestLike, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Blocks for the request exist. Consumer: starts the pull. Producer: makes the offer,
+        """Blocks for the request exist. Consumer: starts the pull. Producer: makes the export,
         and hands over blocks that a cached prefix has filled already."""
 
     @abstractmethod

@@ -37,7 +37,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     Attributes:
         do_remote_prefill: On decode: KV of the prompt comes from `peer`.
-        do_remote_decode: On prefill: KV of the prompt is offered to whoever pulls `transfer_id`.
+        do_remote_decode: On prefill: KV of the prompt is exported to whoever pulls `transfer_id`.
         transfer_id: 32 hex digits, random for each request.
         attempt: Grows with every new attempt of the same request.
         peer: The prefill node (on decode only).
@@ -76,7 +76,7 @@ class SendMeta(msgspec.Struct, frozen=True, tag="send", array_like=True):
     block_ids: BlockIds
 
 
-class OfferMeta(msgspec.Struct, frozen=True, tag="offer", array_like=True):
+class ExportMeta(msgspec.Struct, frozen=True, tag="open", array_like=True):
     """Producer: a transfer will come; pulls for it may wait. Starts the lease."""
 
     transfer_id: str
@@ -114,7 +114,7 @@ class ReleaseMeta(msgspec.Struct, frozen=True, tag="release", array_like=True):
     complete: bool
 
 
-TransferCommand = SendMeta | OfferMeta | RecvMeta | AbortMeta | ReleaseMeta
+TransferCommand = SendMeta | ExportMeta | RecvMeta | AbortMeta | ReleaseMeta
 
 
 class StepProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -200,7 +200,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
         generation: Of the process; a restarted one has a higher one.
         address: host:port that it listens on; empty on consumers.
         staged_bytes: Host memory that holds staged KV now.
-        leases: Offers and staged KV waiting for a puller now.
+        leases: Exports and staged KV waiting for a puller now.
         num_transfers: Transfers in motion now.
         num_pulls: PullKV calls open now, served or made.
         bytes_moved: Payload sent (producer) or received (consumer) since it started.

@@ -230,11 +230,11 @@ class KVPair:
         """Runs until everything has arrived."""
         caches, num_tokens = self.caches, self.caches.num_tokens
         self._transfer_id = transfer_id = uuid.uuid4().hex
-        offer = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
         wish = KVTransferParams(
             do_remote_prefill=True, transfer_id=transfer_id, peer=self._producer.peer_info
         )
-        sent = Prompt("prefill", num_tokens, offer)
+        sent = Prompt("prefill", num_tokens, export)
         self._steps += 1
         self._producer.update_state_after_alloc(sent, (), 0)
         self._consumer.update_state_after_alloc(

@@ -18,7 +18,7 @@ from engine.config import SchedulerConfig
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.sched.counters import SchedulerCounters
-from engine.sched.offers import is_offer
+from engine.sched.exports import is_exported
 from engine.sched.pull import Pull
 from engine.sched.pulls import Pulls
 from engine.sched.request_limits import RequestLimits
@@ -140,7 +140,7 @@ class Admission:
             request,
             request.sort_key(self._config.policy),
             self._limits.max_len(request),
-            is_offer=is_offer(request),
+            is_exported=is_exported(request),
         )
 
     def _headroom(self) -> int:

@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector: KV that comes in (`Pulls`) and goes out (`Offers`).
+"""The scheduler's side of the connector: KV that comes in (`Pulls`) and goes out (`Exports`).
 
 A transfer ends with one report of the connector: finished_recving or finished_sending, failed or
 aborted. Only then are blocks free that their request left behind (`HeldBlocks`).
@@ -10,8 +10,8 @@ from engine.config import SchedulingPolicy
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import KVTransferResult
 from engine.request import Request
+from engine.sched.exports import Exports, is_exported
 from engine.sched.held_blocks import HeldBlocks
-from engine.sched.offers import Offers, is_offer
 from engine.sched.pulls import Pulls
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
@@ -36,7 +36,7 @@ class RemoteKV:
         self._kv_cache = kv_cache
         self._fence = fence
         self.held = HeldBlocks(fence)
-        self.offers = Offers(self._connector, fence, self.held)
+        self.exports = Exports(self._connector, fence, self.held)
         self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy)
 
     def refusal(self, request: Request) -> str:
@@ -48,8 +48,8 @@ class RemoteKV:
         params = request.kv_transfer_params
         if params is not None and params.do_remote_prefill and not params.first_token_only:
             self.pulls.add(request)
-        elif is_offer(request):
-            self.offers.add(request)
+        elif is_exported(request):
+            self.exports.add(request)
 
     def request_ended(self, request: Request, *, is_abort: bool) -> None:
         """Takes the request's blocks: free now, or when no transfer touches them."""
@@ -58,13 +58,13 @@ class RemoteKV:
             self.pulls.request_ended(pull)
             return
         blocks = self._kv_cache.take_blocks(request.request_id)
-        if is_offer(request):
-            self.offers.request_ended(request, blocks, is_abort=is_abort)
+        if is_exported(request):
+            self.exports.request_ended(request, blocks, is_abort=is_abort)
         else:
             self._fence.release(blocks)
 
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
-        """Takes the chunks of offers."""
+        """Takes the chunks of exports."""
         return self._connector.build_connector_meta(step_id, chunks)
 
     def update(self, output: KVConnectorOutput) -> list[KVTransferResult]:
@@ -80,13 +80,13 @@ class RemoteKV:
         kept = output.num_tokens_kept
         for transfer_id, why in output.failed.items():
             results.append(self.pulls.failed(transfer_id, *why, kept.get(transfer_id, 0)))
-            results.append(self.offers.failed(transfer_id, *why))
+            results.append(self.exports.failed(transfer_id, *why))
         for transfer_id in output.aborted:
             part = kept.get(transfer_id, 0)
             results.append(self.pulls.failed(transfer_id, _CALLED_OFF, True, part))
-            results.append(self.offers.failed(transfer_id, _CALLED_OFF, True, is_called_off=True))
+            results.append(self.exports.failed(transfer_id, _CALLED_OFF, True, is_called_off=True))
         for transfer_id in output.released:
-            results.append(self.offers.released(transfer_id, _stats(output, transfer_id)))
+            results.append(self.exports.released(transfer_id, _stats(output, transfer_id)))
         return [result for result in results if result is not None]
 
     @property
@@ -95,7 +95,7 @@ class RemoteKV:
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
-        return self.pulls.leftovers() + self.offers.leftovers() + self.held.leftovers()
+        return self.pulls.leftovers() + self.exports.leftovers() + self.held.leftovers()
 
 
 def _stats(output: KVConnectorOutput, transfer_id: str) -> TransferStats:

@@ -49,7 +49,7 @@ class Row:
         "epoch",
         "event_step",
         "index",
-        "is_offer",
+        "is_exported",
         "key",
         "max_len",
         "num_reserved",
@@ -90,7 +90,7 @@ class Row:
         self.event_step = 0
         """The step before which something must be decided for this row, in DECODE."""
         self.phase = RowPhase.PREFILL
-        self.is_offer = False
+        self.is_exported = False
         """A peer pulls this request's KV, so its blocks may not change: never preempted."""
         eos = () if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = frozenset((*eos, *sampling.stop_token_ids))

@@ -70,13 +70,13 @@ class RunningRows:
 
     # Rows come and go -------------------------------------------------------------------------
 
-    def enter(self, request: Request, key: SortKey, max_len: int, *, is_offer: bool) -> Row:
+    def enter(self, request: Request, key: SortKey, max_len: int, *, is_exported: bool) -> Row:
         """Gives a row to the request, which has blocks with KV of its first `num_computed_tokens`
         tokens.
         """
         blocks = self._kv_cache.get_blocks(request.request_id)
         row = self.table.assign(request, blocks, key, max_len)
-        row.is_offer = is_offer
+        row.is_exported = is_exported
         if self._kv_cache.confirms_blocks:
             row.check_len = self._next_check(row, row.prefill_len)
         request.status = RequestStatus.RUNNING
@@ -183,7 +183,7 @@ class RunningRows:
         able = [
             row
             for row in self.table.live()
-            if row.phase is not RowPhase.DRAINING and not row.is_offer
+            if row.phase is not RowPhase.DRAINING and not row.is_exported
         ]
         if not able or able == [wanted_by]:
             return self._pulls.reclaim()

@@ -117,13 +117,13 @@ class Scheduler:
 
     def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
         """Aborts requests; unknown ids are left alone, as those ended meanwhile. KV that an ended
-        request still offers to a peer is called off.
+        request still exports to a peer is called off.
         """
         outputs = EngineCoreOutputs()
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:
-                self._remote.offers.abort_of(request_id)
+                self._remote.exports.abort_of(request_id)
                 continue
             output = EngineCoreOutput(request_id, [])
             self._finish(request, RequestStatus.FINISHED_ABORTED, output=output)
@@ -188,7 +188,7 @@ class Scheduler:
             self._admission.admit(budget)
         if not running.has_work:
             return None
-        kv = self._remote.build_meta(step_id, running.builder.offered_chunks)
+        kv = self._remote.build_meta(step_id, running.builder.exported_chunks)
         step, record = running.issue(step_id, kv)
         self._in_flight.append(record)
         self._fence.issue(step_id)

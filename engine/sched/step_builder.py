@@ -35,7 +35,7 @@ class StepBuilder:
         self._decode_remove: list[int] = []
         self._chunks: list[tuple[Row, int]] = []
         self._num_prompt_tokens = 0
-        self.offered_chunks: list[ChunkLike] = []
+        self.exported_chunks: list[ChunkLike] = []
         """The chunks whose KV a peer waits for."""
 
     @property
@@ -82,9 +82,9 @@ class StepBuilder:
         self._num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - first_token)
         self._prefill_chunks.append((row.index, num_tokens))
         self._chunks.append((row, end))
-        if row.is_offer:
+        if row.is_exported:
             ids = self._kv_cache.get_block_ids(row.request_id)
-            self.offered_chunks.append(PromptChunk(request, first_token, num_tokens, ids))
+            self.exported_chunks.append(PromptChunk(request, first_token, num_tokens, ids))
 
     def build(
         self, step_id: int, kv: KVConnectorMetadata | None

@@ -37,8 +37,8 @@ from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
     AbortMeta,
+    ExportMeta,
     KVPeer,
-    OfferMeta,
     ProcessReport,
     RecvMeta,
     ReleaseMeta,
@@ -222,8 +222,8 @@ class TransferProcess:
         match command:
             case SendMeta():
                 sender.send(command)
-            case OfferMeta():
-                sender.offer(command)
+            case ExportMeta():
+                sender.export(command)
             case AbortMeta():
                 sender.abort(command)
 

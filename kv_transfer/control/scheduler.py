@@ -1,7 +1,7 @@
 """The half beside the scheduler: commands to transfer processes, and what becomes of them.
 
 Producer, for one transfer                       Consumer
-    1. offer                                         1. pull, on every process
+    1. export                                        1. pull, on every process
     2. a cached prefix; then each prompt chunk       2. all RECEIVED ──▶ finished_recving,
     3. all STAGED ──▶ finished_sending                  and the peer is told to let go
     4. all RELEASED ──▶ released
@@ -24,11 +24,11 @@ from kv_transfer.control.transfer_processes import TransferProcesses
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import (
     AbortMeta,
+    ExportMeta,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVPeer,
     KVTransferParams,
-    OfferMeta,
     Reclaim,
     RecvMeta,
     ReleaseMeta,
@@ -101,7 +101,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         if params is None:
             return
         if params.do_remote_decode:
-            self._offer(request, params)
+            self._export(request, params)
         elif params.do_remote_prefill:
             first_token = request.num_prompt_tokens - num_external_tokens
             self._pull(params, block_ids, first_token, request.num_prompt_tokens)
@@ -190,12 +190,12 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             self._send_chunk(transfer, step_id, chunk.first_token, stop)
         return KVConnectorMetadata(save_kv=True) if save_kv else None
 
-    def _offer(self, request: RequestLike, params: KVTransferParams) -> None:
+    def _export(self, request: RequestLike, params: KVTransferParams) -> None:
         if self._find(params) is not None:
             return
         self._replace_older(params)
-        offer = OfferMeta(params.transfer_id, params.attempt, request.num_prompt_tokens)
-        self._open(params, offer)
+        meta = ExportMeta(params.transfer_id, params.attempt, request.num_prompt_tokens)
+        self._open(params, meta)
 
     def _send_chunk(
         self, transfer: NodeTransfer, step_id: int, first_token: int, stop: int
@@ -250,7 +250,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     # One transfer over all processes ----------------------------------------------------------
 
-    def _open(self, params: KVTransferParams, command: OfferMeta | RecvMeta) -> None:
+    def _open(self, params: KVTransferParams, command: ExportMeta | RecvMeta) -> None:
         if not is_transfer_id(params.transfer_id):
             self._refuse(params, "a transfer id is 32 lower-case hex digits")
             return

@@ -1,4 +1,4 @@
-"""Pulls that came before the offer of their transfer."""
+"""Pulls that came before the export of their transfer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EarlyPulls:
 
     @contextmanager
     def waiting(self, transfer_id: str) -> Iterator[asyncio.Event]:
-        """The event is set when the transfer is offered."""
+        """The event is set when the transfer is exported."""
         early = asyncio.Event()
         self._waiting.setdefault(transfer_id, set()).add(early)
         try:
@@ -29,6 +29,6 @@ class EarlyPulls:
             if not others:
                 self._waiting.pop(transfer_id, None)
 
-    def offered(self, transfer_id: str) -> None:
+    def exported(self, transfer_id: str) -> None:
         for early in self._waiting.pop(transfer_id, ()):
             early.set()

@@ -1,7 +1,7 @@
 """What a producer's transfer process offers to pullers, whoever carries the calls.
 
     Handshake   compares layouts, once for each pair of processes
-    PullKV      1. waits for the offer, if the pull is early (as long as a lease lasts)
+    PullKV      1. waits for the export, if the pull is early (as long as a lease lasts)
                 2. writes staged chunks of its stream as they come; heartbeats in between
                 3. END, or the status says why not
     Release     the puller is done
@@ -79,7 +79,7 @@ class PullService:
     async def pull_kv(self, request: pb.PullRequest, call: ServerCall) -> None:
         await self._check_name(request.transfer_id, request.epoch, call)
         try:
-            transfer = await self._offered(request, call)
+            transfer = await self._exported(request, call)
             pull = self._open(transfer, request)
         except KVTransferError as error:
             await _refuse(call, error)
@@ -90,20 +90,20 @@ class PullService:
         finally:
             self._sender.close_pull(transfer, pull)
 
-    async def _offered(self, request: pb.PullRequest, call: ServerCall) -> SendTransfer:
-        """Waits for a transfer that is not offered yet, a bounded time."""
+    async def _exported(self, request: pb.PullRequest, call: ServerCall) -> SendTransfer:
+        """Waits for a transfer that is not exported yet, a bounded time."""
         deadline = time.monotonic() + self._longest_wait_s
         name = request.transfer_id, request.attempt
-        with self._sender.early_pulls.waiting(request.transfer_id) as offered:
+        with self._sender.early_pulls.waiting(request.transfer_id) as exported:
             while (transfer := self._sender.find(*name)) is None:
                 if time.monotonic() >= deadline:
                     await call.abort(
                         grpc.StatusCode.NOT_FOUND,
-                        f"transfer {name[0]} attempt {name[1]} was not offered within "
+                        f"transfer {name[0]} attempt {name[1]} was not exported within "
                         f"{self._longest_wait_s:g} s",
                     )
-                offered.clear()
-                await self._wait(offered, *name, call)
+                exported.clear()
+                await self._wait(exported, *name, call)
         return transfer
 
     def _open(self, transfer: SendTransfer, request: pb.PullRequest) -> Pull:

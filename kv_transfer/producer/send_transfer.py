@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
-from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
+from kv_transfer.metadata import ExportMeta, SendMeta, StepProgress
 from kv_transfer.transports.base import Export, ProducerTransfer
 from kv_transfer.wire.chunk_grid import ChunkGrid
 
@@ -43,9 +43,9 @@ class SendTransfer(Export):
     """`share`: (number of this process, processes of its rank)."""
 
     def __init__(
-        self, offer: OfferMeta, layout: KVLayout, chunk_bytes: int, share: tuple[int, int]
+        self, meta: ExportMeta, layout: KVLayout, chunk_bytes: int, share: tuple[int, int]
     ) -> None:
-        super().__init__(offer, layout, chunk_bytes, share)
+        super().__init__(meta, layout, chunk_bytes, share)
         self.parts: dict[int, ProducerTransfer] = {}
         """By `TransportId`."""
         self.lease_ends_at = 0.0

@@ -1,13 +1,13 @@
 """Producer: exports KV as layers finish, and keeps it until it was pulled.
 
-    1. OfferMeta      a transfer opens; its lease starts; pulls that came early go on
+    1. ExportMeta     a transfer opens; its lease starts; pulls that came early go on
     2. SendMeta,      chunks become ready, and the transports hear of them
        StepProgress
     3. STAGED         no transport needs the blocks any more: they may be freed
     4. pulls          each message that leaves renews the lease
     5. the end        Release ──▶ RELEASED, or ABORTED if the puller gives up; AbortMeta ──▶
                       ABORTED, lease over ──▶ FAILED: nothing is kept, open pulls stop
-    -  a Release may come before its offer, which ends at once then
+    -  a Release may come before its export, which ends at once then
 
 Everything runs on one event loop. Threads that transports let read blocks are waited for before the
 end is told.
@@ -27,7 +27,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
     AbortMeta,
-    OfferMeta,
+    ExportMeta,
     Reclaim,
     SendMeta,
     StepProgress,
@@ -105,7 +105,7 @@ class KVSender(ExportOwner):
 
     # What the scheduler and the worker say ----------------------------------------------------
 
-    def offer(self, meta: OfferMeta) -> None:
+    def export(self, meta: ExportMeta) -> None:
         share = (self._index, self._config.num_processes)
         transfer = SendTransfer(meta, self._layout, self._config.chunk_bytes, share)
         try:
@@ -116,7 +116,7 @@ class KVSender(ExportOwner):
         transfer.parts = {transport.id: transport.open(transfer) for transport in self.transports}
         self._renew(transfer)
         self.left_blocks(transfer)
-        self.early_pulls.offered(meta.transfer_id)
+        self.early_pulls.exported(meta.transfer_id)
         self.changed()
 
     def send(self, meta: SendMeta) -> None:
@@ -302,7 +302,7 @@ class KVSender(ExportOwner):
         self.changed()
 
     def _end_unopened(self, transfer: SendTransfer) -> None:
-        """The puller was done with it before it was offered, or wants a newer attempt."""
+        """The puller was done with it before it was exported, or wants a newer attempt."""
         state = self._transfers.state(transfer.transfer_id, transfer.attempt)
         why = Reclaim.RELEASED if state is KVTransferState.DONE else Reclaim.GIVEN_UP
         self.reclaimed[why] += 1

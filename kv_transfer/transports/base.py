@@ -28,7 +28,7 @@ from enum import IntEnum
 from kv_transfer.layer_times import LayerTimes
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.metadata import OfferMeta
+from kv_transfer.metadata import ExportMeta
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.pull import Pull, PullTerms
@@ -54,12 +54,12 @@ class Export:
     """
 
     def __init__(
-        self, offer: OfferMeta, layout: KVLayout, chunk_bytes: int, share: tuple[int, int]
+        self, meta: ExportMeta, layout: KVLayout, chunk_bytes: int, share: tuple[int, int]
     ) -> None:
-        self.transfer_id = offer.transfer_id
-        self.attempt = offer.attempt
-        self.num_tokens = offer.num_tokens
-        self.grid = ChunkGrid.of(layout, chunk_bytes, 0, offer.num_tokens)
+        self.transfer_id = meta.transfer_id
+        self.attempt = meta.attempt
+        self.num_tokens = meta.num_tokens
+        self.grid = ChunkGrid.of(layout, chunk_bytes, 0, meta.num_tokens)
         self.share = share
         self.block_ids: BlockIds = ()
         self.pulls: set[Pull] = set()

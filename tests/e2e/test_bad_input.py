@@ -278,7 +278,7 @@ async def test_garbage_on_every_port(
     cluster: Any, bystander: Bystander, demo_checkpoint: Path, name: str
 ) -> None:
     grpc_port = cluster.decodes[0].service.ready_info["grpc_address"]
-    peer = await hello(cluster.prefills[0].address, stranger(demo_checkpoint))
+    peer = await handshake(cluster.prefills[0].address, stranger(demo_checkpoint))
     kv_port = peer.prefill.ranks[0].addresses[0]
     prefill_metrics = cluster.prefills[0].metrics_url.removesuffix("/metrics")
     addresses = [cluster.url, cluster.decodes[0].url, grpc_port, cluster.prefills[0].address]
@@ -345,11 +345,11 @@ def stranger(model: Path) -> KVPeer:
     return KVPeer(engine_id="stranger", epoch=1, layout=config.kv_layout)
 
 
-async def hello(address: str, us: KVPeer) -> prefill_pb2.HelloReply:
-    request = prefill_pb2.HelloRequest(decode=peer_to_proto(us)).SerializeToString()
+async def handshake(address: str, us: KVPeer) -> prefill_pb2.HandshakeReply:
+    request = prefill_pb2.HandshakeRequest(decode=peer_to_proto(us)).SerializeToString()
     async with grpc.aio.insecure_channel(address) as channel:
-        reply = await bytes_call(channel, "Prefill/Hello")(request, timeout=20)
-    return prefill_pb2.HelloReply.FromString(reply)
+        reply = await bytes_call(channel, "Prefill/Handshake")(request, timeout=20)
+    return prefill_pb2.HandshakeReply.FromString(reply)
 
 
 async def status_of(call: Any) -> grpc.StatusCode:
@@ -396,7 +396,7 @@ BAD_PREFILLS: list[dict[str, Any]] = [
 @pytest.mark.e2e
 async def test_bad_prefill_calls(cluster: Any, bystander: Bystander, demo_checkpoint: Path) -> None:
     address = cluster.prefills[0].address
-    epoch = (await hello(address, stranger(demo_checkpoint))).prefill.epoch
+    epoch = (await handshake(address, stranger(demo_checkpoint))).prefill.epoch
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     async with grpc.aio.insecure_channel(address) as channel:
         prefill = bytes_call(channel, "Prefill/Prefill", streams=True)
@@ -423,15 +423,15 @@ async def test_bad_prefill_calls(cluster: Any, bystander: Bystander, demo_checkp
 async def test_bad_pulls(cluster: Any, bystander: Bystander, demo_checkpoint: Path) -> None:
     """Pulls name a transfer that exists, none, and everything."""
     us = stranger(demo_checkpoint)
-    peer = (await hello(cluster.prefills[0].address, us)).prefill
+    peer = (await handshake(cluster.prefills[0].address, us)).prefill
     async with (
         grpc.aio.insecure_channel(cluster.prefills[0].address) as node,
         grpc.aio.insecure_channel(peer.ranks[0].addresses[0]) as channel,
     ):
         real = secrets.token_hex(16)
         prefill = bytes_call(node, "Prefill/Prefill", streams=True)
-        offered = prefill(prefill_request(peer.epoch, transfer_id=real))
-        await offered.read()
+        exported = prefill(prefill_request(peer.epoch, transfer_id=real))
+        await exported.read()
         pull = bytes_call(channel, "KVTransfer/PullKV", streams=True)
         whole = {"transfer_id": real, "epoch": peer.epoch, "num_streams": 1, "num_tokens": 50,
                  "tp_size": us.layout.tp_size}  # fmt: skip
@@ -457,7 +457,7 @@ async def test_bad_pulls(cluster: Any, bystander: Bystander, demo_checkpoint: Pa
         ended = await status_of(pull(pb.PullRequest(**nothing).SerializeToString(), timeout=20))
         assert ended is grpc.StatusCode.OK
         assert await status_of(pull(b"\xff" * 60, timeout=20)) is not grpc.StatusCode.OK
-        offered.cancel()
+        exported.cancel()
     await bystander.check()
 
 

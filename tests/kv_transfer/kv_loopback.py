@@ -21,8 +21,8 @@ from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.metadata import (
     AbortMeta,
+    ExportMeta,
     KVPeer,
-    OfferMeta,
     RecvMeta,
     ReleaseMeta,
     SendMeta,
@@ -156,9 +156,9 @@ class LoopbackProducer(Node):
             endpoints=tuple(tuple(addresses[i : i + step]) for i in range(0, len(addresses), step)),
         )
 
-    def offer(self, transfer_id: str, num_tokens: int, attempt: int = 0) -> None:
+    def export(self, transfer_id: str, num_tokens: int, attempt: int = 0) -> None:
         for sender in self.senders:
-            sender.offer(OfferMeta(transfer_id, attempt, num_tokens))
+            sender.export(ExportMeta(transfer_id, attempt, num_tokens))
 
     def send(
         self,
@@ -191,12 +191,12 @@ class LoopbackProducer(Node):
             for layer in range(self.layout.num_layers):
                 cache.write(seed, layer, range(num_tokens), block_ids)
 
-    def offer_computed(self, seed: int, num_tokens: int, attempt: int = 0) -> str:
+    def export_computed(self, seed: int, num_tokens: int, attempt: int = 0) -> str:
         """A whole prompt at once. Its transfer id."""
         transfer_id = new_transfer_id()
         block_ids = self.new_blocks(num_tokens)
         self.compute_all(seed, num_tokens, block_ids)
-        self.offer(transfer_id, num_tokens, attempt)
+        self.export(transfer_id, num_tokens, attempt)
         self.send(transfer_id, -1, range(num_tokens), block_ids, num_tokens, attempt)
         return transfer_id
 

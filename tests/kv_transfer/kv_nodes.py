@@ -111,7 +111,7 @@ class KVNode:
 
     # Producer ---------------------------------------------------------------------------------
 
-    def offer(self, num_tokens: int, transfer_id: str = "") -> FakeRequest:
+    def export(self, num_tokens: int, transfer_id: str = "") -> FakeRequest:
         params = KVTransferParams(
             do_remote_decode=True,
             transfer_id=transfer_id or uuid.uuid4().hex,

@@ -10,7 +10,7 @@ from kv_transfer.metadata import TransferEventKind
 
 async def test_pull_that_is_aborted_before_its_first_step() -> None:
     async with Loopback(layout(), layout()) as (producer, consumer):
-        transfer_id = producer.offer_computed(1, 40)
+        transfer_id = producer.export_computed(1, 40)
         consumer.pull(producer.peer, transfer_id, 40)
         consumer.abort(transfer_id)
         await consumer.until_all(TransferEventKind.ABORTED, transfer_id)

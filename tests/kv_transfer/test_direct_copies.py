@@ -27,14 +27,14 @@ FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
 
 
-async def pulled_then_offered(
+async def pulled_then_exported(
     prefill: LoopbackProducer, decode: LoopbackConsumer, seed: int, num_tokens: int
 ) -> tuple[str, list[int]]:
     """Pulls wait before the first layer is done, so nothing is staged."""
     transfer_id = new_transfer_id()
     source = prefill.blocks.take(prefill.layout, num_tokens)
     target = decode.pull(prefill.peer, transfer_id, num_tokens)
-    prefill.offer(transfer_id, num_tokens)
+    prefill.export(transfer_id, num_tokens)
     await until(lambda: all(sender.num_pulls > 0 for sender in prefill.senders))
     prefill.send(transfer_id, 1, range(num_tokens), source, num_tokens)
     for layer in range(prefill.layout.num_layers):
@@ -61,7 +61,7 @@ async def test_every_pair_of_layouts(
         devices=(device, device),
     )
     async with loopback as (prefill, decode):
-        transfer_id, target = await pulled_then_offered(prefill, decode, 3, 129)
+        transfer_id, target = await pulled_then_exported(prefill, decode, 3, 129)
         await decode.until_all(RECEIVED, transfer_id)
         decode.check(3, range(129), target)
         assert prefill.staged_bytes == 0
@@ -78,7 +78,7 @@ async def test_what_is_still_in_its_blocks_is_copied_out_of_them() -> None:
     async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
         transfer_id = new_transfer_id()
         source = prefill.blocks.take(SHAPE, 100)
-        prefill.offer(transfer_id, 100)
+        prefill.export(transfer_id, 100)
         prefill.send(transfer_id, 1, range(100), source, 100)
         prefill.compute(5, 1, 0, range(100), source)
         assert prefill.staged_bytes == 0, "a puller may come any moment"
@@ -100,7 +100,7 @@ async def test_what_is_still_in_its_blocks_is_copied_out_of_them() -> None:
 
 async def test_what_has_left_its_blocks_comes_over_the_network() -> None:
     async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
-        transfer_id = prefill.offer_computed(6, 100)
+        transfer_id = prefill.export_computed(6, 100)
         await prefill.until_all(STAGED, transfer_id)
         target = decode.pull(prefill.peer, transfer_id, 100)
         await decode.until_all(RECEIVED, transfer_id)
@@ -119,7 +119,7 @@ async def test_only_missing_tokens_are_copied() -> None:
         source = prefill.blocks.take(SHAPE, 100)
         prefill.compute_all(4, 100, source)
         target = decode.pull(prefill.peer, transfer_id, 100, first_token=35)
-        prefill.offer(transfer_id, 100)
+        prefill.export(transfer_id, 100)
         await until(lambda: prefill.senders[0].num_pulls > 0)
         prefill.send(transfer_id, -1, range(100), source, 100)
         await decode.until_all(RECEIVED, transfer_id)
@@ -134,7 +134,7 @@ async def test_one_side_that_does_not_allow_it_is_enough(setting: str) -> None:
         KVTransferConfig(kv_role="kv_producer", chunk_bytes=2048, transports=setting), SHAPE
     )
     async with loopback as (prefill, decode):
-        transfer_id, target = await pulled_then_offered(prefill, decode, 1, 60)
+        transfer_id, target = await pulled_then_exported(prefill, decode, 1, 60)
         await prefill.until_all(STAGED, transfer_id)
         await decode.until_all(RECEIVED, transfer_id)
         decode.check(1, range(60), target)
@@ -147,7 +147,7 @@ async def test_a_cache_that_cannot_be_mapped_comes_over_the_network(
     async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
         prefill.views[0].handle = KVCacheHandle(rank=0, pid=os.getpid(), fd=9999, num_blocks=64)
         for seed in range(2):
-            transfer_id, target = await pulled_then_offered(prefill, decode, seed, 60)
+            transfer_id, target = await pulled_then_exported(prefill, decode, seed, 60)
             await decode.until_all(RECEIVED, transfer_id)
             decode.check(seed, range(60), target)
             decode.release(prefill.peer, transfer_id)
@@ -161,7 +161,7 @@ async def test_the_holder_aborts_before_the_last_layer() -> None:
         transfer_id = new_transfer_id()
         source = prefill.blocks.take(SHAPE, 100)
         decode.pull(prefill.peer, transfer_id, 100)
-        prefill.offer(transfer_id, 100)
+        prefill.export(transfer_id, 100)
         await until(lambda: prefill.senders[0].num_pulls > 0)
         prefill.send(transfer_id, 1, range(100), source, 100)
         prefill.compute(5, 1, 0, range(100), source)

@@ -18,7 +18,7 @@ from kv_transfer.layout import BlockIds, KVGroup, KVLayout, Plane, share_page_si
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
 from kv_transfer.memory.staging import StagingPool
-from kv_transfer.metadata import KVPeer, OfferMeta, RecvMeta, SendMeta, StepProgress
+from kv_transfer.metadata import ExportMeta, KVPeer, RecvMeta, SendMeta, StepProgress
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.base import Export, ExportOwner, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
@@ -170,8 +170,8 @@ class Call:
         self._rank = job.source.peer_rank
         self._view = view
         self._chunk_bytes = case.chunk_bytes
-        offer = OfferMeta(TRANSFER, 1, case.num_tokens)
-        self._export = SendTransfer(offer, layout, case.chunk_bytes, (0, 1))
+        meta = ExportMeta(TRANSFER, 1, case.num_tokens)
+        self._export = SendTransfer(meta, layout, case.chunk_bytes, (0, 1))
         longest = HEADER.size + longest_chunk(layout, case.chunk_bytes)
         self._owner = Owner(StagingPool(longest * self._export.grid.num_chunks, longest))
         wish = PullWish(

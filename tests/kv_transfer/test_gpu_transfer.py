@@ -53,8 +53,8 @@ def slow() -> Iterator[None]:
 
 
 def one_prompt(prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, held: int = 0) -> None:
-    """From offer to release, in steps of 40 tokens; nothing waits for the device."""
-    request = prefill.offer(num_tokens)
+    """From export to release, in steps of 40 tokens; nothing waits for the device."""
+    request = prefill.export(num_tokens)
     source = prefill.blocks.take(prefill.layout, num_tokens)
     target = decode.blocks.take(decode.layout, num_tokens)
     decode.pull(prefill.peer, request.transfer_id, num_tokens, target, first_token=held)
@@ -127,7 +127,7 @@ def test_no_layer_is_read_before_its_kernels_ended(
 ) -> None:
     prefill = make_node("prefill", gpu_layout(), transports=transport)
     decode = make_node("decode", gpu_layout(), transports=transport)
-    request = prefill.offer(64)
+    request = prefill.export(64)
     source, target = (node.blocks.take(node.layout, 64) for node in (prefill, decode))
     decode.pull(prefill.peer, request.transfer_id, 64, target)
     poll_until(lambda: prefill.connector.counters["open_pulls"] > 0, prefill, decode)
@@ -176,7 +176,7 @@ def test_an_abort_while_kv_is_copied_frees_everything(
     prefill = make_node("prefill", gpu_layout(), transports=transport)
     decode = make_node("decode", gpu_layout(), transports=transport)
     for seed in range(3):
-        request = prefill.offer(200)
+        request = prefill.export(200)
         source, target = (node.blocks.take(node.layout, 200) for node in (prefill, decode))
         pulling = decode.pull(prefill.peer, request.transfer_id, 200, target)
         moved = decode.connector.counters["bytes_moved"]
@@ -207,7 +207,7 @@ def test_a_killed_transfer_process_maps_everything_again(
     prefill = make_node("prefill", gpu_layout(), transports=transport)
     decode = make_node("decode", gpu_layout(), transports=transport)
     victim = prefill if role == "prefill" else decode
-    request = prefill.offer(64)
+    request = prefill.export(64)
     source, target = (node.blocks.take(node.layout, 64) for node in (prefill, decode))
     decode.pull(prefill.peer, request.transfer_id, 64, target)
     prefill.step([(request, 1, range(32), source)])

@@ -61,7 +61,7 @@ async def test_staged_kv_arrives_byte_for_byte(
     loopback = Loopback(*both(make, nodes), chunk_bytes=1024, **ends, **processes)
     async with loopback as (prefill, decode):
         for seed, num_tokens in enumerate([7, WINDOW, 150]):
-            transfer_id = prefill.offer_computed(seed, num_tokens)
+            transfer_id = prefill.export_computed(seed, num_tokens)
             first_token = 33 if num_tokens > WINDOW else 0
             target = decode.pull(prefill.peer, transfer_id, num_tokens, first_token=first_token)
             await decode.until_all(RECEIVED, transfer_id)
@@ -80,7 +80,7 @@ async def computed_while_pulled(
     transfer_id = new_transfer_id()
     source = prefill.new_blocks(num_tokens)
     target = decode.pull(prefill.peer, transfer_id, num_tokens)
-    prefill.offer(transfer_id, num_tokens)
+    prefill.export(transfer_id, num_tokens)
     await until(lambda: num_pulls(prefill.senders) == num_pulls(decode.receivers) > 0)
     for step, tokens in enumerate((range(70), range(70, num_tokens)), start=1):
         prefill.send(transfer_id, step, tokens, source, num_tokens)
@@ -126,7 +126,7 @@ async def test_tokens_that_a_window_does_not_see_never_travel(first_token: int) 
     shape = full_and_window()
     full, window = shape.groups
     async with Loopback(shape, shape, chunk_bytes=1024) as (prefill, decode):
-        transfer_id = prefill.offer_computed(1, 150)
+        transfer_id = prefill.export_computed(1, 150)
         target = decode.pull(prefill.peer, transfer_id, 150, first_token=first_token)
         await decode.until_all(RECEIVED, transfer_id)
         assert NO_BLOCK in by_group(target)[1], "what is behind the window has no block at all"
@@ -148,7 +148,7 @@ async def test_replicated_planes_come_from_one_rank_only() -> None:
     for tp_sizes, num_served in [((2, 1), [1, 0]), ((1, 2), [2]), ((2, 2), [1, 1])]:
         theirs, ours = latent(tp_size=tp_sizes[0]), latent(tp_size=tp_sizes[1])
         async with Loopback(theirs, ours, num_streams=1) as (prefill, decode):
-            transfer_id = prefill.offer_computed(1, 64)
+            transfer_id = prefill.export_computed(1, 64)
             target = decode.pull(prefill.peer, transfer_id, 64)
             await decode.until_all(RECEIVED, transfer_id)
             decode.check(1, range(64), target)
@@ -167,7 +167,7 @@ async def part_kept(shape: KVLayout, num_tokens: int, num_bytes: int) -> int:
         source = prefill.new_blocks(num_tokens)
         prefill.compute_all(1, num_tokens, source)
         decode.pull(prefill.peer, transfer_id, num_tokens)
-        prefill.offer(transfer_id, num_tokens)
+        prefill.export(transfer_id, num_tokens)
         prefill.send(transfer_id, -1, range(35), source, num_tokens)
         await until(lambda: decode.receivers[0].bytes_received == num_bytes)
         decode.abort(transfer_id)
@@ -225,7 +225,7 @@ def test_whole_nodes_with_real_processes(
     prefill = make_node("kv_producer", theirs, data)
     decode = make_node("kv_consumer", ours, data)
     for seed, num_tokens in enumerate([150, 20]):
-        request = prefill.offer(num_tokens)
+        request = prefill.export(num_tokens)
         target = decode.blocks.take_all(ours, num_tokens)
         decode.pull(prefill.peer, request.transfer_id, num_tokens, target)
         prefill.prefill(request, seed, prefill.blocks.take_all(theirs, num_tokens), chunk=64)

@@ -36,7 +36,7 @@ async def test_kv_is_sent_when_it_was_copied_out_and_not_before() -> None:
         transfer_id = new_transfer_id()
         source = prefill.blocks.take(SHAPE, 60)
         target = decode.pull(prefill.peer, transfer_id, 60)
-        prefill.offer(transfer_id, 60)
+        prefill.export(transfer_id, 60)
         prefill.send(transfer_id, 1, range(60), source, 60)
         for layer in range(3):
             prefill.compute(1, 1, layer, range(60), source)
@@ -58,7 +58,7 @@ async def test_kv_is_sent_when_it_was_copied_out_and_not_before() -> None:
 async def test_a_slot_that_a_copy_still_writes_is_kept_after_an_abort() -> None:
     device = LateDevice()
     async with Loopback(SHAPE, SHAPE, devices=(device, None)) as (prefill, _):
-        transfer_id = prefill.offer_computed(1, 60)
+        transfer_id = prefill.export_computed(1, 60)
         await until(lambda: device.stream.num_waiting > 0)
         prefill.abort(transfer_id)
         await prefill.until_all(ABORTED, transfer_id)
@@ -71,7 +71,7 @@ async def test_a_slot_that_a_copy_still_writes_is_kept_after_an_abort() -> None:
 async def test_received_means_that_the_last_copy_is_done() -> None:
     device = LateDevice()
     async with Loopback(SHAPE, layout(block_size=64), devices=(None, device)) as (prefill, decode):
-        transfer_id = prefill.offer_computed(1, 100)
+        transfer_id = prefill.export_computed(1, 100)
         target = decode.pull(prefill.peer, transfer_id, 100)
         await until(lambda: decode.receivers[0].num_pulls == 0 and device.stream.num_waiting > 0)
         await breathe()
@@ -94,7 +94,7 @@ async def test_an_abort_is_answered_when_no_copy_is_left_that_writes(
     """Asked twice, as the scheduler half does when a transfer has failed meanwhile."""
     device = LateDevice()
     async with Loopback(SHAPE, SHAPE, data=data, devices=(None, device)) as (prefill, decode):
-        transfer_id = prefill.offer_computed(1, 100)
+        transfer_id = prefill.export_computed(1, 100)
         decode.pull(prefill.peer, transfer_id, 100)
         await until(lambda: device.stream.num_waiting > 0)
         decode.abort(transfer_id)
@@ -124,7 +124,7 @@ async def test_blocks_that_changed_while_they_were_copied_are_not_believed() -> 
         prefill.compute_all(1, 100, source)
         decode.pull(prefill.peer, transfer_id, 100)
         await until(lambda: len(prefill.senders[0].early_pulls) > 0)
-        prefill.offer(transfer_id, 100)
+        prefill.export(transfer_id, 100)
         await until(lambda: prefill.senders[0].num_pulls > 0)
         prefill.send(transfer_id, -1, range(100), source, 100)
         await until(lambda: decode.receivers[0].num_pulls == 0 and device.stream.num_waiting > 0)

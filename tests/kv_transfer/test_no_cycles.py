@@ -48,7 +48,7 @@ def garbage_is_kept() -> Iterator[None]:
 
 
 async def complete(producer: LoopbackProducer, consumer: LoopbackConsumer) -> None:
-    transfer_id = producer.offer_computed(1, 100)
+    transfer_id = producer.export_computed(1, 100)
     consumer.pull(producer.peer, transfer_id, 100)
     await consumer.until_all(RECEIVED, transfer_id)
     consumer.release(producer.peer, transfer_id)

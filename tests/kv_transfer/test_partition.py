@@ -49,7 +49,7 @@ def test_a_transfer_that_is_cut_fails_leaves_nothing_and_the_next_one_works(
     switch: Switch, nodes: tuple[KVNode, KVNode]
 ) -> None:
     prefill, decode = nodes
-    request = prefill.offer(NUM_TOKENS)
+    request = prefill.export(NUM_TOKENS)
     transfer_id = request.transfer_id
     there, here = prefill.blocks.take(SHAPE, NUM_TOKENS), decode.blocks.take(SHAPE, NUM_TOKENS)
     decode.pull(prefill.peer, transfer_id, NUM_TOKENS, here)
@@ -69,7 +69,7 @@ def test_a_transfer_that_is_cut_fails_leaves_nothing_and_the_next_one_works(
     switch.mend("d")
     until_empty(prefill, decode)
 
-    request = prefill.offer(NUM_TOKENS)
+    request = prefill.export(NUM_TOKENS)
     transfer_id = request.transfer_id
     decode.pull(prefill.peer, transfer_id, NUM_TOKENS, here)
     prefill.prefill(request, 2, there)

@@ -27,7 +27,7 @@ async def first_step_has_come(
     transfer_id = new_transfer_id()
     source = producer.blocks.take(producer.layout, WHOLE)
     target = consumer.pull(producer.peer, transfer_id, WHOLE)
-    producer.offer(transfer_id, WHOLE)
+    producer.export(transfer_id, WHOLE)
     await until(lambda: all(sender.num_pulls > 0 for sender in producer.senders))
     producer.send(transfer_id, 1, range(FIRST), source, WHOLE)
     for layer in range(producer.layout.num_layers):
@@ -66,7 +66,7 @@ async def test_the_next_attempt_goes_on_behind_what_is_complete(
         await producer.until_all(ABORTED, transfer_id)
 
         producer.compute_all(1, WHOLE, source)
-        producer.offer(transfer_id, WHOLE, attempt=1)
+        producer.export(transfer_id, WHOLE, attempt=1)
         producer.send(transfer_id, -1, range(WHOLE), source, WHOLE, attempt=1)
         consumer.pull(
             producer.peer, transfer_id, WHOLE, first_token=kept, attempt=1, block_ids=target

@@ -44,7 +44,7 @@ def node(role: KVRole, *hosts: LocalHost) -> Iterator[KVNode]:
 
 
 def one_prompt(prefill: KVNode, decode: KVNode, seed: int) -> None:
-    request: FakeRequest = prefill.offer(NUM_TOKENS)
+    request: FakeRequest = prefill.export(NUM_TOKENS)
     transfer_id = request.transfer_id
     source = prefill.blocks.take(prefill.layout, NUM_TOKENS)
     target = decode.blocks.take(decode.layout, NUM_TOKENS)
@@ -67,7 +67,7 @@ def listening(pid: int) -> set[str]:
 
 
 def test_ranks_here_and_elsewhere_on_both_sides() -> None:
-    """Each rank's KV is offered at its own host, and nothing listens anywhere else. A process
+    """Each rank's KV is exported at its own host, and nothing listens anywhere else. A process
     that is restarted comes back there, and gets what it was told in the meantime."""
     with (
         node("kv_producer", LocalHost(), FarHost(LinkKey.create())) as prefill,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kv_caches import layout
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.metadata import OfferMeta, SendMeta, StepProgress
+from kv_transfer.metadata import ExportMeta, SendMeta, StepProgress
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.base import ProducerTransfer
 from kv_transfer.transports.pull import Pull, PullTerms
@@ -50,13 +50,13 @@ def grid_from(held: int, num_tokens: int, per_chunk: int = 2) -> ChunkGrid:
     return ChunkGrid.of(SHAPE, per_chunk * SHAPE.page_bytes, held, num_tokens)
 
 
-def offered(
+def exported(
     num_tokens: int, held: int = 0, per_chunk: int = 2, process: int = 0, num_processes: int = 1
 ) -> SendTransfer:
     """`held`: by a puller that is here already."""
-    offer = OfferMeta("0" * 32, 0, num_tokens)
+    meta = ExportMeta("0" * 32, 0, num_tokens)
     share = (process, num_processes)
-    transfer = SendTransfer(offer, SHAPE, per_chunk * SHAPE.page_bytes, share)
+    transfer = SendTransfer(meta, SHAPE, per_chunk * SHAPE.page_bytes, share)
     transfer.parts = {0: Heard()}
     if held:
         transfer.narrow(grid_from(held, num_tokens, per_chunk))
@@ -84,7 +84,7 @@ def ready(transfer: SendTransfer) -> list[tuple[int, int]]:
 
 
 def test_layers_of_a_step_become_ready_one_by_one() -> None:
-    transfer = offered(64)
+    transfer = exported(64)
     announce(transfer, 5, range(64))
     assert ready(transfer) == []
     transfer.advance(StepProgress(5, 1))
@@ -94,7 +94,7 @@ def test_layers_of_a_step_become_ready_one_by_one() -> None:
 
 
 def test_progress_may_come_before_the_announcement() -> None:
-    transfer = offered(64)
+    transfer = exported(64)
     announce(transfer, 5, range(64), StepProgress(5, 1))
     assert ready(transfer) == [(0, 0), (0, 1)]
     transfer.advance(StepProgress(6, 0))
@@ -102,7 +102,7 @@ def test_progress_may_come_before_the_announcement() -> None:
 
 
 def test_a_chunk_that_two_steps_share_waits_for_the_second() -> None:
-    transfer = offered(64)
+    transfer = exported(64)
     announce(transfer, 1, range(40))
     announce(transfer, 2, range(40, 64))
     transfer.advance(StepProgress(1, 2))
@@ -114,7 +114,7 @@ def test_a_chunk_that_two_steps_share_waits_for_the_second() -> None:
 
 
 def test_a_cached_prefix_is_ready_at_once_and_held_tokens_never() -> None:
-    transfer = offered(64, held=32)
+    transfer = exported(64, held=32)
     announce(transfer, -1, range(48))
     assert ready(transfer) == []
     announce(transfer, 1, range(48, 64))
@@ -123,7 +123,7 @@ def test_a_cached_prefix_is_ready_at_once_and_held_tokens_never() -> None:
 
 
 def test_the_end_of_a_request_makes_up_for_lost_progress() -> None:
-    transfer = offered(50)
+    transfer = exported(50)
     announce(transfer, 7, range(50))
     announce(transfer, -1, range(50))
     assert ready(transfer) == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -131,7 +131,7 @@ def test_the_end_of_a_request_makes_up_for_lost_progress() -> None:
 
 @pytest.mark.parametrize("tokens", [range(20, 40), range(8, 40)], ids=str)
 def test_gaps_and_repeats_are_refused(tokens: range) -> None:
-    transfer = offered(64)
+    transfer = exported(64)
     announce(transfer, 1, range(16))
     with pytest.raises(ValueError, match="16 tokens were announced"):
         announce(transfer, 2, tokens)
@@ -159,7 +159,7 @@ def test_every_chunk_once_and_never_before_its_tokens(
     """Announcements and progress in any order that steps allow, some progress lost."""
     rng = random.Random(seed)
     cached = min(cached, num_tokens - 1)
-    shares = [offered(num_tokens, held, per_chunk, p, num_processes) for p in range(num_processes)]
+    shares = [exported(num_tokens, held, per_chunk, p, num_processes) for p in range(num_processes)]
     staged: list[tuple[int, int]] = []
     computed = [cached, cached]
     progress = NONE_YET
@@ -194,7 +194,7 @@ def test_every_chunk_once_and_never_before_its_tokens(
 
 def test_the_first_pull_says_what_nobody_wants() -> None:
     """What was ready before is told again to nobody, and a later pull cannot want more."""
-    transfer = offered(128)
+    transfer = exported(128)
     heard = transfer.parts[0]
     assert isinstance(heard, Heard)
     announce(transfer, 1, range(128))

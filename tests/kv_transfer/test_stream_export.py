@@ -8,7 +8,7 @@ import numpy as np
 from kv_caches import layout
 
 from kv_transfer.memory.staging import StagedChunk, StagingPool
-from kv_transfer.metadata import OfferMeta
+from kv_transfer.metadata import ExportMeta
 from kv_transfer.transports.base import Export
 from kv_transfer.transports.pull import PullTerms
 from kv_transfer.transports.stream.stream_export import StreamExport, StreamPull
@@ -45,7 +45,7 @@ def grid_from(first_token: int) -> ChunkGrid:
 
 def new_export() -> tuple[Export, StreamExport]:
     """Six chunks of one block in each of two layers."""
-    export = Export(OfferMeta("0" * 32, 0, NUM_TOKENS), SHAPE, SHAPE.page_bytes, (0, 1))
+    export = Export(ExportMeta("0" * 32, 0, NUM_TOKENS), SHAPE, SHAPE.page_bytes, (0, 1))
     return export, StreamExport(Owner(), export, stage_after=0.0)
 
 

@@ -44,7 +44,7 @@ async def test_a_damaged_chunk_is_pulled_again(offset: int, transport: PullTrans
     proxy = Proxy(lambda n: offset if n in (0, 3) else None)
     async with Loopback(SHAPE, SHAPE, num_streams=2, transport=transport) as (producer, consumer):
         peer = await proxy.start(producer.peer)
-        transfer_id = producer.offer_computed(1, 100)
+        transfer_id = producer.export_computed(1, 100)
         await producer.until_all(STAGED, transfer_id)
         block_ids = consumer.pull(peer, transfer_id, 100)
         await consumer.until_all(RECEIVED, transfer_id)
@@ -64,7 +64,7 @@ async def test_a_chunk_that_is_damaged_twice_is_final(
     proxy = Proxy(lambda n: 200)
     async with Loopback(SHAPE, SHAPE, num_streams=1, transport=transport) as (producer, consumer):
         peer = await proxy.start(producer.peer)
-        transfer_id = producer.offer_computed(1, 30)
+        transfer_id = producer.export_computed(1, 30)
         await producer.until_all(STAGED, transfer_id)
         block_ids = consumer.pull(peer, transfer_id, 30)
         (event,) = await consumer.until_all(FAILED, transfer_id)
@@ -83,7 +83,7 @@ async def test_a_link_that_only_garbles_is_given_up_early(transport: PullTranspo
     proxy = Proxy(lambda n: 200)
     async with Loopback(SHAPE, SHAPE, num_streams=1, transport=transport) as (producer, consumer):
         peer = await proxy.start(producer.peer)
-        transfer_id = producer.offer_computed(1, 900)
+        transfer_id = producer.export_computed(1, 900)
         await producer.until_all(STAGED, transfer_id)
         consumer.pull(peer, transfer_id, 900)
         await consumer.until_all(FAILED, transfer_id)
@@ -104,7 +104,7 @@ async def test_a_stalled_link_times_out_and_leases_end(
         peer = await proxy.start(producer.peer)
         transfer_id = new_transfer_id()
         source = producer.blocks.take(SHAPE, 100)
-        producer.offer(transfer_id, 100)
+        producer.export(transfer_id, 100)
         producer.send(transfer_id, 1, range(100), source, 100)
         consumer.pull(peer, transfer_id, 100)
         producer.compute(1, 1, 0, range(100), source)
@@ -129,7 +129,7 @@ async def test_waiting_for_a_slow_prompt_is_not_a_stall(transport: PullTransport
         source = producer.blocks.take(SHAPE, 40)
         block_ids = consumer.pull(producer.peer, transfer_id, 40)
         await asyncio.sleep(0.3)
-        producer.offer(transfer_id, 40)
+        producer.export(transfer_id, 40)
         producer.send(transfer_id, 1, range(40), source, 40)
         await asyncio.sleep(1.0)
         for layer in range(3):
@@ -145,7 +145,7 @@ async def test_a_process_that_was_held_up_itself_blames_nobody() -> None:
     async with Loopback(SHAPE, SHAPE, stall_timeout_s=0.8) as (producer, consumer):
         transfer_id = new_transfer_id()
         source = producer.blocks.take(SHAPE, 40)
-        producer.offer(transfer_id, 40)
+        producer.export(transfer_id, 40)
         block_ids = consumer.pull(producer.peer, transfer_id, 40)
         await until(lambda: producer.senders[0].num_pulls > 0)
         asyncio.get_running_loop().call_soon(time.sleep, 1.0)
@@ -168,11 +168,11 @@ async def at_stage(
     transfer_id = new_transfer_id()
     source = producer.blocks.take(SHAPE, 100)
     target = consumer.pull(producer.peer, transfer_id, 100)
-    if stage == "pulled before the offer":
+    if stage == "pulled before the export":
         await until(lambda: consumer.receivers[0].num_pulls > 0)
         return transfer_id, target
-    producer.offer(transfer_id, 100)
-    if stage == "offered":
+    producer.export(transfer_id, 100)
+    if stage == "exported":
         return transfer_id, target
     producer.send(transfer_id, 1, range(60), source, 100)
     producer.compute(1, 1, 0, range(60), source)
@@ -191,7 +191,7 @@ async def at_stage(
 
 ONLY_THE_ABORT_FREES = {"lease_s": 3600.0, "stall_timeout_s": 3600.0}
 """No timer can have done it."""
-STAGES = ["pulled before the offer", "offered", "some layers sent", "staged", "received"]
+STAGES = ["pulled before the export", "exported", "some layers sent", "staged", "received"]
 
 
 @both_transports
@@ -212,9 +212,9 @@ async def test_the_puller_aborts(stage: str, transport: PullTransportName) -> No
             )
         after = consumer.caches[0].words[:, target].copy()
         consumer.release(producer.peer, transfer_id, complete=False)
-        if stage == "pulled before the offer":
+        if stage == "pulled before the export":
             await until(lambda: not consumer.receivers[0]._releases)
-            producer.offer(transfer_id, 100)
+            producer.export(transfer_id, 100)
         (event,) = await producer.until_all(ABORTED, transfer_id)
         assert "gave up" in event.reason
         assert producer.senders[0].reclaimed == {Reclaim.GIVEN_UP: 1}
@@ -242,7 +242,7 @@ async def test_the_holder_aborts(stage: str, transport: PullTransportName) -> No
         await producer.until_empty()
         await consumer.until_empty()
         producer.abort(transfer_id)
-        producer.offer(transfer_id, 100)
+        producer.export(transfer_id, 100)
         assert producer.senders[0].num_transfers == 0, "it cannot come back"
 
 
@@ -254,7 +254,7 @@ async def test_an_abort_before_anything_else_is_answered_and_remembered() -> Non
         assert consumer.count(ABORTED, transfer_id) == 1
         assert producer.count(ABORTED, transfer_id) == 1
         consumer.pull(producer.peer, transfer_id, 40)
-        producer.offer(transfer_id, 40)
+        producer.export(transfer_id, 40)
         await producer.until_empty()
         await consumer.until_empty()
 
@@ -273,7 +273,7 @@ async def test_a_new_attempt_is_not_hurt_by_what_is_left_of_the_old() -> None:
         source = producer.blocks.take(SHAPE, 100)
         producer.compute_all(2, 100, source)
         consumer.pull(producer.peer, transfer_id, 100, attempt=1, block_ids=target)
-        producer.offer(transfer_id, 100, attempt=1)
+        producer.export(transfer_id, 100, attempt=1)
         producer.send(transfer_id, 5, range(100), source, 100)
         producer.abort(transfer_id)
         consumer.abort(transfer_id)
@@ -291,7 +291,7 @@ async def test_a_new_attempt_is_not_hurt_by_what_is_left_of_the_old() -> None:
 
 async def test_a_restarted_node_is_another_node() -> None:
     async with Loopback(SHAPE, SHAPE) as (producer, consumer):
-        transfer_id = producer.offer_computed(1, 40)
+        transfer_id = producer.export_computed(1, 40)
         old = with_fields(producer.peer, epoch=producer.peer.epoch - 1)
         consumer.pull(old, transfer_id, 40)
         (event,) = await consumer.until_all(FAILED, transfer_id)
@@ -387,12 +387,12 @@ async def test_nodes_that_lie_about_their_layout_find_out() -> None:
 async def test_kv_that_nobody_pulls_is_dropped_when_its_lease_ends() -> None:
     async with Loopback(SHAPE, SHAPE, lease_s=0.5) as (producer, _):
         started = time.monotonic()
-        offered_only = new_transfer_id()
-        producer.offer(offered_only, 40)
-        staged = producer.offer_computed(1, 40)
+        exported_only = new_transfer_id()
+        producer.export(exported_only, 40)
+        staged = producer.export_computed(1, 40)
         await producer.until_all(STAGED, staged)
         assert producer.staged_bytes > 0
-        for transfer_id in (staged, offered_only):
+        for transfer_id in (staged, exported_only):
             (event,) = await producer.until_all(FAILED, transfer_id)
             assert "lease" in event.reason and event.retryable
         assert time.monotonic() - started >= 0.5
@@ -407,7 +407,7 @@ async def test_a_pull_of_something_that_never_comes_ends(transport: PullTranspor
         transfer_id = new_transfer_id()
         consumer.pull(producer.peer, transfer_id, 40)
         (event,) = await consumer.until_all(FAILED, transfer_id)
-        assert "was not offered within 0.6 s" in event.reason and event.retryable
+        assert "was not exported within 0.6 s" in event.reason and event.retryable
         await until(lambda: not producer.senders[0].early_pulls)
         await consumer.until_empty()
 
@@ -426,7 +426,7 @@ async def test_transfers_larger_than_the_staging_pool_flow_through_it(
         transfer_id = new_transfer_id()
         source = producer.blocks.take(shape, 600)
         producer.compute_all(3, 600, source)
-        producer.offer(transfer_id, 600)
+        producer.export(transfer_id, 600)
         target = consumer.blocks.take(shape, 600)
         if is_pulled_first:
             consumer.pull(producer.peer, transfer_id, 600, block_ids=target)
@@ -455,7 +455,7 @@ async def test_the_processes_of_a_rank_share_its_staging_memory() -> None:
     async with loopback as (producer, consumer):
         pools = [stream_of(sender).pool for sender in producer.senders]
         assert capacity // 2 < sum(pool.capacity for pool in pools) <= capacity
-        transfer_id = producer.offer_computed(1, 600)
+        transfer_id = producer.export_computed(1, 600)
         target = consumer.pull(producer.peer, transfer_id, 600)
         await consumer.until_all(RECEIVED, transfer_id)
         consumer.check(1, range(600), target)
@@ -465,11 +465,11 @@ async def test_the_processes_of_a_rank_share_its_staging_memory() -> None:
 
 
 async def test_stale_kv_does_not_hold_up_a_transfer_that_is_pulled() -> None:
-    """Two offers that nobody pulls fill what they may; a third, pulled, uses the reserve."""
+    """Two exports that nobody pulls fill what they may; a third, pulled, uses the reserve."""
     async with Loopback(SHAPE, SHAPE, staging_bytes=24 << 10) as (producer, consumer):
-        stale = [producer.offer_computed(seed, 200) for seed in range(2)]
+        stale = [producer.export_computed(seed, 200) for seed in range(2)]
         await until(lambda: producer.staged_bytes > 10 << 10)
-        transfer_id = producer.offer_computed(7, 200)
+        transfer_id = producer.export_computed(7, 200)
         target = consumer.pull(producer.peer, transfer_id, 200)
         await consumer.until_all(RECEIVED, transfer_id)
         consumer.check(7, range(200), target)
@@ -483,7 +483,7 @@ async def test_stale_kv_does_not_hold_up_a_transfer_that_is_pulled() -> None:
 
 async def test_a_block_larger_than_the_pool_fails_with_the_cure() -> None:
     async with Loopback(SHAPE, SHAPE, staging_bytes=1000) as (producer, _):
-        transfer_id = producer.offer_computed(1, 40)
+        transfer_id = producer.export_computed(1, 40)
         (event,) = await producer.until_all(FAILED, transfer_id)
         assert "staging_bytes" in event.reason and not event.retryable
         await producer.until_empty()
@@ -496,7 +496,7 @@ async def test_only_missing_tokens_are_sent_and_written(first_token: int) -> Non
             transfer_id = new_transfer_id()
             block_ids = producer.blocks.take(SHAPE, 100)
             producer.compute_all(4, 100, block_ids)
-            producer.offer(transfer_id, 100)
+            producer.export(transfer_id, 100)
             if is_early:
                 target = consumer.pull(producer.peer, transfer_id, 100, first_token=first_token)
                 await until(lambda: producer.senders[0].num_pulls > 0)
@@ -514,20 +514,20 @@ async def test_only_missing_tokens_are_sent_and_written(first_token: int) -> Non
             await producer.until_empty()
 
 
-@pytest.mark.parametrize("is_offered", [True, False])
-async def test_a_puller_that_has_all_lets_go_at_once(is_offered: bool) -> None:
-    """Released before anything was computed, or even offered: the blocks are free, and nothing is
+@pytest.mark.parametrize("is_exported", [True, False])
+async def test_a_puller_that_has_all_lets_go_at_once(is_exported: bool) -> None:
+    """Released before anything was computed, or even exported: the blocks are free, and nothing is
     staged later."""
     async with Loopback(SHAPE, SHAPE) as (producer, consumer):
         transfer_id = new_transfer_id()
-        if is_offered:
-            producer.offer(transfer_id, 40)
+        if is_exported:
+            producer.export(transfer_id, 40)
         consumer.release(producer.peer, transfer_id, complete=True)
-        if not is_offered:
+        if not is_exported:
             await until(lambda: not consumer.receivers[0]._releases)
-            producer.offer(transfer_id, 40)
+            producer.export(transfer_id, 40)
         await producer.until_all(RELEASED, transfer_id)
-        assert producer.count(STAGED, transfer_id) == is_offered
+        assert producer.count(STAGED, transfer_id) == is_exported
         assert producer.senders[0].reclaimed == {Reclaim.RELEASED: 1}
         producer.send(transfer_id, -1, range(40), producer.blocks.take(SHAPE, 40), 40)
         await producer.until_empty()
@@ -564,7 +564,7 @@ GOOD_WISH = {
 )
 async def test_a_pull_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
     async with Loopback(SHAPE, SHAPE, producer_processes=2) as (producer, consumer):
-        transfer_id = producer.offer_computed(1, 40)
+        transfer_id = producer.export_computed(1, 40)
         named = {"transfer_id": transfer_id, "epoch": producer.peer.epoch}
         request = pb.PullRequest(**{**named, **GOOD_WISH, **wrong})
         async with grpc.aio.insecure_channel(producer.peer.endpoints[0][0]) as channel:
@@ -582,7 +582,7 @@ async def test_a_pull_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> N
 async def test_foreign_block_ids_are_refused_by_both_sides() -> None:
     async with Loopback(SHAPE, SHAPE) as (producer, consumer):
         transfer_id = new_transfer_id()
-        producer.offer(transfer_id, 40)
+        producer.export(transfer_id, 40)
         producer.send(transfer_id, -1, range(40), [1, 2, 64], 40)
         await producer.until_all(FAILED, transfer_id)
         assert "block ids" in reason(producer, transfer_id)

@@ -42,7 +42,7 @@ async def test_every_pair_of_layouts(
     async with loopback as (producer, consumer):
         pulls = {}
         for seed, num_tokens in enumerate([15, 64, 65]):
-            transfer_id = producer.offer_computed(seed, num_tokens)
+            transfer_id = producer.export_computed(seed, num_tokens)
             pulls[transfer_id] = (
                 seed,
                 num_tokens,

@@ -118,8 +118,8 @@ def test_either_end_may_be_grpcio(
 def one_prompt(
     prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, cached: int = 0, held: int = 0
 ) -> None:
-    """From offer to release, in steps of 40 tokens."""
-    request = prefill.offer(num_tokens)
+    """From export to release, in steps of 40 tokens."""
+    request = prefill.export(num_tokens)
     source = prefill.blocks.take(prefill.layout, num_tokens)
     target = decode.blocks.take(decode.layout, num_tokens)
     decode.pull(prefill.peer, request.transfer_id, num_tokens, target, first_token=held)
@@ -142,7 +142,7 @@ def test_killed_transfer_process(share_node: MakeNode, role: str) -> None:
     restarts = int(victim.connector.counters["process_restarts"])
     moved = decode.connector.counters["bytes_moved"]
     endpoints = prefill.peer.endpoints
-    request = prefill.offer(64)
+    request = prefill.export(64)
     transfer_id = request.transfer_id
     source = prefill.blocks.take(shape, 64)
     target = decode.blocks.take(shape, 64)
@@ -171,7 +171,7 @@ def test_frozen_transfer_process(make_node: MakeNode, role: str) -> None:
     prefill = make_node("prefill", shape, watches_life=True, **patience)
     decode = make_node("decode", shape, watches_life=True, **patience)
     victim = prefill if role == "prefill" else decode
-    request = prefill.offer(64)
+    request = prefill.export(64)
     source = prefill.blocks.take(shape, 64)
     decode.pull(prefill.peer, request.transfer_id, 64, decode.blocks.take(shape, 64))
     prefill.step([(request, 1, range(32), source)])
@@ -190,18 +190,18 @@ def test_frozen_transfer_process(make_node: MakeNode, role: str) -> None:
 
 
 @pytest.mark.parametrize("aborting", ["prefill", "decode"])
-@pytest.mark.parametrize("stage", ["offered", "streaming", "finished"])
+@pytest.mark.parametrize("stage", ["exported", "streaming", "finished"])
 def test_abort_from_either_side(share_node: MakeNode, aborting: str, stage: str) -> None:
     shape = layout(tp_size=2)
     prefill = share_node("prefill", shape)
     decode = share_node("decode", layout(tp_size=1, block_size=64))
     before = prefill.connector.counters
-    request = prefill.offer(100)
+    request = prefill.export(100)
     transfer_id = request.transfer_id
     source = prefill.blocks.take(shape, 100)
     target = decode.blocks.take(decode.layout, 100)
     pulling = decode.pull(prefill.peer, transfer_id, 100, target)
-    if stage != "offered":
+    if stage != "exported":
         prefill.step([(request, 1, range(64), source)])
         moved = decode.connector.counters["bytes_moved"]
         poll_until(lambda: decode.connector.counters["bytes_moved"] > moved, prefill, decode)
@@ -240,7 +240,7 @@ def test_failed_attempt_then_retry_into_the_same_blocks(
     second = share_node("prefill", shape)
     decode = share_node("decode", shape)
     target = decode.blocks.take(shape, 50)
-    request = first.offer(50)
+    request = first.export(50)
     transfer_id = request.transfer_id
     decode.pull(first.peer, transfer_id, 50, target)
     poll_until(lambda: first.connector.counters["open_pulls"] > 0, first, decode)
@@ -267,7 +267,7 @@ def test_failed_attempt_then_retry_into_the_same_blocks(
 def test_mismatch_is_named_and_final(make_node: MakeNode, share_node: MakeNode) -> None:
     prefill = make_node("prefill", layout(num_layers=2))
     decode = share_node("decode", layout())
-    request = prefill.offer(20)
+    request = prefill.export(20)
     decode.pull(prefill.peer, request.transfer_id, 20, decode.blocks.take(decode.layout, 20))
     poll_until(lambda: request.transfer_id in decode.done.failed, prefill, decode)
     reason, retryable = decode.done.failed[request.transfer_id]
@@ -279,7 +279,7 @@ def test_mismatch_is_named_and_final(make_node: MakeNode, share_node: MakeNode) 
 def test_full_local_hit_releases_the_peer_at_once(share_node: MakeNode) -> None:
     prefill = share_node("prefill", layout())
     decode = share_node("decode", layout())
-    request = prefill.offer(48)
+    request = prefill.export(48)
     decode.pull(prefill.peer, request.transfer_id, 48, [1, 2, 3], first_token=48)
     poll_until(lambda: request.transfer_id in prefill.done.released, prefill, decode)
     assert request.transfer_id in prefill.done.sent
@@ -301,7 +301,7 @@ def test_many_transfers_with_deaths_and_aborts_leave_nothing(make_node: MakeNode
     prefill = make_node("prefill", shape, num_processes=2, lease_s=3.0)
     decode = make_node("decode", layout(block_size=64), num_processes=2)
     for seed in range(24):
-        request = prefill.offer(40)
+        request = prefill.export(40)
         source = prefill.blocks.take(shape, 40)
         target = decode.blocks.take(decode.layout, 40)
         pulling = decode.pull(prefill.peer, request.transfer_id, 40, target)
@@ -340,13 +340,13 @@ def test_processes_that_keep_dying_are_started_with_growing_pauses(make_node: Ma
         poll_until(lambda: node.connector.counters["process_restarts"] == restarts, node)  # noqa: B023
         if restarts == 1:
             poll_until(lambda: node.connector.counters["processes_ready"] == 1, node)
-    request = node.offer(20)
+    request = node.export(20)
     poll_until(lambda: request.transfer_id in node.done.failed, node)
     assert "is being restarted" in node.done.failed[request.transfer_id][0]
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
     poll_until(lambda: node.connector.counters["processes_ready"] == 1, node)
-    node.connector.abort(node.offer(20))
+    node.connector.abort(node.export(20))
     poll_until(lambda: len(node.done.aborted) == 1, node)
     until_empty(node)
     assert node.peer.endpoints == endpoints
@@ -385,7 +385,7 @@ def test_a_process_that_hears_junk_goes_on(make_node: MakeNode) -> None:
             poll_until(lambda: node.connector.counters["dropped_messages"] >= 1, node)
             sender.close()
         poll_until(lambda: node.connector.counters["dropped_messages"] == 3, node)
-    transfer_id = node.offer(20).transfer_id
+    transfer_id = node.export(20).transfer_id
     node.connector.abort(FakeRequest("p", 20, KVTransferParams(transfer_id=transfer_id)))
     poll_until(lambda: transfer_id in node.done.aborted, node)
     assert node.connector.process_pids == [pid]
@@ -396,7 +396,7 @@ def test_names_that_are_no_names_hurt_nobody(share_node: MakeNode) -> None:
     prefill = share_node("prefill", layout())
     decode = share_node("decode", layout())
     for wrong in ("x", "AB" * 16, "é" * 32, "0" * 33):
-        prefill.offer(20, transfer_id=wrong)
+        prefill.export(20, transfer_id=wrong)
         pulling = decode.pull(prefill.peer, wrong, 20, [1, 2])
         poll_until(lambda: wrong in prefill.done.failed, prefill)  # noqa: B023
         poll_until(lambda: wrong in decode.done.failed, decode)  # noqa: B023
@@ -406,12 +406,12 @@ def test_names_that_are_no_names_hurt_nobody(share_node: MakeNode) -> None:
     until_empty(prefill, decode)
 
 
-def test_an_attempt_that_has_ended_cannot_be_offered_again(share_node: MakeNode) -> None:
+def test_an_attempt_that_has_ended_cannot_be_exported_again(share_node: MakeNode) -> None:
     node = share_node("prefill", layout())
-    request = node.offer(20)
+    request = node.export(20)
     assert node.connector.abort(request)
     poll_until(lambda: node.done.aborted == [request.transfer_id], node)
-    node.offer(20, transfer_id=request.transfer_id)
+    node.export(20, transfer_id=request.transfer_id)
     poll_until(lambda: request.transfer_id in node.done.failed, node)
     assert "has ended" in node.done.failed[request.transfer_id][0]
     until_empty(node)

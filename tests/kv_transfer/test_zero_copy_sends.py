@@ -34,11 +34,11 @@ def no_puller_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def computed_later(producer: LoopbackProducer, num_tokens: int) -> tuple[str, list[int]]:
-    """Offered; its blocks become ready with the next `send`."""
+    """Exported; its blocks become ready with the next `send`."""
     transfer_id = new_transfer_id()
     source = producer.blocks.take(producer.layout, num_tokens)
     producer.compute_all(1, num_tokens, source)
-    producer.offer(transfer_id, num_tokens)
+    producer.export(transfer_id, num_tokens)
     return transfer_id, source
 
 

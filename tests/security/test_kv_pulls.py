@@ -143,7 +143,7 @@ async def test_renewed_certificates_are_used_without_a_restart(authority, foreig
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
-async def test_nothing_is_pulled_or_offered_beyond_this_host_in_plaintext(kind):
+async def test_nothing_is_pulled_or_exported_beyond_this_host_in_plaintext(kind):
     with pytest.raises(PeerLost, match="--allow-plaintext"):
         await pull("192.0.2.1:5000", Credentials(), kind)
     with pytest.raises(PlaintextRefused, match="--allow-plaintext"):

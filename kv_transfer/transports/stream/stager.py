@@ -26,7 +26,7 @@ from kv_transfer.wire.chunk import HEADER, ChunkHeader, fill_header
 from kv_transfer.wire.chunk_grid import ChunkPlace
 
 _WAIT_FOR_PULL_S = 0.05
-"""A puller may want no copy; it comes at about the same time as the offer."""
+"""A puller may want no copy; it comes at about the same time as the export."""
 
 
 class Stager:

@@ -24,7 +24,7 @@ class Pair:
         """(for prefill, for decode). Of one that asks for one token no KV moves."""
         self.num_started += 1
         request_id, transfer_id = f"r{self.num_started}", f"{self.num_started:032x}"
-        offer = make_request(request_id, seed, **{**sampling, "max_tokens": 1})
+        export = make_request(request_id, seed, **{**sampling, "max_tokens": 1})
         pull = make_request(request_id, seed, **sampling)
         pull.kv_transfer_params = KVTransferParams(
             do_remote_prefill=True,
@@ -33,22 +33,22 @@ class Pair:
             first_token_only=pull.spec.needs_one_token,
         )
         if not pull.spec.needs_one_token:
-            offer.kv_transfer_params = KVTransferParams(
+            export.kv_transfer_params = KVTransferParams(
                 do_remote_decode=True, transfer_id=transfer_id
             )
-        return offer, pull
+        return export, pull
 
-    async def run_prefill(self, offer: GenerationRequest) -> KVTransferResult:
+    async def run_prefill(self, export: GenerationRequest) -> KVTransferResult:
         try:
-            async for output in self.prefill.generate(offer):
+            async for output in self.prefill.generate(export):
                 for token_id in output.token_ids:
                     of_prompt = output.prompt_logprobs or ()
                     self.decode.supply_first_token(
-                        offer.request_id, token_id, prompt_logprobs=of_prompt
+                        export.request_id, token_id, prompt_logprobs=of_prompt
                     )
-            return await self.prefill.wait_kv_result(offer.request_id)
+            return await self.prefill.wait_kv_result(export.request_id)
         finally:
-            self.prefill.abort(offer.request_id)
+            self.prefill.abort(export.request_id)
 
 
 async def tokens_of(stream: RequestStream) -> list[int]:

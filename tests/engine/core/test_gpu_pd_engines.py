@@ -80,20 +80,20 @@ async def test_two_engines_on_one_gpu_equal_one(
         AsyncLLM.start(config("kv_consumer", transport)),
     )
     for number, length in enumerate(LENGTHS):
-        offer, pull = request(f"r{number}", length, max_tokens=1), request(f"r{number}", length)
-        offer.kv_transfer_params = KVTransferParams(
+        export, pull = request(f"r{number}", length, max_tokens=1), request(f"r{number}", length)
+        export.kv_transfer_params = KVTransferParams(
             do_remote_decode=True, transfer_id=f"{number:032x}"
         )
         pull.kv_transfer_params = KVTransferParams(
             do_remote_prefill=True, transfer_id=f"{number:032x}", peer=prefill.ready.peer
         )
         stream = decode.generate(pull)
-        async for output in prefill.generate(offer):
+        async for output in prefill.generate(export):
             for token_id in output.token_ids:
                 decode.supply_first_token(pull.request_id, token_id)
         received = await decode.wait_kv_result(pull.request_id)
         assert received.ok, received
-        assert (await prefill.wait_kv_result(offer.request_id)).ok
+        assert (await prefill.wait_kv_result(export.request_id)).ok
         found = [token async for output in stream for token in output.token_ids]
         assert found == one_node[length], length
     for llm in (prefill, decode):

@@ -67,9 +67,9 @@ async def nothing_is_left(pair: Pair, oracle: Oracle) -> None:
         await until_empty(llm)
         for name in ("live_transfers", "staged_bytes", "leases", "open_pulls"):
             await until(lambda: counter(llm, name) == 0, name)  # noqa: B023
-    offer, pull = pair.request(SEED)
+    export, pull = pair.request(SEED)
     stream = pair.decode.generate(pull)
-    prefill = asyncio.create_task(pair.run_prefill(offer))
+    prefill = asyncio.create_task(pair.run_prefill(export))
     assert await tokens_of(stream) == oracle.tokens(SEED)
     assert (await prefill).ok
 
@@ -77,7 +77,7 @@ async def nothing_is_left(pair: Pair, oracle: Oracle) -> None:
 async def test_before_the_prefill_node_has_accepted(pair: Pair, oracle: Oracle) -> None:
     _, pull = pair.request(SEED)
     stream = pair.decode.generate(pull)
-    await until(lambda: counter(pair.decode, "open_pulls") > 0, "a pull without offer")
+    await until(lambda: counter(pair.decode, "open_pulls") > 0, "a pull without export")
     stream.close()
     await nothing_is_left(pair, oracle)
 
@@ -86,9 +86,9 @@ async def test_queued_on_the_prefill_node(pair: Pair, oracle: Oracle) -> None:
     with stopped(pair.prefill.ready.worker_pids[0]):
         prefills, streams = [], []
         for _ in range(30):
-            offer, pull = pair.request(SEED)
+            export, pull = pair.request(SEED)
             streams.append(pair.decode.generate(pull))
-            prefills.append(asyncio.create_task(pair.run_prefill(offer)))
+            prefills.append(asyncio.create_task(pair.run_prefill(export)))
         await until(lambda: pair.prefill.stats.num_waiting > 0, "a queue")
         for stream, prefill in zip(streams, prefills, strict=True):
             stream.close()
@@ -99,9 +99,9 @@ async def test_queued_on_the_prefill_node(pair: Pair, oracle: Oracle) -> None:
 
 async def test_in_the_middle_of_the_prompt(pair: Pair, oracle: Oracle) -> None:
     with stopped(pair.prefill.ready.worker_pids[0]):
-        offer, pull = pair.request(SEED)
+        export, pull = pair.request(SEED)
         stream = pair.decode.generate(pull)
-        prefill = asyncio.create_task(pair.run_prefill(offer))
+        prefill = asyncio.create_task(pair.run_prefill(export))
         await until(lambda: pair.prefill.stats.num_running > 0, "a step that does not end")
         stream.close()
         prefill.cancel()
@@ -112,22 +112,22 @@ async def test_in_the_middle_of_the_prompt(pair: Pair, oracle: Oracle) -> None:
 @pytest.mark.parametrize("gives_first_token", [False, True], ids=["without", "with first token"])
 async def test_while_kv_is_on_its_way(pair: Pair, oracle: Oracle, gives_first_token: bool) -> None:
     with stopped(pair.prefill.ready.transfer_pids[0]):
-        offer, pull = pair.request(SEED)
+        export, pull = pair.request(SEED)
         stream = pair.decode.generate(pull)
-        tokens = [token async for o in pair.prefill.generate(offer) for token in o.token_ids]
+        tokens = [token async for o in pair.prefill.generate(export) for token in o.token_ids]
         assert tokens == oracle.tokens(SEED)[:1]
         if gives_first_token:
             pair.decode.supply_first_token(pull.request_id, tokens[0])
             await until(lambda: pair.decode.stats.num_free_rows > 0, "an idle engine")
         stream.close()
-        pair.prefill.abort(offer.request_id)
+        pair.prefill.abort(export.request_id)
     await nothing_is_left(pair, oracle)
 
 
 async def test_kv_is_complete_but_the_first_token_missing(pair: Pair, oracle: Oracle) -> None:
-    offer, pull = pair.request(SEED)
+    export, pull = pair.request(SEED)
     stream = pair.decode.generate(pull)
-    async for _ in pair.prefill.generate(offer):
+    async for _ in pair.prefill.generate(export):
         pass
     assert (await pair.decode.wait_kv_result(pull.request_id)).ok
     stream.close()
@@ -135,9 +135,9 @@ async def test_kv_is_complete_but_the_first_token_missing(pair: Pair, oracle: Or
 
 
 async def test_joined(pair: Pair, oracle: Oracle) -> None:
-    offer, pull = pair.request(SEED)
+    export, pull = pair.request(SEED)
     stream = pair.decode.generate(pull)
-    prefill = asyncio.create_task(pair.run_prefill(offer))
+    prefill = asyncio.create_task(pair.run_prefill(export))
     found: list[int] = []
     async for output in stream:
         found += output.token_ids
@@ -152,9 +152,9 @@ async def test_joined(pair: Pair, oracle: Oracle) -> None:
 async def test_one_token_moves_no_kv(pair: Pair, oracle: Oracle) -> None:
     await nothing_is_left(pair, oracle)
     before = [counter(llm, "transfers") for llm in (pair.prefill, pair.decode)]
-    offer, pull = pair.request(SEED, max_tokens=1)
+    export, pull = pair.request(SEED, max_tokens=1)
     stream = pair.decode.generate(pull)
-    (token,) = [token async for o in pair.prefill.generate(offer) for token in o.token_ids]
+    (token,) = [token async for o in pair.prefill.generate(export) for token in o.token_ids]
     pair.decode.supply_first_token(pull.request_id, token)
     assert await tokens_of(stream) == oracle.tokens(SEED)[:1]
     for llm in (pair.prefill, pair.decode):
@@ -171,15 +171,15 @@ async def test_first_token_ends_the_answer(pair: Pair, oracle: Oracle, knows: st
     """By a stop token, or by a stop string, of which prefill knows nothing. Decode lets go of the
     KV, and no call is cancelled here."""
     token = oracle.tokens(SEED)[0]
-    offer, pull = pair.request(SEED, stop_token_ids=(token,))
+    export, pull = pair.request(SEED, stop_token_ids=(token,))
     if knows == "decode":
-        offer.spec = offer.spec.with_sampling(stop_token_ids=())
+        export.spec = export.spec.with_sampling(stop_token_ids=())
     stream = pair.decode.generate(pull)
-    outputs = [output async for output in pair.prefill.generate(offer)]
+    outputs = [output async for output in pair.prefill.generate(export)]
     assert outputs[-1].finish_reason == ("stop" if knows == "both" else "length")
     assert not pair.decode.supply_first_token(pull.request_id, token)
     assert await tokens_of(stream) == [token]
-    await pair.prefill.wait_kv_result(offer.request_id)
+    await pair.prefill.wait_kv_result(export.request_id)
     await nothing_is_left(pair, oracle)
 
 
@@ -195,7 +195,7 @@ async def test_metrics_tell_what_transfers_did(pair: Pair, oracle: Oracle) -> No
     await nothing_is_left(pair, oracle)
     _, pull = pair.request(SEED)
     stream = pair.decode.generate(pull)
-    await until(lambda: exported(pair.decode)["open_pulls"] > 0, "a pull without offer")
+    await until(lambda: exported(pair.decode)["open_pulls"] > 0, "a pull without export")
     stream.close()
     await nothing_is_left(pair, oracle)
     for llm, moved in (
@@ -218,10 +218,10 @@ async def test_while_requests_are_put_back_for_others(pair: Pair, oracle: Oracle
     try:
         streams, prefills = [], []
         for seed in range(8):
-            offer, pull = small.request(seed)
+            export, pull = small.request(seed)
             pull.spec = make_request("", seed, max_tokens=50).spec
             streams.append(decode.generate(pull))
-            prefills.append(asyncio.create_task(small.run_prefill(offer)))
+            prefills.append(asyncio.create_task(small.run_prefill(export)))
         await until(lambda: decode.stats.num_preemptions > 0, "a preemption")
         for stream in streams:
             stream.close()

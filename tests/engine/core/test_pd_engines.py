@@ -49,9 +49,9 @@ async def pair() -> AsyncIterator[Pair]:
 
 async def test_joined_requests_equal_one_engine(pair: Pair, oracle: Oracle) -> None:
     async def one(seed: int) -> None:
-        offer, pull = pair.request(seed)
+        export, pull = pair.request(seed)
         stream = pair.decode.generate(pull)
-        prefill = asyncio.create_task(pair.run_prefill(offer))
+        prefill = asyncio.create_task(pair.run_prefill(export))
         received = asyncio.create_task(pair.decode.wait_kv_result(pull.request_id))
         assert await tokens_of(stream) == oracle.tokens(seed), seed
         assert (await prefill).ok
@@ -75,9 +75,9 @@ async def test_a_decode_engine_may_compute_several_tokens_a_step(
     several = Pair(pair.prefill, decode, num_started=10_000)
 
     async def one(seed: int) -> None:
-        offer, pull = several.request(seed)
+        export, pull = several.request(seed)
         stream = decode.generate(pull)
-        prefill = asyncio.create_task(several.run_prefill(offer))
+        prefill = asyncio.create_task(several.run_prefill(export))
         if seed % 5 == 0:
             await anext(stream)
             stream.close()
@@ -101,10 +101,10 @@ async def test_nobody_prefills_so_decode_does_it_itself(pair: Pair, oracle: Orac
 
 async def test_prompt_logprobs_are_the_same_on_either_side(pair: Pair, oracle: Oracle) -> None:
     async def one(*, is_remote: bool) -> list[TokenLogprobs]:
-        offer, pull = pair.request(27, prompt_logprobs=2)
+        export, pull = pair.request(27, prompt_logprobs=2)
         stream = pair.decode.generate(pull)
         if is_remote:
-            assert (await pair.run_prefill(offer)).ok
+            assert (await pair.run_prefill(export)).ok
         else:
             pair.decode.prefill_locally(pull.request_id)
         first, *others = [output async for output in stream]
@@ -126,10 +126,10 @@ async def test_limits_on_tokens_hold_on_both_nodes(pair: Pair, temperature: floa
     free = {"temperature": temperature, "max_tokens": 20}
 
     async def one(*, is_remote: bool, **limits: Any) -> list[int]:
-        offer, pull = pair.request(27, **free, **limits)
+        export, pull = pair.request(27, **free, **limits)
         stream = pair.decode.generate(pull)
         if is_remote:
-            assert (await pair.run_prefill(offer)).ok
+            assert (await pair.run_prefill(export)).ok
         else:
             pair.decode.prefill_locally(pull.request_id)
         return await tokens_of(stream)
@@ -148,9 +148,9 @@ async def test_aborts_on_either_side_at_any_moment(pair: Pair, oracle: Oracle) -
     draw = random.Random(5)
 
     async def one(index: int) -> None:
-        offer, pull = pair.request(index)
+        export, pull = pair.request(index)
         stream = pair.decode.generate(pull)
-        prefill = asyncio.create_task(pair.run_prefill(offer))
+        prefill = asyncio.create_task(pair.run_prefill(export))
         await asyncio.sleep(draw.random() * 0.3)
         if index % 3 == 0:
             stream.close()
@@ -171,14 +171,14 @@ async def test_aborts_on_either_side_at_any_moment(pair: Pair, oracle: Oracle) -
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_killed_transfer_process(pair: Pair, oracle: Oracle, side: str) -> None:
     """A result says so, the request goes on here, and the process comes back for the next one."""
-    offer, pull = pair.request(30)
+    export, pull = pair.request(30)
     stream = pair.decode.generate(pull)
     received = asyncio.create_task(pair.decode.wait_kv_result(pull.request_id))
     llm = pair.prefill if side == "prefill" else pair.decode
     restarts = llm.stats.kv_transfer["process_restarts"]
     os.kill(_transfer_pid(llm), signal.SIGKILL)
     if side == "prefill":
-        prefill = asyncio.create_task(pair.run_prefill(offer))
+        prefill = asyncio.create_task(pair.run_prefill(export))
         result = await received
         if not result.ok:
             pair.decode.prefill_locally(pull.request_id)
@@ -191,9 +191,9 @@ async def test_killed_transfer_process(pair: Pair, oracle: Oracle, side: str) ->
         assert await tokens_of(stream) == oracle.tokens(30)
 
     async def succeeds() -> bool:
-        offer, pull = pair.request(31)
+        export, pull = pair.request(31)
         stream = pair.decode.generate(pull)
-        prefill = asyncio.create_task(pair.run_prefill(offer))
+        prefill = asyncio.create_task(pair.run_prefill(export))
         result = await pair.decode.wait_kv_result(pull.request_id)
         if not result.ok:
             pair.decode.prefill_locally(pull.request_id)
@@ -217,11 +217,11 @@ def _transfer_pid(llm: AsyncLLM) -> int:
 
 async def test_prefill_engine_dies_and_decode_goes_on(pair: Pair, oracle: Oracle) -> None:
     doomed = Pair(await start_engine("prefill"), pair.decode, num_started=1000)
-    offer, pull = doomed.request(40)
+    export, pull = doomed.request(40)
     stream = pair.decode.generate(pull)
     os.kill(doomed.prefill.ready.worker_pids[0], signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="worker 0 was killed by SIGKILL"):
-        await doomed.run_prefill(offer)
+        await doomed.run_prefill(export)
     assert not (await pair.decode.wait_kv_result(pull.request_id)).ok
     pair.decode.prefill_locally(pull.request_id)
     assert await tokens_of(stream) == oracle.tokens(40)

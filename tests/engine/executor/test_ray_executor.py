@@ -119,8 +119,8 @@ async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle
 
         async def joined(seed: int) -> None:
             request_id, transfer_id = f"joined-{seed}", f"{seed:032x}"
-            offer = make_request(request_id, seed, max_tokens=1)
-            offer.kv_transfer_params = KVTransferParams(
+            export = make_request(request_id, seed, max_tokens=1)
+            export.kv_transfer_params = KVTransferParams(
                 do_remote_decode=True, transfer_id=transfer_id
             )
             pull = make_request(request_id, seed)
@@ -129,7 +129,7 @@ async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle
             )
             stream = decode.generate(pull)
             received = asyncio.create_task(decode.wait_kv_result(request_id))
-            for token_id in await tokens(prefill.generate(offer)):
+            for token_id in await tokens(prefill.generate(export)):
                 decode.supply_first_token(request_id, token_id)
             assert (await prefill.wait_kv_result(request_id)).ok
             assert await tokens(stream) == oracle.tokens(seed), seed

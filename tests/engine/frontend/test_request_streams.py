@@ -35,7 +35,7 @@ from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import make_request, tiny_config
 
 PULL = KVTransferParams(do_remote_prefill=True, transfer_id="00" * 16)
-OFFER = KVTransferParams(do_remote_decode=True, transfer_id="11" * 16)
+EXPORT = KVTransferParams(do_remote_decode=True, transfer_id="11" * 16)
 
 
 class FakeCore:
@@ -236,8 +236,8 @@ async def test_results_of_attempts_and_what_follows_from_them(
     assert (await llm.wait_kv_result("r")).reason == "the request has ended"
 
 
-async def test_result_of_an_offer_outlives_the_stream(llm: AsyncLLM, core: FakeCore) -> None:
-    stream = _generate(llm, OFFER)
+async def test_result_of_an_export_outlives_the_stream(llm: AsyncLLM, core: FakeCore) -> None:
+    stream = _generate(llm, EXPORT)
     core.tokens("r", [5], "length")
     assert [output.token_ids async for output in stream] == [[5]]
     waiting = asyncio.create_task(llm.wait_kv_result("r"))
@@ -248,8 +248,8 @@ async def test_result_of_an_offer_outlives_the_stream(llm: AsyncLLM, core: FakeC
     assert await waiting == taken
 
 
-async def test_offer_is_called_off_after_the_stream(llm: AsyncLLM, core: FakeCore) -> None:
-    stream = _generate(llm, OFFER)
+async def test_export_is_called_off_after_the_stream(llm: AsyncLLM, core: FakeCore) -> None:
+    stream = _generate(llm, EXPORT)
     core.tokens("r", [5], "length")
     assert [output.token_ids async for output in stream] == [[5]]
     core.take()

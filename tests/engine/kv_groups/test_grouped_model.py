@@ -141,11 +141,11 @@ def hand_over(
     """The test plays both node servers; afterwards nothing is held on either side."""
     for name, prompt in prompts.items():
         transfer_id = secrets.token_hex(16)
-        offer = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
         pull = KVTransferParams(
             do_remote_prefill=True, transfer_id=transfer_id, peer=prefill.core.connector.peer_info
         )
-        prefill.add(name, prompt, 1, offer)
+        prefill.add(name, prompt, 1, export)
         decode.add(name, prompt, 24, pull)
     waiting = set(prompts)
 

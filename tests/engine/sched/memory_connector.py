@@ -45,7 +45,7 @@ class PullJob:
 
 
 @dataclass(slots=True)
-class OfferJob:
+class ExportJob:
     """A transfer out of blocks, `sent` tokens of which are copied."""
 
     prompt: list[int]
@@ -65,7 +65,7 @@ class MemoryConnector(KVConnectorScheduler):
         self.memory = memory
         self.prompts: dict[str, list[int]] = {}
         self.pulls: dict[str, PullJob] = {}
-        self.offers: dict[str, OfferJob] = {}
+        self.exports: dict[str, ExportJob] = {}
         self.done_step = -1
         """The last step that the worker has run."""
         self.tokens_received = 0
@@ -94,8 +94,8 @@ class MemoryConnector(KVConnectorScheduler):
         params = _params(request)
         prompt = self.prompts[request.request_id]
         if params.do_remote_decode:
-            assert params.transfer_id not in self.offers
-            self.offers[params.transfer_id] = OfferJob(prompt)
+            assert params.transfer_id not in self.exports
+            self.exports[params.transfer_id] = ExportJob(prompt)
         else:
             self._pull(params, prompt, block_ids, len(prompt) - num_external_tokens)
 
@@ -118,12 +118,12 @@ class MemoryConnector(KVConnectorScheduler):
         self, step_id: int, chunks: list[ChunkLike]
     ) -> KVConnectorMetadata | None:
         for chunk in chunks:
-            offer = self.offers.get(_params(chunk.request).transfer_id)
-            if offer is not None:
-                if not offer.chunks:
-                    offer.num_cached = chunk.first_token
-                offer.block_ids = chunk.block_ids
-                offer.chunks.append((step_id, chunk.first_token + chunk.num_tokens))
+            export = self.exports.get(_params(chunk.request).transfer_id)
+            if export is not None:
+                if not export.chunks:
+                    export.num_cached = chunk.first_token
+                export.block_ids = chunk.block_ids
+                export.chunks.append((step_id, chunk.first_token + chunk.num_tokens))
         return KVConnectorMetadata(save_kv=True) if chunks else None
 
     def fileno(self) -> int:
@@ -134,8 +134,8 @@ class MemoryConnector(KVConnectorScheduler):
         return events
 
     def request_finished(self, request: RequestLike) -> bool:
-        offer = self.offers.get(_params(request).transfer_id)
-        return offer is not None and not offer.is_staged
+        export = self.exports.get(_params(request).transfer_id)
+        return export is not None and not export.is_staged
 
     def abort(self, request: RequestLike) -> bool:
         job = self._job(_params(request).transfer_id)
@@ -157,15 +157,15 @@ class MemoryConnector(KVConnectorScheduler):
     # What the test decides --------------------------------------------------------------------
 
     def transfer_ids(self) -> list[str]:
-        return [*self.pulls, *self.offers]
+        return [*self.pulls, *self.exports]
 
     def advance(self, transfer_id: str) -> None:
         """Moves the transfer by a piece."""
         job = self._job(transfer_id)
         if isinstance(job, PullJob):
             self._advance_pull(transfer_id, job)
-        elif isinstance(job, OfferJob):
-            self._advance_offer(transfer_id, job)
+        elif isinstance(job, ExportJob):
+            self._advance_export(transfer_id, job)
 
     def fail(self, transfer_id: str, *, tells_part: bool = True) -> None:
         """Nobody touches the blocks from now on. `tells_part`: what has come is known to be
@@ -203,7 +203,7 @@ class MemoryConnector(KVConnectorScheduler):
             self._events.finished_recving.append(transfer_id)
             self._events.stats[transfer_id] = TransferStats(num_bytes=len(job.prompt))
 
-    def _advance_offer(self, transfer_id: str, job: OfferJob) -> None:
+    def _advance_export(self, transfer_id: str, job: ExportJob) -> None:
         if job.is_staged:
             self._end(transfer_id)
             self._events.released.append(transfer_id)
@@ -220,12 +220,12 @@ class MemoryConnector(KVConnectorScheduler):
             job.is_staged = True
             self._events.finished_sending.append(transfer_id)
 
-    def _job(self, transfer_id: str) -> PullJob | OfferJob | None:
-        return self.pulls.get(transfer_id) or self.offers.get(transfer_id)
+    def _job(self, transfer_id: str) -> PullJob | ExportJob | None:
+        return self.pulls.get(transfer_id) or self.exports.get(transfer_id)
 
     def _end(self, transfer_id: str) -> None:
         if self.pulls.pop(transfer_id, None) is None:
-            del self.offers[transfer_id]
+            del self.exports[transfer_id]
 
 
 def _params(request: RequestLike) -> KVTransferParams:

@@ -107,7 +107,7 @@ def test_kv_of_a_window_is_computed_anew_when_a_pull_ends_before_its_first_token
     machine.check_all_done()
 
 
-def test_an_offer_s_window_stays_until_it_is_sent() -> None:
+def test_an_export_s_window_stays_until_it_is_sent() -> None:
     machine = StepMachine(two_groups(max_num_batched_tokens=8), 60, depth=2)
     machine.add(make_request("a", list(range(1, 41)), kv=remote_decode("t"), max_tokens=1))
     for number in range(6):
@@ -130,7 +130,7 @@ _SHAPES = (
     seed=st.integers(0, 10_000),
     depth=st.integers(1, 3),
     layers=st.sampled_from(_SHAPES),
-    kinds=st.sampled_from([["local"], ["local", "pull"], ["offer", "local"]]),
+    kinds=st.sampled_from([["local"], ["local", "pull"], ["export", "local"]]),
     decode_query_len=st.sampled_from([1, 1, 3]),
 )
 def test_random_traffic(

@@ -89,7 +89,7 @@ class Traffic:
         max_tokens = self.rng.randint(1, 30)
         if kind == "pull":
             kv = remote_prefill(f"t-{name}")
-        elif kind == "offer":
+        elif kind == "export":
             kv, max_tokens = remote_decode(f"t-{name}"), 1
         self.machine.add(self._request(name, kv, max_tokens))
 
@@ -197,14 +197,14 @@ class Traffic:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["offer", "local"]], ids="-".join)
+@pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["export", "local"]], ids="-".join)
 def test_random_traffic(depth: int, policy: str, seed: int, kinds: list[str]) -> None:
     _random_traffic(depth, policy, seed, kinds, 1)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["offer", "local"]], ids="-".join)
+@pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["export", "local"]], ids="-".join)
 def test_random_traffic_with_drafts(depth: int, seed: int, kinds: list[str]) -> None:
     """Results have 1 to 4 tokens for each row."""
     _random_traffic(depth, ["fcfs", "priority"][seed % 2], 100 + seed, kinds, 4)

@@ -83,10 +83,10 @@ class Tiers:
     async def _client(self, number: int) -> None:
         decode = self.decodes[number % len(self.decodes)]
         prefill = self.prefills[number % len(self.prefills)]
-        offer, pull = self._requests(f"r{number}")
+        export, pull = self._requests(f"r{number}")
         claim = await decode.credits.acquire(pull.num_prompt_tokens, pull.sampling.max_tokens)
         taken = decode.machine.add(pull)
-        computed = prefill.add(offer)
+        computed = prefill.add(export)
         while not computed.tokens:
             await asyncio.sleep(0)
         if not taken.tokens:
@@ -100,11 +100,11 @@ class Tiers:
         length = self.rng.randint(1, BLOCK_SIZE * (BLOCKS_OF_ONE_REQUEST - 1))
         prompt = [self.rng.randint(1, 60) for _ in range(length)]
         longest = BLOCK_SIZE * BLOCKS_OF_ONE_REQUEST - length
-        offer = make_request(name, prompt, kv=remote_decode(f"t-{name}"), max_tokens=1)
+        export = make_request(name, prompt, kv=remote_decode(f"t-{name}"), max_tokens=1)
         pull = make_request(
             name, prompt, kv=remote_prefill(f"t-{name}"), max_tokens=self.rng.randint(1, longest)
         )
-        return offer, pull
+        return export, pull
 
     def _round(self) -> None:
         self.most_waiting = max(self.most_waiting, *(d.credits.num_waiting for d in self.decodes))
@@ -113,7 +113,7 @@ class Tiers:
             if self.rng.random() < 0.8:
                 machine.step()
         for prefill in self.prefills:
-            for transfer_id in list(prefill.connector.offers):
+            for transfer_id in list(prefill.connector.exports):
                 self._move(transfer_id, prefill)
             prefill.poll_connector()
         for decode in self.decodes:
@@ -124,11 +124,14 @@ class Tiers:
         number = int(transfer_id.removeprefix("t-r"))
         decode = self.decodes[number % len(self.decodes)].machine
         client = decode.clients[f"r{number}"]
-        offer, pull = prefill.connector.offers[transfer_id], decode.connector.pulls.get(transfer_id)
+        export, pull = (
+            prefill.connector.exports[transfer_id],
+            decode.connector.pulls.get(transfer_id),
+        )
         is_computed = prefill.clients[f"r{number}"].tokens != []
         if pull is not None and is_computed:
             decode.connector.advance(transfer_id)
-        elif client.kv_results or client.finish_reason or offer.is_staged:
+        elif client.kv_results or client.finish_reason or export.is_staged:
             prefill.connector.advance(transfer_id)
 
 

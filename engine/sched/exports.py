@@ -1,6 +1,6 @@
-"""KV that goes out (prefill node): one offer for each request that another node will pull.
+"""KV that goes out (prefill node): one export for each request that another node will pull.
 
-1. `add`: the request arrived; a pull that comes before its first step finds the offer
+1. `add`: the request arrived; a pull that comes before its first step finds the export
 2. its chunks are announced with each step (`RemoteKV.build_meta`), and with the first one
    what a cached prefix has filled already
 3. `request_ended`: usually before the peer has everything; the blocks are held
@@ -19,25 +19,25 @@ from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVTransferParams, TransferStats
 
 
-def is_offer(request: Request) -> bool:
+def is_exported(request: Request) -> bool:
     """Returns whether a peer will pull the request's KV."""
     params = request.kv_transfer_params
     return params is not None and params.do_remote_decode
 
 
-class Offers:
-    """Keeps offers by transfer id, until the peer has released it. A new attempt replaces an older
+class Exports:
+    """Keeps exports by transfer id, until the peer has released it. A new attempt replaces an older
     one."""
 
     def __init__(self, connector: KVConnectorScheduler, fence: StepFence, held: HeldBlocks) -> None:
         self._connector = connector
         self._fence = fence
         self._held = held
-        self._offers: dict[str, Request] = {}
+        self._exports: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
         """Comes before the request is queued."""
-        self._offers[_params(request).transfer_id] = request
+        self._exports[_params(request).transfer_id] = request
         self._connector.update_state_after_alloc(request, (), 0)
 
     def request_ended(
@@ -46,7 +46,7 @@ class Offers:
         """Takes the request's blocks: free now, or when nobody reads them."""
         transfer_id = _params(request).transfer_id
         if is_abort:
-            keeps = self._offers.get(transfer_id) is request and self._abort(transfer_id)
+            keeps = self._exports.get(transfer_id) is request and self._abort(transfer_id)
         else:
             keeps = self._connector.request_finished(request)
         if keeps:
@@ -55,20 +55,20 @@ class Offers:
             self._fence.release(blocks)
 
     def abort_of(self, request_id: str) -> None:
-        """Returns the abort for a request that ended before; its KV is not wanted any more."""
-        for transfer_id, request in list(self._offers.items()):
+        """Aborts the export of a request that ended before; its KV is not wanted any more."""
+        for transfer_id, request in list(self._exports.items()):
             if request.request_id == request_id and not self._abort(transfer_id):
                 self._held.release(transfer_id)
 
     def _abort(self, transfer_id: str) -> bool:
         """Aborts and returns whether somebody may still read the blocks."""
-        return self._connector.abort(self._offers.pop(transfer_id))
+        return self._connector.abort(self._exports.pop(transfer_id))
 
     def failed(
         self, transfer_id: str, reason: str, retryable: bool, *, is_called_off: bool = False
     ) -> KVTransferResult | None:
         """Returns None when nobody waits to hear it."""
-        request = self._offers.pop(transfer_id, None)
+        request = self._exports.pop(transfer_id, None)
         if request is None:
             return None
         attempt = _params(request).attempt
@@ -82,13 +82,13 @@ class Offers:
         )
 
     def released(self, transfer_id: str, stats: TransferStats) -> KVTransferResult | None:
-        request = self._offers.pop(transfer_id, None)
+        request = self._exports.pop(transfer_id, None)
         if request is None:
             return None
         return KVTransferResult(request.request_id, _params(request).attempt, True, stats)
 
     def leftovers(self) -> list[str]:
-        return [f"offer {name}" for name in self._offers]
+        return [f"export {name}" for name in self._exports]
 
 
 def _params(request: Request) -> KVTransferParams:

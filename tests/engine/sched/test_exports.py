@@ -14,18 +14,18 @@ from tests.engine.sched.remote_requests import finish, prompt
 from tests.engine.sched.step_machine import StepMachine
 
 
-def offered(name: str, length: int = 10) -> Request:
+def exported(name: str, length: int = 10) -> Request:
     tokens = prompt(length, ord(name[0]))
     return make_request(name, tokens, kv=remote_decode(f"t-{name}"), max_tokens=1)
 
 
-def test_an_offer_from_first_chunk_to_release() -> None:
+def test_an_export_from_first_chunk_to_release() -> None:
     machine = StepMachine(make_config(max_num_batched_tokens=4), num_blocks=8)
-    client = machine.add(offered("a"))
+    client = machine.add(exported("a"))
     steps = [machine.step() for _ in range(3)]
     assert [step.prefill_chunks for step in steps if step] == [[(0, 4)], [(0, 4)], [(0, 2)]]
     assert all(step.kv is not None and step.kv.save_kv for step in steps if step)
-    assert machine.connector.offers["t-a"].chunks == [(0, 4), (1, 8), (2, 10)]
+    assert machine.connector.exports["t-a"].chunks == [(0, 4), (1, 8), (2, 10)]
     machine.settle()
     assert client.finish_reason == "length"
     assert len(client.tokens) == 1
@@ -45,17 +45,17 @@ def test_a_cached_prefix_is_handed_over_at_once() -> None:
     machine = StepMachine(make_config(), num_blocks=8)
     machine.add(make_request("x", prompt(10, ord("a"))))
     machine.finish()
-    client = machine.add(offered("a"))
+    client = machine.add(exported("a"))
     machine.step()
-    offer = machine.connector.offers["t-a"]
-    assert (offer.num_cached, offer.chunks) == (8, [(machine.scheduler._running.step_id, 10)])
+    export = machine.connector.exports["t-a"]
+    assert (export.num_cached, export.chunks) == (8, [(machine.scheduler._running.step_id, 10)])
     finish(machine)
     assert client.num_cached_tokens == 8
 
 
 def test_everything_staged_before_the_end_needs_no_delay() -> None:
     machine = StepMachine(make_config(), num_blocks=8)
-    machine.add(offered("a"))
+    machine.add(exported("a"))
     machine.schedule()
     machine.run()
     machine.connector.finish("t-a")
@@ -66,10 +66,10 @@ def test_everything_staged_before_the_end_needs_no_delay() -> None:
 
 
 @pytest.mark.parametrize("when", ["queued", "running", "ended"])
-def test_abort_of_an_offer(when: str) -> None:
+def test_abort_of_an_export(when: str) -> None:
     machine = StepMachine(make_config(), num_blocks=8, depth=2)
-    client = machine.add(offered("a"))
-    assert "t-a" in machine.connector.offers
+    client = machine.add(exported("a"))
+    assert "t-a" in machine.connector.exports
     if when != "queued":
         machine.schedule()
     if when == "ended":
@@ -82,9 +82,9 @@ def test_abort_of_an_offer(when: str) -> None:
     assert client.kv_results == []
 
 
-def test_an_offer_that_fails_is_reported_and_frees() -> None:
+def test_an_export_that_fails_is_reported_and_frees() -> None:
     machine = StepMachine(make_config(), num_blocks=8)
-    client = machine.add(offered("a"))
+    client = machine.add(exported("a"))
     machine.step()
     machine.settle()
     machine.connector.fail("t-a")
@@ -94,7 +94,7 @@ def test_an_offer_that_fails_is_reported_and_frees() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_offers_are_never_preempted(depth: int) -> None:
+def test_exports_are_never_preempted(depth: int) -> None:
     """A peer reads their blocks: whoever needs room, however urgent, waits for them instead."""
     config = make_config(
         policy="priority", long_prefill_token_threshold=1, enable_prefix_caching=False
@@ -112,19 +112,19 @@ def test_offers_are_never_preempted(depth: int) -> None:
     finish(machine)
 
 
-def test_a_newer_attempt_replaces_an_offer() -> None:
+def test_a_newer_attempt_replaces_an_export() -> None:
     """Its end is reported under the transfer's name only once; both requests' blocks come back."""
     machine = StepMachine(make_config(), num_blocks=8)
-    machine.add(offered("a"))
+    machine.add(exported("a"))
     machine.step()
     machine.settle()
     assert machine.scheduler.stats().num_delayed_frees == 1
-    del machine.connector.offers["t-a"]
+    del machine.connector.exports["t-a"]
     again = make_request("a2", prompt(10, ord("a")), kv=remote_decode("t-a"), max_tokens=1)
     machine.add(again)
     machine.abort("a")
     machine.step()
     machine.settle()
-    assert "t-a" in machine.connector.offers
+    assert "t-a" in machine.connector.exports
     finish(machine)
     assert [r.ok for r in machine.clients["a2"].kv_results] == [True]
