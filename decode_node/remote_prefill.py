@@ -7,6 +7,9 @@ Each attempt has two sources of news, the `Prefill` call and the KV transfer, in
 If it is known before that the first token ends the answer (one token is asked for), no KV is asked
 for, and the engine is left out of it.
 
+With a first token the prompt is computed, and its KV must come: the engine hears of each, and a
+transfer without progress from then on fails, however lively its peer.
+
 After a failure: the next prefill node, with a higher attempt number; when there is none, the
 prompt is computed here. The first token reaches the client once, whichever attempt brought it.
 
@@ -57,6 +60,7 @@ class RemoteEngine(Protocol):
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> bool: ...
+    def prompt_computed(self, request_id: str) -> None: ...
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None: ...
     def prefill_locally(self, request_id: str) -> None: ...
     async def wait_kv_result(self, request_id: str) -> KVTransferResult: ...
@@ -208,6 +212,7 @@ class RemotePrefill:
             case PromptLogprobs():
                 self._of_prompt.append(news)
             case FirstToken() if self.state.knows_token:
+                self._engine.prompt_computed(self._request.request_id)
                 self.take(JoinInput.TOKEN)
             case FirstToken():
                 goes_on = self._supply(news)

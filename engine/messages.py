@@ -35,6 +35,12 @@ class SupplyFirstToken(msgspec.Struct, tag="first_token"):
     token_id: int
 
 
+class PromptComputed(msgspec.Struct, tag="prompt_computed"):
+    """Tells a decode engine that the peer of a later attempt has computed the prompt too."""
+
+    request_id: str
+
+
 class RetryRemotePrefill(msgspec.Struct, tag="retry"):
     """Makes a decode engine pull again, from another peer or with a new attempt. Only after a
     failure of the current attempt was reported, or to replace one that is in motion (which is
@@ -63,6 +69,7 @@ ToEngineCore = (
     EngineCoreRequest
     | AbortRequests
     | SupplyFirstToken
+    | PromptComputed
     | RetryRemotePrefill
     | PrefillLocally
     | ResetPrefixCache

@@ -147,6 +147,10 @@ class KVConnectorScheduler(ABC):
     ) -> None:
         """A new attempt from another peer into the same blocks. Only after a failure."""
 
+    def prompt_computed(self, request: RequestLike) -> None:  # noqa: B027
+        """Consumer: the peer has computed the whole prompt. From now on a pull without progress
+        has failed, whatever signs of life the peer gives."""
+
     @property
     @abstractmethod
     def counters(self) -> dict[str, float]:

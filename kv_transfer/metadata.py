@@ -102,6 +102,13 @@ class AbortMeta(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     attempt: int
 
 
+class ComputedMeta(msgspec.Struct, frozen=True, tag="computed", array_like=True):
+    """Consumer: the peer has computed the whole prompt, so its KV must come without a pause."""
+
+    transfer_id: str
+    attempt: int
+
+
 class ReleaseMeta(msgspec.Struct, frozen=True, tag="release", array_like=True):
     """Consumer: tell the peer that its staged KV of this attempt is not needed any more.
 
@@ -114,7 +121,7 @@ class ReleaseMeta(msgspec.Struct, frozen=True, tag="release", array_like=True):
     complete: bool
 
 
-TransferCommand = SendMeta | ExportMeta | RecvMeta | AbortMeta | ReleaseMeta
+TransferCommand = SendMeta | ExportMeta | RecvMeta | ComputedMeta | AbortMeta | ReleaseMeta
 
 
 class StepProgress(msgspec.Struct, frozen=True, array_like=True):

@@ -23,6 +23,7 @@ from engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     PrefillLocally,
+    PromptComputed,
     RetryRemotePrefill,
     SupplyFirstToken,
 )
@@ -34,7 +35,12 @@ from host.life_signs import LifeSigns
 from kv_transfer.factory import create_scheduler_connector
 
 RequestMessage = (
-    EngineCoreRequest | AbortRequests | SupplyFirstToken | RetryRemotePrefill | PrefillLocally
+    EngineCoreRequest
+    | AbortRequests
+    | SupplyFirstToken
+    | PromptComputed
+    | RetryRemotePrefill
+    | PrefillLocally
 )
 
 
@@ -80,6 +86,8 @@ class EngineCore:
                 self._add(scheduler.abort_requests(request_ids))
             case SupplyFirstToken(request_id, token_id):
                 self._add(scheduler.supply_first_token(request_id, token_id))
+            case PromptComputed(request_id):
+                scheduler.prompt_computed(request_id)
             case RetryRemotePrefill(request_id, params):
                 self._add(scheduler.retry_remote(request_id, params))
             case PrefillLocally(request_id):

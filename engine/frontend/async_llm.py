@@ -36,6 +36,7 @@ from engine.messages import (
     PeerChanged,
     PrefillLocally,
     PrefixCacheReset,
+    PromptComputed,
     ResetPrefixCache,
     RetryRemotePrefill,
     SupplyFirstToken,
@@ -175,6 +176,12 @@ class AsyncLLM:
         else:
             self._client.send(SupplyFirstToken(request_id, token_id))
         return not output.finished
+
+    def prompt_computed(self, request_id: str) -> None:
+        """Tells the engine core that the peer of a later attempt has computed the prompt too: its
+        KV must be on its way."""
+        if request_id in self._states and request_id not in self._outside:
+            self._client.send(PromptComputed(request_id))
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
         """Pulls again, from another peer or with a new attempt."""

@@ -72,6 +72,7 @@ class Pull:
     Attributes:
         transfer_id: The same for all attempts.
         num_external_tokens: They come from the peer, after those that were here.
+        is_computed: The peer of the latest attempt has computed the whole prompt.
         is_retry: The connector has heard of an earlier attempt.
         next_params: The attempt to begin; None unless RETRYING.
         stop_by: While STOPPING: CLOCK_MONOTONIC seconds after which nobody waits for writers.
@@ -81,6 +82,7 @@ class Pull:
     transfer_id: str
     state: PullState = PullState.QUEUED
     num_external_tokens: int = 0
+    is_computed: bool = False
     is_retry: bool = False
     next_params: KVTransferParams | None = None
     stop_by: float = 0.0

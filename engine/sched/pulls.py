@@ -101,6 +101,8 @@ class Pulls:
             self._connector.retry(request, pull.params, block_ids, num_computed_tokens)
         else:
             self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+        if pull.is_computed:
+            self._connector.prompt_computed(request)
 
     def take_ready(self) -> Request:
         """Returns the first request of `ready`, which enters a row now."""
@@ -133,6 +135,7 @@ class Pulls:
 
     def first_token_known(self, request: Request) -> None:
         """Continues a pull whose request has its first token in `request.all_token_ids` now."""
+        self.prompt_computed(request)
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return
@@ -141,11 +144,21 @@ class Pulls:
         elif pull.state is PullState.RECLAIMED:
             self._requeue_as_local(pull)
 
+    def prompt_computed(self, request: Request) -> None:
+        """The peer has computed the whole prompt: KV that is not here yet must be on its way."""
+        pull = self._pulls.get(request.request_id)
+        if pull is None:
+            return
+        pull.is_computed = True
+        if pull.state is PullState.RECEIVING:
+            self._connector.prompt_computed(request)
+
     def retry(self, request: Request, params: KVTransferParams) -> KVTransferResult | None:
         """Begins a new attempt. Returns a result when the KV is complete already and needs none."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return None
+        pull.is_computed = False
         match pull.state:
             case PullState.QUEUED:
                 request.kv_transfer_params = params

@@ -150,6 +150,12 @@ class Scheduler:
         self._remote.pulls.first_token_known(request)
         return EngineCoreOutputs()
 
+    def prompt_computed(self, request_id: str) -> None:
+        """The peer of a later attempt has computed the prompt; its first token is known already."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._remote.pulls.prompt_computed(request)
+
     def retry_remote(self, request_id: str, params: KVTransferParams) -> EngineCoreOutputs:
         """Starts a new attempt, maybe with another peer. Ignored when the request computes its
         prompt here.

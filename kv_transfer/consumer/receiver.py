@@ -3,7 +3,8 @@
     1. RecvMeta    layouts are compared, a handshake with the peer's processes (once), streams open,
                    each over the first transport that both ends have
     2. FIRST_BYTE  the first KV has been written
-    3. the end     RECEIVED when every stream is complete; FAILED for the first error, or silence;
+    3. the end     RECEIVED when every stream is complete; FAILED for the first error, or silence,
+                   or signs of life without KV once the prompt is computed;
                    ABORTED on AbortMeta. Reported when no stream is left that could write.
 
 Writes happen on the event loop, in one piece for each chunk: a cancelled stream writes nothing
@@ -28,6 +29,7 @@ from kv_transfer.errors import KVTransferError, NotServed, PeerLost, TransferTim
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
     AbortMeta,
+    ComputedMeta,
     KVPeer,
     RecvMeta,
     ReleaseMeta,
@@ -121,6 +123,11 @@ class KVReceiver:
                 )
             )
 
+    def prompt_computed(self, meta: ComputedMeta) -> None:
+        transfer = self._transfers.find(meta.transfer_id, meta.attempt)
+        if transfer is not None:
+            transfer.prompt_is_computed()
+
     def release(self, meta: ReleaseMeta) -> None:
         for rank in meta.peer.endpoints:
             for address in rank:
@@ -194,8 +201,7 @@ class KVReceiver:
             transfer.streams.append(self._stream(transfer, job, address))
         transfer.is_planned = True
         self._on_change()
-        for stream in transfer.streams:
-            stream.last_heard_at = time.monotonic()
+        transfer.excuse_silence()
         pulls = [stream.run(self._client) for stream in transfer.streams]
         await all_or_none(pulls, self._watch(transfer))
         transfer.received_at = time.monotonic()
@@ -229,8 +235,9 @@ class KVReceiver:
         )
 
     async def _watch(self, transfer: RecvTransfer) -> None:
-        """Raises when one of the streams has gone silent. When we were held up ourselves, what it
-        said meanwhile is not read yet: that is no silence."""
+        """Raises when one of the streams has gone silent, or none brings KV though the prompt is
+        computed. When we were held up ourselves, what they said meanwhile is not read yet: that is
+        no silence."""
         limit_s = self._config.stall_timeout_s
         while True:
             slept_from = time.monotonic()
@@ -240,6 +247,11 @@ class KVReceiver:
             silent = transfer.silent_streams(limit_s)
             if silent:
                 raise TransferTimeout(f"{silent[0].address} said nothing for {limit_s:g} s")
+            if transfer.has_stalled(limit_s):
+                raise TransferTimeout(
+                    f"{transfer.meta.peer.engine_id} has computed the prompt, and sent no KV for "
+                    f"{limit_s:g} s"
+                )
 
     def _count(self, transfer: RecvTransfer, num_bytes: int) -> None:
         self.bytes_received += num_bytes

@@ -23,6 +23,9 @@ class RecvTransfer:
         self.first_byte_at = 0.0
         self.last_byte_at = 0.0
         self.received_at = 0.0
+        self._is_computed = False
+        self._waits_since = 0.0
+        """For KV, if none comes from then on."""
         self.task: asyncio.Task[None] | None = None
         self.has_begun = False
         self.abort_requested = False
@@ -73,8 +76,21 @@ class RecvTransfer:
 
     def excuse_silence(self) -> None:
         """Time starts anew for all streams."""
+        self._waits_since = time.monotonic()
         for stream in self.streams:
-            stream.last_heard_at = time.monotonic()
+            stream.last_heard_at = self._waits_since
+
+    def prompt_is_computed(self) -> None:
+        """From now on there is no reason for a pause. Until then KV comes as it is computed."""
+        self._is_computed = True
+        self._waits_since = time.monotonic()
+
+    def has_stalled(self, timeout_s: float) -> bool:
+        """Whether no stream brought KV for so long though all of it is computed."""
+        if not self._is_computed or self.num_open_streams == 0:
+            return False
+        progress = max((stream.last_kv_at for stream in self.streams), default=0.0)
+        return max(progress, self._waits_since) < time.monotonic() - timeout_s
 
     def silent_streams(self, timeout_s: float) -> list[PullStream]:
         horizon = time.monotonic() - timeout_s

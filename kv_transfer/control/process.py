@@ -37,6 +37,7 @@ from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
     AbortMeta,
+    ComputedMeta,
     ExportMeta,
     KVPeer,
     ProcessReport,
@@ -232,6 +233,8 @@ class TransferProcess:
         match command:
             case RecvMeta():
                 receiver.receive(command)
+            case ComputedMeta():
+                receiver.prompt_computed(command)
             case ReleaseMeta():
                 receiver.release(command)
             case AbortMeta():

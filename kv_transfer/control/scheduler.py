@@ -24,6 +24,7 @@ from kv_transfer.control.transfer_processes import TransferProcesses
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import (
     AbortMeta,
+    ComputedMeta,
     ExportMeta,
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -223,6 +224,12 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         num_computed_tokens: int,
     ) -> None:
         self._pull(params, block_ids, num_computed_tokens, request.num_prompt_tokens)
+
+    def prompt_computed(self, request: RequestLike) -> None:
+        transfer = self._find(request.kv_transfer_params)
+        if transfer is not None and not self._is_producer:
+            params = transfer.params
+            self._broadcast(transfer, ComputedMeta(params.transfer_id, params.attempt))
 
     def _pull(
         self, params: KVTransferParams, block_ids: BlockIds, first_token: int, num_tokens: int

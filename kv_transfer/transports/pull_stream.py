@@ -34,7 +34,8 @@ _MAX_REFUSED = 16
 
 class PullStream:
     """`assemblers`: the ways in which the chunks can come, best first. `last_heard_at`: when the
-    peer last said anything. `on_bytes` is told of every payload."""
+    peer last said anything; `last_kv_at`: when a part of a message with KV last came. `on_bytes`
+    is told of every payload."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class PullStream:
     ) -> None:
         self.address = address
         self.last_heard_at = time.monotonic()
+        self.last_kv_at = 0.0
         self.is_done = False
         self._connection = slot
         self._slot: StagedChunk | None = None
@@ -143,7 +145,8 @@ class PullStream:
         return [self._message[len(head) :].data] if num_bytes > len(head) else []
 
     def fill(self, part: memoryview) -> None:
-        self.last_heard_at = time.monotonic()
+        """Of a message's payload, which only messages with KV have."""
+        self.last_heard_at = self.last_kv_at = time.monotonic()
         if self._checksum is not None:
             self._checksum.extend(part)
 
@@ -200,6 +203,8 @@ class PullStream:
         elif chunk.header.kind is ChunkKind.END:
             self._assembler.end(chunk)
             self._has_ended = True
+        elif chunk.payload.nbytes:
+            raise CorruptChunk("a sign of life that carries bytes")
 
     def _request(self, repeat: list[int]) -> pb.PullRequest:
         job, meta = self._assembler.job, self._assembler.job.meta

@@ -135,6 +135,9 @@ class FakeEngine:
         self._join(fake)
         return not output.finished
 
+    def prompt_computed(self, request_id: str) -> None:
+        self.requests[request_id].calls.append(("prompt_computed", None))
+
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
         fake = self.requests[request_id]
         fake.calls.append(("retry", params))

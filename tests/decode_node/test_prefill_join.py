@@ -75,7 +75,7 @@ async def chosen(engine: FakeEngine) -> tuple[RemotePrefill, RequestStream]:
     return remote, engine.generate(request)
 
 
-async def test_the_engine_hears_of_the_first_token_once() -> None:
+async def test_the_engine_gets_one_first_token_and_hears_that_each_attempt_has_computed() -> None:
     engine = FakeEngine()
     remote, _outputs = await chosen(engine)
     remote.take_news(TOKEN)
@@ -88,7 +88,7 @@ async def test_the_engine_hears_of_the_first_token_once() -> None:
     assert remote.state is JoinState.HAS_TOKEN
     remote.take_news(KVTransferResult("r", 1, True))
     assert remote.state is JoinState.JOINED
-    assert engine.only.calls == [("first_token", 7)]
+    assert engine.only.calls == [("first_token", 7), ("prompt_computed", None)]
 
 
 async def test_a_lost_call_fails_the_attempt_only_before_the_token() -> None:

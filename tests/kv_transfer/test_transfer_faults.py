@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,7 +23,9 @@ from msgspec.structs import replace as with_fields
 
 from kv_transfer.config import PullTransportName
 from kv_transfer.layout import KVLayout
-from kv_transfer.metadata import KVPeer, Reclaim, TransferEventKind
+from kv_transfer.metadata import ComputedMeta, KVPeer, Reclaim, TransferEventKind
+from kv_transfer.producer.pull_service import PullService
+from kv_transfer.wire.chunk import ChunkKind
 from kv_transfer.wire.handshake import peer_to_proto
 from tandem_pb import kv_transfer_pb2 as pb
 
@@ -121,23 +124,75 @@ async def test_a_stalled_link_times_out_and_leases_end(
         await producer.until_empty()
 
 
+class Heartbeats:
+    """Counts those that a producer sends from now on, over all its streams."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_sent = 0
+        pull_service = PullService._mark
+
+        async def count(service: PullService, kind: ChunkKind, *rest: Any) -> None:
+            await pull_service(service, kind, *rest)
+            self.num_sent += kind is ChunkKind.HEARTBEAT
+
+        monkeypatch.setattr(PullService, "_mark", count)
+
+    async def until_more(self, count: int) -> None:
+        stop = self.num_sent + count
+        await until(lambda: self.num_sent >= stop)
+
+
 @both_transports
-async def test_waiting_for_a_slow_prompt_is_not_a_stall(transport: PullTransportName) -> None:
-    loopback = Loopback(SHAPE, SHAPE, stall_timeout_s=0.4, lease_s=0.4, transport=transport)
+async def test_waiting_for_a_slow_prompt_is_not_a_stall(
+    transport: PullTransportName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four heartbeats are one limit: they are waited for before the export, and behind it."""
+    heartbeats = Heartbeats(monkeypatch)
+    limits = {"stall_timeout_s": 0.4, "lease_s": 3600.0}
+    loopback = Loopback(SHAPE, SHAPE, num_streams=1, transport=transport, **limits)
     async with loopback as (producer, consumer):
         transfer_id = new_transfer_id()
         source = producer.blocks.take(SHAPE, 40)
         block_ids = consumer.pull(producer.peer, transfer_id, 40)
-        await asyncio.sleep(0.3)
+        await heartbeats.until_more(6)
         producer.export(transfer_id, 40)
         producer.send(transfer_id, 1, range(40), source, 40)
-        await asyncio.sleep(1.0)
+        await heartbeats.until_more(6)
         for layer in range(3):
             producer.compute(1, 1, layer, range(40), source)
         await consumer.until_all(RECEIVED, transfer_id)
         consumer.check(1, range(40), block_ids)
         consumer.release(producer.peer, transfer_id)
         await producer.until_all(RELEASED, transfer_id)
+
+
+@both_transports
+async def test_a_peer_that_only_beats_its_heart_has_stalled(
+    transport: PullTransportName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the prompt is computed. Before, nothing says that KV should come."""
+    heartbeats = Heartbeats(monkeypatch)
+    limits = {"stall_timeout_s": 0.4, "lease_s": 3600.0}
+    loopback = Loopback(SHAPE, SHAPE, num_streams=1, transport=transport, **limits)
+    async with loopback as (producer, consumer):
+        transfer_id = new_transfer_id()
+        source = producer.blocks.take(SHAPE, 40)
+        producer.export(transfer_id, 40)
+        producer.send(transfer_id, 1, range(40), source, 40)
+        consumer.pull(producer.peer, transfer_id, 40)
+        producer.compute(1, 1, 0, range(40), source)
+        await until(lambda: consumer.count(FIRST_BYTE, transfer_id) == 1)
+        await heartbeats.until_more(6)
+        assert consumer.count(FAILED, transfer_id) == 0
+        (receiver,) = consumer.receivers
+        receiver.prompt_computed(ComputedMeta(transfer_id, 0))
+        (event,) = await consumer.until_all(FAILED, transfer_id)
+        assert "sent no KV for 0.4 s" in event.reason and event.retryable
+        await consumer.until_empty()
+        receiver.prompt_computed(ComputedMeta(transfer_id, 0))
+        consumer.release(producer.peer, transfer_id, complete=False)
+        await producer.until_all(ABORTED, transfer_id)
+        await producer.until_empty()
 
 
 async def test_a_process_that_was_held_up_itself_blames_nobody() -> None:
@@ -148,8 +203,15 @@ async def test_a_process_that_was_held_up_itself_blames_nobody() -> None:
         producer.export(transfer_id, 40)
         block_ids = consumer.pull(producer.peer, transfer_id, 40)
         await until(lambda: producer.senders[0].num_pulls > 0)
-        asyncio.get_running_loop().call_soon(time.sleep, 1.0)
-        await asyncio.sleep(0.1)
+        consumer.receivers[0].prompt_computed(ComputedMeta(transfer_id, 0))
+        was_held_up = asyncio.Event()
+
+        def hold_up() -> None:
+            time.sleep(1.0)
+            was_held_up.set()
+
+        asyncio.get_running_loop().call_soon(hold_up)
+        await was_held_up.wait()
         producer.compute_all(1, 40, source)
         producer.send(transfer_id, -1, range(40), source, 40)
         await consumer.until_all(RECEIVED, transfer_id)

@@ -189,6 +189,23 @@ def test_frozen_transfer_process(make_node: MakeNode, role: str) -> None:
     until_empty(prefill, decode)
 
 
+def test_kv_of_a_computed_prompt_that_does_not_come(
+    make_node: MakeNode, share_node: MakeNode
+) -> None:
+    """The peer's process is well, and says so without end."""
+    prefill = share_node("prefill", layout())
+    decode = make_node("decode", layout(), stall_timeout_s=1.0)
+    request = prefill.export(40)
+    transfer_id = request.transfer_id
+    pulling = decode.pull(prefill.peer, transfer_id, 40, decode.blocks.take(layout(), 40))
+    decode.connector.prompt_computed(pulling)
+    poll_until(lambda: transfer_id in decode.done.failed, prefill, decode)
+    reason, may_retry = decode.done.failed[transfer_id]
+    assert "has computed the prompt, and sent no KV for 1 s" in reason and may_retry
+    poll_until(lambda: transfer_id in prefill.done.aborted, prefill, decode)
+    until_empty(prefill, decode)
+
+
 @pytest.mark.parametrize("aborting", ["prefill", "decode"])
 @pytest.mark.parametrize("stage", ["exported", "streaming", "finished"])
 def test_abort_from_either_side(share_node: MakeNode, aborting: str, stage: str) -> None:

@@ -66,6 +66,8 @@ class MemoryConnector(KVConnectorScheduler):
         self.prompts: dict[str, list[int]] = {}
         self.pulls: dict[str, PullJob] = {}
         self.exports: dict[str, ExportJob] = {}
+        self.computed: list[tuple[str, int]] = []
+        """(transfer id, attempt) of pulls whose prompt the peer was said to have computed."""
         self.done_step = -1
         """The last step that the worker has run."""
         self.tokens_received = 0
@@ -113,6 +115,11 @@ class MemoryConnector(KVConnectorScheduler):
     ) -> None:
         assert params.transfer_id not in self.pulls, "an attempt begins while another one writes"
         self.pulls[params.transfer_id] = PullJob(prompt, block_ids, first, params.attempt)
+
+    def prompt_computed(self, request: RequestLike) -> None:
+        params = _params(request)
+        if params.transfer_id in self.pulls:
+            self.computed.append((params.transfer_id, params.attempt))
 
     def build_connector_meta(
         self, step_id: int, chunks: list[ChunkLike]

@@ -219,3 +219,38 @@ def test_an_engine_without_a_connector_refuses_kv_parameters() -> None:
     assert outputs[0].finish_reason == "error"
     assert "no KV transfer" in outputs[0].error
     assert scheduler.check_empty() == []
+
+
+def test_the_connector_hears_when_a_pull_must_progress(machine: StepMachine) -> None:
+    """With the first token, if KV is still to come, and with the word of each later attempt's
+    peer; one peer's word says nothing about the next."""
+    computed = machine.connector.computed
+    add_and_ask(machine, pulled("a"))
+    assert computed == []
+    machine.supply_first_token("a")
+    assert computed == [("t-a", 0)]
+    machine.take(machine.scheduler.retry_remote("a", remote_prefill("t-a", attempt=1)))
+    assert computed == [("t-a", 0)], "that was the peer of the first attempt"
+    machine.connector.finish("t-a")
+    machine.poll_connector()
+    machine.step()
+    assert machine.connector.pulls["t-a"].attempt == 1
+    assert computed == [("t-a", 0)]
+    machine.scheduler.prompt_computed("a")
+    assert computed == [("t-a", 0), ("t-a", 1)]
+    receive(machine, "a")
+    machine.scheduler.prompt_computed("a")
+    finish(machine)
+    assert len(computed) == 2
+
+
+def test_a_pull_that_begins_behind_its_first_token_must_progress_at_once() -> None:
+    machine = StepMachine(make_config(), num_blocks=4)
+    add_and_ask(machine, pulled("a", 14))
+    machine.add(pulled("b", 14))
+    machine.step()
+    machine.supply_first_token("b")
+    assert machine.connector.computed == [], "no block is free for it"
+    machine.supply_first_token("a")
+    finish(machine)
+    assert machine.connector.computed == [("t-a", 0), ("t-b", 0)]
