@@ -5,9 +5,9 @@
     3. `stop`
 
 grpcio's server keeps what strangers send: headers without an end and bombs in them raise its memory
-by gigabytes before any code of ours is asked who is calling, and no option of it bounds that
-. Ours judges a call by its headers and keeps nothing of one that is refused.
-Clients are grpcio's as before.
+by gigabytes before any code of ours is asked who is calling, and no option of it bounds that.
+Ours judges a call by its headers and keeps nothing of one that is refused. Clients are grpcio's as
+before.
 
 A servicer sees a context with the part of grpcio's interface that ours use.
 """
@@ -106,7 +106,7 @@ class ServicesServer:
         self._server.serve(listener)
 
     async def stop(self) -> None:
-        """Stops the server and cancels open calls. Idempotent. Idempotent."""
+        """Stops the server and cancels open calls. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await server.close()
