@@ -189,11 +189,9 @@ def test_frozen_transfer_process(make_node: MakeNode, role: str) -> None:
     until_empty(prefill, decode)
 
 
-def test_kv_of_a_computed_prompt_that_does_not_come(
-    make_node: MakeNode, share_node: MakeNode
-) -> None:
+def test_kv_of_a_computed_prompt_that_does_not_come(make_node: MakeNode) -> None:
     """The peer's process is well, and says so without end."""
-    prefill = share_node("prefill", layout())
+    prefill = make_node("prefill", layout(), stall_timeout_s=1.0)
     decode = make_node("decode", layout(), stall_timeout_s=1.0)
     request = prefill.export(40)
     transfer_id = request.transfer_id
