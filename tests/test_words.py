@@ -27,7 +27,10 @@ CLEAN = (
     "tests/decode_node",
     "tests/e2e",
     "tests/edge",
+    "tests/engine",
+    "tests/helm",
     "tests/kernels",
+    "tests/kubernetes_stand_in",
     "tests/prefill_node",
     "tests/router",
     "tests/security",
@@ -36,7 +39,7 @@ CLEAN = (
 """Files and folders whose docstrings are sentences. Add to it; take nothing away."""
 
 FRAGMENT = re.compile(
-    r"(Of|What|Where|Who|From|For|With|By|Between|Until|Before|After)\s"
+    r"(Of|What|Where|Who|Whose|From|For|With|By|Between|Until|Before|After)\s"
     r"|None[\s:;,.]"
     r"|`[^`]+`(\s\S+)?:\s"
     r"|Raises\s\S+\.$"

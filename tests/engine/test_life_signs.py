@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def ask(watch: LifeWatch, clock: Clock, seconds: float) -> Silence:
-    """As somebody who asks often, for so long."""
+    """Asks often, for so long."""
     for _ in range(int(seconds * 4)):
         clock.now += 0.25
         found = watch.longest()

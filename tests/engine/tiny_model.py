@@ -38,12 +38,12 @@ _TINY_SPEC: dict[str, Any] = {
 
 
 def tiny_model(**changes: Any) -> ModelConfig:
-    """`changes`: fields of `ModelConfig` or of `LlamaSpec`."""
+    """Makes a model; `changes` are fields of `ModelConfig` or of `LlamaSpec`."""
     of_spec = {name: changes.pop(name, value) for name, value in _TINY_SPEC.items()}
     spec = msgspec.to_builtins(LlamaSpec(**of_spec))
     return ModelConfig(**{**_TINY, "spec": spec, **changes})
 
 
 def place_alone(model: ModelConfig) -> ParallelPlace:
-    """A rank without others."""
+    """Returns the place of a rank without others."""
     return ParallelPlace(range(model.num_layers))

@@ -17,7 +17,7 @@ NAMES = ("cpu", "default", "keda", "production", "tls-certmanager")
 
 
 def text_of(name: str) -> str:
-    """All objects of a scenario, in a stable order; long texts of files are left out."""
+    """Returns all objects of a scenario, in a stable order; long texts of files are left out."""
     objects = sorted(
         deepcopy(reproducible(rendered(name))),
         key=lambda o: (o["kind"], o["metadata"]["name"], o["apiVersion"]),

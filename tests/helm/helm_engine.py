@@ -40,7 +40,7 @@ API_VERSIONS = (
     "gateway.networking.k8s.io/v1",
     "inference.networking.k8s.io/v1",
 )
-"""What a cluster with every integration serves beyond Kubernetes itself."""
+"""The kinds that a cluster with every integration serves beyond Kubernetes itself."""
 
 Values = Mapping[str, Any]
 Manifest = dict[str, Any]
@@ -56,18 +56,18 @@ class HelmMissing(Exception):
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a chart became. `texts`: template path (below the chart) to what it rendered."""
+    """Holds what a chart became. `texts`: template path (below the chart) to what it rendered."""
 
     texts: Mapping[str, str]
 
     @property
     def notes(self) -> str:
-        """Empty from the command line: `helm template` leaves the notes out."""
+        """Returns the notes, empty from the command line: `helm template` leaves them out."""
         return self.texts.get("templates/NOTES.txt", "")
 
     @cached_property
     def objects(self) -> list[Manifest]:
-        """In the order of template paths. Parsed once: copy what you change."""
+        """Returns objects in the order of template paths. Parsed once: copy what you change."""
         return [manifest for _, manifest in self.sourced()]
 
     def sourced(self) -> Iterator[tuple[str, Manifest]]:
@@ -113,7 +113,7 @@ class HelmSdk:
         return HelmSdk()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the engine. Idempotent."""
         self._child.kill()
         self._child.wait()
 
@@ -131,7 +131,7 @@ class HelmSdk:
         chart: Path = CHART,
         upgrade: bool = False,
     ) -> Rendered:
-        """Raises `HelmError`."""
+        """Renders the chart; raises `HelmError`."""
         options = {
             "name": release,
             "namespace": namespace,
@@ -157,8 +157,9 @@ class HelmSdk:
         arguments: Sequence[Any],
         **options: Any,
     ) -> Any:
-        """A method of `helm_python.Config` (install, upgrade, rollback, history, test, uninstall,
-        status, ...) with its own arguments. `kubeconfig` is text. Raises `HelmError`."""
+        """Calls a method of `helm_python.Config` (install, upgrade, rollback, history, test,
+        uninstall, status, ...) with its own arguments. `kubeconfig` is text. Raises `HelmError`.
+        """
         return self._call(
             "release",
             method=method,
@@ -202,7 +203,7 @@ class HelmCli:
         timeout_s: float = 60,
         environment: Mapping[str, str] | None = None,
     ) -> str:
-        """Standard output. Raises `HelmError` with what Helm said."""
+        """Returns standard output. Raises `HelmError` with what Helm said."""
         done = subprocess.run(
             [str(self.binary), *map(str, arguments)],
             capture_output=True,
@@ -233,7 +234,7 @@ class HelmCli:
         chart: Path = CHART,
         upgrade: bool = False,
     ) -> Rendered:
-        """Raises `HelmError`."""
+        """Renders the chart; raises `HelmError`."""
         options = ["--namespace", namespace, "--kube-version", kube_version]
         for version in api_versions:
             options += ["--api-versions", version]
@@ -276,7 +277,7 @@ def _component(manifest: Manifest) -> str | None:
 
 
 def _by_source(text: str) -> dict[str, str]:
-    """`helm template` prints `# Source: chart/path` above each document."""
+    """Sorts documents by source: `helm template` prints `# Source: chart/path` above each."""
     texts: dict[str, str] = {}
     for part in text.split("\n---\n"):
         head, _, body = part.removeprefix("---\n").partition("\n")
@@ -313,7 +314,9 @@ def _scratch(name: str) -> str:
 
 @cache
 def _no_cluster() -> str:
-    """A kubeconfig that names none: without one, Helm reads that of whoever runs the tests."""
+    """Writes a kubeconfig that names no cluster: without one, Helm reads that of whoever runs the
+    tests.
+    """
     path = Path(_scratch("no-cluster"))
     path.write_text("apiVersion: v1\nkind: Config\n", encoding="utf-8")
     path.chmod(0o600)

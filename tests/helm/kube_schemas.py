@@ -22,7 +22,7 @@ KUBE_VERSIONS = ("1.28", "1.30", "1.34", "1.37")
 
 
 def errors(manifest: Manifest, kube_version: str) -> Iterator[str]:
-    """What is wrong with an object, each with the place."""
+    """Lists what is wrong with an object, each with the place."""
     name = f"{manifest['kind']}/{manifest['metadata']['name']}"
     found = sorted(
         _validator(manifest["apiVersion"], manifest["kind"], kube_version).iter_errors(manifest),

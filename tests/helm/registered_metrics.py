@@ -53,7 +53,7 @@ def _node_series(registry: CollectorRegistry) -> frozenset[str]:
 
 
 def _engine() -> Any:
-    """As much of an engine as its metrics ask for."""
+    """Builds as much of an engine as its metrics ask for."""
     counters = dict.fromkeys(_transfer_counters(), 0.0)
     return SimpleNamespace(
         config=SimpleNamespace(
@@ -66,7 +66,9 @@ def _engine() -> Any:
 
 
 def _transfer_counters() -> set[str]:
-    """The connector needs processes to be made, so its names are read from its source."""
+    """Reads the names of counters. The connector needs processes to be made, so its names are read
+    from its source.
+    """
     getter = GrpcConnectorScheduler.counters.fget
     return set(re.findall(r'"(\w+)":', inspect.getsource(getter)))
 

@@ -15,7 +15,7 @@ SCENARIOS = {
     for path in sorted((CHART / "ci").glob("*-values.yaml"))
 }
 FIRST_KUBE_VERSION = {"image-volume": "1.34"}
-"""Of scenarios that need a newer Kubernetes than the chart."""
+"""The version of scenarios that need a newer Kubernetes than the chart."""
 
 
 @cache
@@ -40,7 +40,9 @@ _WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 
 
 def templates_of(manifest: Manifest) -> dict[str, Manifest]:
-    """Part to pod: one, or the leader's and the worker's of a group. Nothing for other kinds."""
+    """Maps part to pod: one, or the leader's and the worker's of a group. Nothing for other
+    kinds.
+    """
     if manifest["kind"] == "Pod":
         return {"": manifest}
     if manifest["kind"] == "Deployment":
@@ -57,7 +59,7 @@ def templates_of(manifest: Manifest) -> dict[str, Manifest]:
 
 
 def pods(found: Rendered) -> dict[str, Manifest]:
-    """Kind/name/part to pod, of everything that runs pods."""
+    """Maps kind/name/part to pod, for everything that runs pods."""
     return {
         f"{manifest['kind']}/{manifest['metadata']['name']}/{part}": pod
         for manifest in found.objects
@@ -66,7 +68,7 @@ def pods(found: Rendered) -> dict[str, Manifest]:
 
 
 def reproducible(found: Rendered) -> list[Manifest]:
-    """The objects; of secrets, which are drawn anew each time, the keys alone."""
+    """Returns the objects; of secrets, which are drawn anew each time, the keys alone."""
     secrets = [dict(o, data=sorted(o["data"])) for o in found.objects if o["kind"] == "Secret"]
     return [o for o in found.objects if o["kind"] != "Secret"] + secrets
 
@@ -81,7 +83,7 @@ def workload(found: Rendered, component: str) -> Manifest:
 
 
 def serving_pod(found: Rendered, component: str) -> Manifest:
-    """The pod that answers: of a group, the leader."""
+    """Returns the pod that answers: of a group, the leader."""
     templates = templates_of(workload(found, component))
     return templates.get("leader", templates.get("", {}))
 

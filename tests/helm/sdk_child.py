@@ -26,7 +26,7 @@ def _config(kubeconfig: str, namespace: str) -> Config:
 
 
 def render(chart: str, values: dict[str, Any], options: dict[str, Any]) -> dict[str, str]:
-    """Template path to text. The Python API has no capabilities, the native call has."""
+    """Maps template path to text. The Python API has no capabilities, the native call has."""
     answer = _native.call_string(
         "helm_render", _chart(chart)._raw(), json.dumps(values), json.dumps(options)
     )

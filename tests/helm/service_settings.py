@@ -1,5 +1,6 @@
-"""What a rendered container would run with: its command line and environment, given to the
-service's own program with `--check`."""
+"""Finds out what a rendered container would run with: its command line and environment, given to
+the service's own program with `--check`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class WrongSettings(Exception):
 
 
 def containers(objects: Rendered) -> dict[str, Manifest]:
-    """Service to its container, of those that run one."""
+    """Maps a service to its container, of those that run one."""
     found = {}
     for pod in pods(objects).values():
         for container in pod["spec"]["containers"]:
@@ -52,7 +53,7 @@ def containers(objects: Rendered) -> dict[str, Manifest]:
 
 
 def environment(container: Manifest, pod_ip: str = POD_IP) -> dict[str, str]:
-    """As Kubernetes would make it, with one address and one secret."""
+    """Builds the environment as Kubernetes would make it, with one address and one secret."""
     found = {}
     for variable in container.get("env", []):
         source = variable.get("valueFrom")
@@ -68,7 +69,7 @@ def environment(container: Manifest, pod_ip: str = POD_IP) -> dict[str, str]:
 
 
 def arguments(container: Manifest, pod_ip: str = POD_IP) -> list[str]:
-    """With `$(NAME)` put in, as Kubernetes does."""
+    """Returns the arguments with `$(NAME)` put in, as Kubernetes does."""
     variables = environment(container, pod_ip)
     return [_expand(text, variables) for text in container["args"]]
 
@@ -81,7 +82,7 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def check(service: str, container: Manifest, pod_ip: str = POD_IP) -> dict[str, Any]:
-    """The settings that the service takes from it. Raises `WrongSettings`."""
+    """Returns the settings that the service takes from it. Raises `WrongSettings`."""
     argv = [service, *_with_key_files(arguments(container, pod_ip)), "--check"]
     out, err = io.StringIO(), io.StringIO()
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
@@ -102,7 +103,7 @@ def check(service: str, container: Manifest, pod_ip: str = POD_IP) -> dict[str, 
 
 @cache
 def settings_of(scenario: str) -> dict[str, dict[str, Any]]:
-    """Service to the settings that a scenario gives it."""
+    """Maps a service to the settings that a scenario gives it."""
     return {name: check(name, one) for name, one in containers(rendered(scenario)).items()}
 
 

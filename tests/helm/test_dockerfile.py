@@ -23,7 +23,7 @@ TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 @cache
 def stages() -> dict[str, list[tuple[str, str]]]:
-    """Stage to its instructions, those of the stages it builds on first."""
+    """Maps a stage to its instructions, those of the stages it builds on first."""
     found: dict[str, list[tuple[str, str]]] = {}
     stage = ""
     lines = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", TEXT)).splitlines()

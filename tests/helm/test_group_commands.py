@@ -32,7 +32,7 @@ class Group:
             self._write(name, "")
 
     def answer_health(self, when: str) -> None:
-        """`when`: a test of how often Ray's health was asked."""
+        """Answers; `when` is a test of how often Ray's health was asked."""
         self._write("ray", when)
 
     def _write(self, name: str, answers: str) -> None:

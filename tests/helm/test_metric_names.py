@@ -18,7 +18,7 @@ COMPONENTS = ("router", "prefill", "decode")
 
 
 def selectors(node: Any) -> Iterator[Any]:
-    """Vector selectors of a parsed query."""
+    """Returns the vector selectors of a parsed query."""
     if isinstance(node, promql_parser.VectorSelector):
         yield node
     for name in ("expr", "lhs", "rhs", "vector_selector", "param"):

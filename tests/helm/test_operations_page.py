@@ -89,7 +89,7 @@ def test_objects_that_the_page_and_the_notes_name_are_made() -> None:
 
 @pytest.mark.parametrize("kind", ["install", "upgrade"])
 def test_defaults_that_the_page_shows_are_those_of_the_chart(kind: str) -> None:
-    """The table of components."""
+    """Compares the table of components."""
     found = HelmSdk.shared().render(values_of("default"), upgrade=kind == "upgrade")
     for component, row in re.findall(r"^\| (router|prefill|decode) \|(.*)$", PAGE, re.MULTILINE):
         pod = found.one("Deployment", component)["spec"]["template"]["spec"]

@@ -1,4 +1,4 @@
-"""What an upgrade restarts: only pods whose own settings changed."""
+"""Tests what an upgrade restarts: only pods whose own settings changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASE = values_of("default")
 
 
 def templates(found: Rendered) -> dict[str, Manifest]:
-    """Component to its pod templates: a workload restarts its pods when these change."""
+    """Maps a component to its pod templates: a workload restarts its pods when these change."""
     return {
         one["metadata"]["labels"]["app.kubernetes.io/component"]: templates_of(one)
         for one in workloads(found)
@@ -85,7 +85,7 @@ def test_the_model_restarts_both_tiers_and_not_the_router() -> None:
 
 @pytest.fixture(scope="module")
 def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart with another version."""
+    """Returns the chart with another version."""
     newer = tmp_path_factory.mktemp("newer") / "tandem"
     shutil.copytree(CHART, newer)
     text = (newer / "Chart.yaml").read_text(encoding="utf-8")

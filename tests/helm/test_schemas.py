@@ -27,7 +27,7 @@ def test_objects_fit_their_strict_schemas(name: str, version: str) -> None:
 
 
 def in_order(found: Rendered) -> list[Manifest]:
-    """The engines sort kinds that are not Kubernetes' own differently."""
+    """Sorts the objects: the engines sort kinds that are not Kubernetes' own differently."""
     return sorted(reproducible(found), key=lambda o: (o["kind"], o["metadata"]["name"]))
 
 

@@ -1,4 +1,6 @@
-"""How services make sure of each other: certificates, token, or neither, and then it is said."""
+"""Tests how services authenticate each other: certificates, token, or neither, and then it
+is said.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ each_mode = pytest.mark.parametrize("name", MODES)
 
 
 def secret_of(found: Rendered, service: str, mount_path: str) -> str:
-    """Name of the secret that a service has at a folder. Raises `StopIteration`."""
+    """Returns the name of the secret that a service has at a folder. Raises `StopIteration`."""
     pod = serving_pod(found, service)["spec"]
     (mount,) = [
         m for c in pod["containers"] for m in c["volumeMounts"] if m["mountPath"] == mount_path
@@ -50,7 +52,7 @@ def data_of(found: Rendered, name: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_each_service_is_told_how_to_be_sure_of_others_and_all_the_same(name: str) -> None:
-    """Without anything, a service refuses to serve beyond its host."""
+    """Given nothing, a service refuses to serve beyond its host."""
     for service, settings in settings_of(name).items():
         has_tls = "mode" in values_of(name).get("tls", {})
         assert (settings["tls_cert_file"] is not None) == has_tls
@@ -73,7 +75,9 @@ def test_the_token_is_made_unless_it_is_there_or_not_wanted() -> None:
 
 
 def test_a_token_that_is_being_turned_on_may_be_missing() -> None:
-    """For one upgrade: every service is told so, and none without being asked to."""
+    """It may be missing for one upgrade: every service is told so, and none without being
+    asked to.
+    """
     values: dict[str, Any] = {"auth": {"clusterToken": {"acceptMissing": True}}}
     found = HelmSdk.shared().render(overlay(values_of("default"), values))
     for service in ("router", "prefill", "decode"):

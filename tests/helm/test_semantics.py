@@ -1,4 +1,6 @@
-"""What no schema sees: that objects fit each other, and that pods are safe and drain in time."""
+"""Tests what no schema sees: that objects fit each other, and that pods are safe and drain
+in time.
+"""
 
 from __future__ import annotations
 
@@ -261,7 +263,9 @@ def test_only_tests_are_hooks() -> None:
 
 
 def restricted_violations(pod: Manifest) -> Iterator[str]:
-    """What the Pod Security Standard "restricted" forbids, and a root file system to write to."""
+    """Lists what the Pod Security Standard "restricted" forbids, and a root file system to write
+    to.
+    """
     spec = pod["spec"]
     for field in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"):
         if spec.get(field):
@@ -382,7 +386,7 @@ def ports_in(rule: Manifest) -> list[int | str | None]:
 
 
 def flows(found: Rendered) -> set[Flow]:
-    """Between components, by ingress rules."""
+    """Returns the flows between components, by ingress rules."""
     allowed: set[Flow] = set()
     for policy in found.all("NetworkPolicy"):
         for rule in policy["spec"]["ingress"]:
@@ -480,7 +484,7 @@ def ray_lines(name: str) -> list[list[str]]:
 
 
 def test_ray_takes_the_flags_it_is_given() -> None:
-    """By Ray's own parser, which runs nothing here."""
+    """Asks Ray's own parser, which runs nothing here."""
     lines = ray_lines("multi-host")
     assert [line[1] for line in lines] == ["start", "health-check", "start"]
     code = (

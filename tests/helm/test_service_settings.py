@@ -94,7 +94,7 @@ def test_secrets_are_in_no_command_line() -> None:
 
 
 def other_than_default(settings: type[BaseSettings], name: str) -> Any:
-    """A valid value that the setting does not have by itself."""
+    """Returns a valid value that the setting does not have by itself."""
     field = settings.model_fields[name]
     adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, "", *field.metadata])
     default = field.get_default(call_default_factory=True)

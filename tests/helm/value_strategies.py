@@ -14,7 +14,7 @@ from tests.helm.helm_engine import CHART
 TEXT = st.sampled_from(
     ["", "x", "a-b", "true", "123", "1e3", "null", "yes", "x: y", "# z", "'", '"']
 )
-"""What people write, and what YAML would take for something else."""
+"""Texts that people write, and what YAML would take for something else."""
 NAME = st.sampled_from(["a", "a-b.c", "true", "123", "null"])
 RAW = {"named", "objects", "env"}
 """Parts of Kubernetes objects that are passed through: not ours to draw."""
@@ -26,7 +26,7 @@ def schema() -> dict[str, Any]:
 
 
 def values() -> SearchStrategy[dict[str, Any]]:
-    """Valid by the schema; the model always has a name."""
+    """Draws values that are valid by the schema; the model always has a name."""
     named = st.sampled_from(["org/model", "model"])
     return st.tuples(_of(schema(), ()), named).map(_with_model_name)
 

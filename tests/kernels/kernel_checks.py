@@ -196,7 +196,7 @@ MAX_BLOCKS = -(-(MAX_LEN + MAX_DRAFTS) // BLOCK_SIZE)
 
 
 def make_rows(seed: int, device: str = "cpu") -> RowTables:
-    """Half of them with drafts."""
+    """Makes rows, half of them with drafts."""
     torch.manual_seed(seed)
     total_len = torch.randint(1, MAX_LEN, (NUM_ROWS,)).int()
     block_table = torch.randperm(NUM_ROWS * MAX_BLOCKS).view(NUM_ROWS, MAX_BLOCKS).int()
@@ -212,7 +212,7 @@ def make_rows(seed: int, device: str = "cpu") -> RowTables:
 
 
 def make_inputs(device: str = "cpu") -> StepInputs:
-    """Poisoned, so that a place nobody writes shows."""
+    """Makes poisoned inputs, so that a place nobody writes shows."""
     return StepInputs(
         input_ids=torch.full((MAX_TOKENS,), -99, dtype=torch.int32, device=device),
         positions=torch.full((MAX_TOKENS,), -99, device=device),
@@ -344,7 +344,7 @@ def sampling_parameters(rows: int, device: str = "cpu") -> list[Tensor]:
 
 
 def sample(op: Op, logits: Tensor) -> None:
-    """Same tokens as the reference, which its own tests tie to the definition.
+    """Expects the same tokens as the reference, which its own tests tie to the definition.
 
     Two columns may round a logarithm differently, so another token counts as equal when its
     noisy logit is the same within float32, or when it is the last that a filter keeps.

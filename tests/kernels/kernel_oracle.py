@@ -12,7 +12,7 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """‖out - expected‖ / ‖expected‖ in float64; NaN never passes a comparison."""
+    """Returns ‖out - expected‖ / ‖expected‖ in float64; NaN never passes a comparison."""
     difference = (out.double() - expected.double()).norm()
     return float(difference / expected.double().norm().clamp(min=1e-30))
 
@@ -51,7 +51,7 @@ class PagedBatch:
     scale: float
 
     def expected(self) -> Tensor:
-        """[T, Hq, D] float64 by softmax over each query token's own context."""
+        """Computes [T, Hq, D] float64 by softmax over each query token's own context."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.q.device)
         bounds = self.metadata.query_start_loc.tolist()
         for r, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
@@ -86,9 +86,10 @@ def paged_batch(
     window: int | None = None,
     page_padding: int = 0,
 ) -> PagedBatch:
-    """Random requests; the leading ones with one query token count as decodes. What no query sees
-    through `window` is NaN, and entries of tables before it name a block that is all NaN.
-    `page_padding`: unused numbers behind each block."""
+    """Makes random requests; the leading ones with one query token count as decodes. What no query
+    sees through `window` is NaN, and entries of tables before it name a block that is all NaN.
+    `page_padding`: unused numbers behind each block.
+    """
     blocks_of = [-(-n // block_size) for n in seq_lens]
     num_blocks = sum(blocks_of) + spare_blocks
     shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
@@ -126,7 +127,7 @@ def paged_batch(
 
 
 def cumulative(lengths: list[int]) -> Tensor:
-    """[0, a, a + b, ...] int32."""
+    """Returns [0, a, a + b, ...] int32."""
     return torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
 
 
@@ -135,7 +136,7 @@ def _rotl(x: int, bits: int) -> int:
 
 
 def murmur3(words: list[int], seed: int = 0x9747B28C) -> int:
-    """MurmurHash3 x86 32 of 32-bit words, without the length in the finaliser."""
+    """Computes MurmurHash3 x86 32 of 32-bit words, without the length in the finaliser."""
     h = seed
     for word in words:
         k = (word * 0xCC9E2D51) & 0xFFFFFFFF

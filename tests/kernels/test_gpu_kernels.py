@@ -118,7 +118,7 @@ def test_attention_by_shape(
 
 @pytest.mark.parametrize("group", range(1, 17))
 def test_attention_by_group(group: int) -> None:
-    """Every number of query heads that share keys."""
+    """Tries every number of query heads that share keys."""
     shape = {"num_kv_heads": 2, "group": group, "head_dim": 128, "dtype": torch.bfloat16}
     _attention([1, 64, 777, 300, 129, 40], [1, 1, 1, 1, 129, 40], block_size=64, **shape)
 
@@ -153,7 +153,7 @@ def test_many_decodes_with_padding(num_decodes: int) -> None:
 
 
 def test_blocks_beyond_32_bit_offsets() -> None:
-    """Element offsets above 2^31 inside the cache."""
+    """Element offsets inside the cache exceed 2^31."""
     block_elements = 2 * 8 * 64 * 128
     num_blocks = 2**31 // block_elements + 40
     kv_cache = torch.full(

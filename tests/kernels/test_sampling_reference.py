@@ -71,7 +71,9 @@ def _chi_square(tokens: Tensor, probabilities: list[float]) -> tuple[float, int]
 
 
 def _limit(degrees: int) -> float:
-    """Far in the tail of chi-square: a correct sampler stays below it (p about 1e-5)."""
+    """Returns a value far in the tail of chi-square: a correct sampler stays below it (p about
+    1e-5).
+    """
     return degrees + 4.5 * math.sqrt(2 * degrees) + 12
 
 

@@ -55,7 +55,7 @@ def test_kernels_compile_ahead_of_time() -> None:
 
 
 def _defined_kernels() -> list[str]:
-    """Names of all functions that something launches."""
+    """Returns the names of all functions that something launches."""
     folder = HERE.parent.parent / "kernels" / "tandem_kernels"
     sources = [path.read_text() for path in folder.glob("*.py")]
     return [name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.M)]

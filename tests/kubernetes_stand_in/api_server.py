@@ -150,7 +150,9 @@ class ApiServer:
     async def _send_initial(
         self, response: web.StreamResponse, target: Target, request: web.Request
     ) -> None:
-        """What is there, and with `sendInitialEvents` a bookmark that says that this was all."""
+        """Sends what is there, and with `sendInitialEvents` a bookmark that says that this
+        was all.
+        """
         for obj in self.store.objects(target.resource, target.namespace):
             if _is_chosen(obj, request):
                 await response.write(_line("ADDED", obj))
@@ -266,7 +268,9 @@ def _verb(request: web.Request, target: Target) -> str:
 
 
 async def _body(request: web.Request) -> Any:
-    """YAML includes JSON. A protobuf that is not an object (options of a delete) is left out."""
+    """Reads the body; YAML includes JSON. A protobuf that is not an object (options of a delete) is
+    left out.
+    """
     raw = await request.read()
     if not raw:
         return None
@@ -278,7 +282,7 @@ async def _body(request: web.Request) -> Any:
 
 
 def _client_name(request: web.Request) -> str:
-    """`Helm/3.6.2` is the manager `Helm`."""
+    """Returns the client's name: `Helm/3.6.2` is the manager `Helm`."""
     return request.headers.get("User-Agent", "unknown").partition("/")[0]
 
 
@@ -300,7 +304,7 @@ def _has_field(obj: Object, term: str) -> bool:
 
 
 def _seen_as(event: Event, target: Target, request: web.Request) -> str | None:
-    """What a watch with selectors calls the event; None: it does not see it."""
+    """Returns what a watch with selectors calls the event; None if it does not see it."""
     if target.namespace not in ("", event.object["metadata"].get("namespace")):
         return None
     was = event.before is not None and _is_chosen(event.before, request)

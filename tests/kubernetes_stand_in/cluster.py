@@ -99,14 +99,14 @@ class Cluster:
     # Looking -----------------------------------------------------------------------------------
 
     def get(self, kind: str, name: str) -> Object:
-        """Raises `NotFound`."""
+        """Returns the object; raises `NotFound`."""
         return self.store.get(resource_of(kind), NAMESPACE, name)
 
     def objects(self, kind: str) -> list[Object]:
         return self.store.objects(resource_of(kind), NAMESPACE)
 
     def pods(self, component: str) -> list[Object]:
-        """Without those that are terminating."""
+        """Returns the pods without those that are terminating."""
         return [
             pod
             for pod in self.store.list_kind("Pod", NAMESPACE)
@@ -118,11 +118,13 @@ class Cluster:
         return {pod["metadata"]["uid"] for pod in self.pods(component)}
 
     async def wait(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-        """The first true value; asked again whenever anything in the cluster changes."""
+        """Waits for the first true value; asks again whenever anything in the cluster changes."""
         return await self.store.wait(lambda _: condition(), timeout_s)
 
     async def wait_ready(self, timeout_s: float = 60.0, **replicas: int) -> None:
-        """`wait_ready(prefill=2, decode=1)`: so many pods, all ready, and no terminating one."""
+        """Waits for so many pods, as `wait_ready(prefill=2, decode=1)`: all ready, and no
+        terminating one.
+        """
 
         def is_so() -> bool:
             return all(self._is_settled(name, count) for name, count in replicas.items())
@@ -133,7 +135,9 @@ class Cluster:
             raise AssertionError(f"not {replicas} after {timeout_s} s: {self._states()}") from None
 
     async def wait_rolled_out(self, timeout_s: float = 60.0) -> None:
-        """Every Deployment has its newest pods, all available, and no pod is terminating."""
+        """Waits until every Deployment has its newest pods, all available, and no pod is
+        terminating.
+        """
 
         def is_so() -> bool:
             deployments = self.store.list_kind("Deployment", NAMESPACE)
@@ -157,17 +161,17 @@ class Cluster:
     # Changing ----------------------------------------------------------------------------------
 
     def scale(self, kind: str, name: str, replicas: int) -> None:
-        """As `kubectl scale` and autoscalers."""
+        """Scales as `kubectl scale` and autoscalers do."""
         target = Target(resource_of(kind), NAMESPACE, name, "scale")
         patch = {"spec": {"replicas": replicas}}
         Writer(self.store).patch(target, "merge", patch, "kubectl", dry_run=False)
 
     def delete_pod(self, pod: Object) -> None:
-        """As `kubectl delete pod`: with the pod's own grace period."""
+        """Deletes as `kubectl delete pod` does: with the pod's own grace period."""
         self.store.delete_object(pod)
 
     def lose_pod(self, pod: Object) -> None:
-        """As when its host loses power: SIGKILL, without a word."""
+        """Loses the pod as when its host loses power: SIGKILL, without a word."""
         self.store.delete_object(pod, grace_s=0)
 
 
@@ -179,7 +183,7 @@ def _is_rolled_out(deployment: Object) -> bool:
 
 
 def new_store(gpus: int, network: Network) -> ObjectStore:
-    """An empty cluster with one node and the namespaces `default` and `serving`."""
+    """Makes an empty cluster with one node and the namespaces `default` and `serving`."""
     store = ObjectStore(network)
     for name in ("default", NAMESPACE):
         store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})

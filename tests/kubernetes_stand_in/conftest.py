@@ -1,4 +1,4 @@
-"""`cluster`: a stand-in without processes."""
+"""Gives tests a `cluster`: a stand-in without processes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
 """Shorter than a real kubelet's 10 s and 300 s: tests wait for them."""
 _LAST_GRACE_S = 2.0
-"""What the process has left when its preStop hook used up all of the grace period."""
+"""The seconds that the process has left when its preStop hook used up all of the grace period."""
 
 
 class Container:
@@ -79,7 +79,7 @@ class Container:
         return self._process.pid if self._process else None
 
     async def run(self) -> int:
-        """All runs, until none follows; the last exit code."""
+        """Does all runs, until none follows; returns the last exit code."""
         pause_s = _FIRST_PAUSE_S
         while True:
             code = await self._run_once()
@@ -140,7 +140,7 @@ class Container:
         return code
 
     async def _watch(self, process: ContainerProcess) -> None:
-        """The probes of one run; a probe that gives up ends the run."""
+        """Runs the probes of one run; a probe that gives up ends the run."""
         if not await self._prober.wait_started():
             await process.terminate(_LAST_GRACE_S)
             return

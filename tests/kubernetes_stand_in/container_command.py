@@ -1,4 +1,4 @@
-"""What a container runs, as a process of this machine: arguments and environment.
+"""Builds what a container runs, as a process of this machine: arguments and environment.
 
 1. environment: of the image, envFrom, env; `$(NAME)` is replaced by what came before
 2. command and arguments; `$(NAME)` is replaced
@@ -35,7 +35,9 @@ _EVERY_ADDRESS = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`resolv_conf`: a file to see as /etc/resolv.conf; empty: this machine's own."""
+    """Describes a process. `resolv_conf`: a file to see as /etc/resolv.conf; empty: this machine's
+    own.
+    """
 
     argv: list[str]
     env: dict[str, str]
@@ -43,7 +45,7 @@ class Command:
 
 
 class CommandBuilder:
-    """For the containers of one pod, which has its address already."""
+    """Builds commands for the containers of one pod, which has its address already."""
 
     def __init__(self, store: ObjectStore, pod: Object, folder: Path, machine: Machine) -> None:
         self._store = store
@@ -71,7 +73,7 @@ class CommandBuilder:
         )
 
     def exec_argv(self, container: Object, command: list[str], mounts: MountPaths) -> list[str]:
-        """Of a probe or hook: `$(NAME)` is not replaced there."""
+        """Returns the command of a probe or hook: `$(NAME)` is not replaced there."""
         return _program([self._localize(part, mounts) for part in command])
 
     # Environment -------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def _reference(source: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _expand(text: str, env: dict[str, str]) -> str:
-    """`$(NAME)` of a known name; `$$(NAME)` stands for itself."""
+    """Expands `$(NAME)` of a known name; `$$(NAME)` stands for itself."""
 
     def value(found: re.Match[str]) -> str:
         if found[0].startswith("$$"):

@@ -74,7 +74,7 @@ class ContainerProcess:
         return cls(process, log)
 
     async def wait(self) -> int:
-        """Exit code; 128 + signal when one ended it, as a container runtime says it."""
+        """Returns the exit code; 128 + signal when one ended it, as a container runtime says it."""
         code = await self._process.wait()
         self.kill()
         return 128 - code if code < 0 else code
@@ -91,13 +91,13 @@ class ContainerProcess:
             await self._process.wait()
 
     def kill(self) -> None:
-        """At once, with everything that it has started in its group. Idempotent."""
+        """Kills it at once, with everything that it has started in its group. Idempotent."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 async def run_to_end(command: Command, folder: Path, timeout_s: float) -> int:
-    """Exit code of a probe's or hook's command; 124 when its time was over."""
+    """Returns the exit code of a probe's or hook's command; 124 when its time was over."""
     process = await _spawn(command, folder, asyncio.subprocess.DEVNULL)
     try:
         async with asyncio.timeout(timeout_s):

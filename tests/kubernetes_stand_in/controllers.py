@@ -1,4 +1,4 @@
-"""What turns workloads into pods and pods into endpoints, as kube-controller-manager does.
+"""Turns workloads into pods and pods into endpoints, as kube-controller-manager does.
 
 Each controller is a function that looks at the whole store and writes what is missing; it is
 called again after every change until nothing changes any more:

@@ -1,4 +1,4 @@
-"""What the API says about itself: version, groups, kinds.
+"""Says what the API knows about itself: version, groups, kinds.
 
 The OpenAPI documents are empty: Helm then validates nothing on its side, and `tests/helm` does it
 against the schemas of several Kubernetes versions.

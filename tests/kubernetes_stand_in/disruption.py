@@ -38,7 +38,7 @@ def _num_healthy(pods: list[Object]) -> int:
 
 
 def _num_wanted(budget: Object, expected: int) -> int:
-    """How many must stay healthy."""
+    """Returns how many must stay healthy."""
     spec = budget["spec"]
     if "maxUnavailable" in spec:
         return expected - share(spec["maxUnavailable"], expected, round_up=True)
@@ -46,7 +46,7 @@ def _num_wanted(budget: Object, expected: int) -> int:
 
 
 def share(value: int | str, total: int, *, round_up: bool) -> int:
-    """`3` or `"25%"` of `total`."""
+    """Returns `3` or `"25%"` of `total`."""
     if isinstance(value, int):
         return value
     part = total * int(value.removesuffix("%")) / 100

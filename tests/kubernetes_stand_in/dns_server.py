@@ -27,7 +27,9 @@ _NO_SUCH_NAME = 3
 
 @cache
 def may_serve() -> bool:
-    """Whether this machine lets us listen on port 53 and give pods a mount namespace each."""
+    """Returns whether this machine lets us listen on port 53 and give pods a mount
+    namespace each.
+    """
     with socket.socket(type=socket.SOCK_DGRAM) as attempt:
         try:
             attempt.bind(("127.64.0.253", 53))
@@ -104,7 +106,7 @@ class DnsServer(asyncio.DatagramProtocol):
 
 
 def _read_name(query: bytes) -> tuple[str, int]:
-    """The asked name, and where it ends."""
+    """Returns the asked name, and where it ends."""
     labels, at = [], 12
     while size := query[at]:
         labels.append(query[at + 1 : at + 1 + size].decode("ascii", "replace").lower())

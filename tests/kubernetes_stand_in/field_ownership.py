@@ -39,7 +39,7 @@ _MISSING = object()
 
 
 def leaves(obj: Object) -> dict[Path, Any]:
-    """Every field that somebody can own, with its value."""
+    """Yields every field that somebody can own, with its value."""
     skipped = _EVERYBODYS | _SERVERS
     return {p: v for p, v in _walk((), obj) if p[:2] not in skipped and p[:1] not in skipped}
 
@@ -69,7 +69,7 @@ def _key_of(key: tuple[str, ...], item: dict[str, Any]) -> Step:
 
 
 def apply(live: Object | None, wanted: Object, manager: str, *, force: bool) -> Object:
-    """The object after `manager` applied `wanted`. Raises `Conflict`."""
+    """Returns the object after `manager` applied `wanted`. Raises `Conflict`."""
     owners = _owners(live) if live else {}
     fields = leaves(wanted)
     current = leaves(live) if live else {}
@@ -154,7 +154,9 @@ def _remove(value: Any, path: Path) -> bool:
 
 
 def _is_key(path: Path) -> bool:
-    """The key of a list's item: without it, its other fields would no longer be found."""
+    """Returns whether it is the key of a list's item: without it, its other fields would no longer
+    be found.
+    """
     return len(path) > 1 and isinstance(path[-2], tuple) and path[-1] in dict(path[-2])
 
 

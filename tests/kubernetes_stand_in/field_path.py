@@ -8,7 +8,9 @@ from tests.kubernetes_stand_in.resources import Object
 
 
 def read_field(pod: Object, path: str) -> str:
-    """`metadata.name`, `metadata.labels['app']`, `status.podIP`, `spec.nodeName` and the like."""
+    """Reads `metadata.name`, `metadata.labels['app']`, `status.podIP`, `spec.nodeName` and the
+    like.
+    """
     if found := re.fullmatch(r"metadata\.(labels|annotations)\['([^']+)'\]", path):
         return str(pod["metadata"].get(found[1], {}).get(found[2], ""))
     if path in ("metadata.labels", "metadata.annotations"):

@@ -15,7 +15,7 @@ from tests.kubernetes_stand_in.resources import Object
 
 
 def run_hollow_pods(store: ObjectStore) -> None:
-    """Another controller for `ControllerManager`."""
+    """Runs as another controller for `ControllerManager`."""
     for pod in store.list_kind("Pod"):
         if is_terminating(pod):
             store.delete_object(pod, grace_s=0)

@@ -19,7 +19,7 @@ from tests.kubernetes_stand_in.pod_worker import PodWorker
 from tests.kubernetes_stand_in.resources import Object
 
 _KILL_S = 20.0
-"""For killed processes to be gone, on a machine that is very busy."""
+"""The seconds for killed processes to be gone, on a machine that is very busy."""
 
 
 class Kubelet:
@@ -55,7 +55,7 @@ class Kubelet:
                 raise result
 
     def pids(self) -> list[int]:
-        """Of all containers' main processes."""
+        """Returns the process ids of all containers' main processes."""
         return [
             container.pid
             for worker in self._workers.values()
@@ -64,7 +64,7 @@ class Kubelet:
         ]
 
     def logs(self) -> str:
-        """Of every container that ever ran, for a failing test to show."""
+        """Returns the logs of every container that ever ran, for a failing test to show."""
         texts = [
             f"--- {path.parent.name}/{path.name}\n{path.read_text(errors='replace')}"
             for path in sorted(self._pods_folder.glob("*/*.log"))
@@ -72,7 +72,7 @@ class Kubelet:
         return "\n".join(texts)
 
     def claims(self, name: str) -> list[Path]:
-        """The files of a persistent volume claim."""
+        """Returns the files of a persistent volume claim."""
         return sorted((self._machine.claims / name).rglob("*"))
 
     def log(self, pod: Object) -> str:

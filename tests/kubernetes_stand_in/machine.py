@@ -1,4 +1,4 @@
-"""What a kubelet knows of the machine and cluster that its pods live in."""
+"""Describes what a kubelet knows of the machine and cluster that its pods live in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`api_env`: where pods find the API. `ca`: PEM of the authority behind its certificate."""
+    """Describes the machine. `api_env`: where pods find the API. `ca`: PEM of the authority behind
+    its certificate.
+    """
 
     folder: Path
     has_dns: bool = False
@@ -17,5 +19,5 @@ class Machine:
 
     @property
     def claims(self) -> Path:
-        """Persistent volumes: they outlive pods."""
+        """Returns the persistent volumes, which outlive pods."""
         return self.folder / "claims"

@@ -20,7 +20,7 @@ _RANGES = range(64, 250)
 
 
 class Network:
-    """`prefix`: 127.x. Of a hollow cluster, which listens nowhere, any will do."""
+    """Gives addresses. `prefix`: 127.x. Of a hollow cluster, which listens nowhere, any will do."""
 
     def __init__(self, prefix: str = "127.64") -> None:
         self.prefix = prefix

@@ -73,7 +73,7 @@ class ObjectStore:
         return self._version
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        """Raises `NotFound`."""
+        """Returns the object; raises `NotFound`."""
         return copy_of(self._find((resource, namespace, name)))
 
     def find(self, kind: str, namespace: str, name: str) -> Object | None:
@@ -81,12 +81,13 @@ class ObjectStore:
         return None if found is None else copy_of(found)
 
     def objects(self, resource: Resource, namespace: str = "") -> list[Object]:
-        """In the order of their names; an empty `namespace` means all."""
+        """Returns objects in the order of their names; an empty `namespace` means all."""
         return [copy_of(obj) for obj in self._chosen(resource, namespace)]
 
     def list_kind(self, kind: str, namespace: str = "") -> list[Object]:
-        """To look at only: what a controller asks for at every turn is not copied. Nothing here
-        changes an object that was given out; a write puts another in its place."""
+        """Lists objects to look at only: what a controller asks for at every turn is not copied.
+        Nothing here changes an object that was given out; a write puts another in its place.
+        """
         return self._chosen(resource_of(kind), namespace)
 
     def _chosen(self, resource: Resource, namespace: str) -> list[Object]:
@@ -144,7 +145,7 @@ class ObjectStore:
     def delete(
         self, resource: Resource, namespace: str, name: str, grace_s: int | None = None
     ) -> Object:
-        """The object as it is now: gone, or terminating. `grace_s` None: the pod's own."""
+        """Returns the object as it is now: gone, or terminating. `grace_s` None: the pod's own."""
         key = (resource, namespace, name)
         before = self._find(key)
         grace = _grace(before, grace_s) if resource.kind == "Pod" else 0
@@ -159,7 +160,7 @@ class ObjectStore:
         return copy_of(obj)
 
     def delete_object(self, obj: Object, grace_s: int | None = None) -> None:
-        """Nothing happens when exactly this one (by uid) is no longer there."""
+        """Deletes exactly this object (by uid), or nothing when it is no longer there."""
         resource, meta = resource_of(obj["kind"]), obj["metadata"]
         key = self._key(resource, obj)
         if key in self._objects and self._objects[key]["metadata"]["uid"] == meta["uid"]:
@@ -178,7 +179,9 @@ class ObjectStore:
     # Watching ----------------------------------------------------------------------------------
 
     def forget_history(self) -> None:
-        """As the real server does every few minutes: older versions can't be watched from."""
+        """Forgets as the real server does every few minutes: older versions can't be
+        watched from.
+        """
         self._history.clear()
         self._oldest = self._version
 
@@ -207,7 +210,7 @@ class ObjectStore:
 
     @contextmanager
     def observed_by(self, observer: Callable[[], None]) -> Iterator[None]:
-        """`observer` is called after every single write: nothing happens in between."""
+        """Calls `observer` after every single write: nothing happens in between."""
         self._observers.append(observer)
         try:
             yield
@@ -215,7 +218,7 @@ class ObjectStore:
             self._observers.remove(observer)
 
     async def events(self, kinds: Iterable[str]) -> AsyncIterator[Event]:
-        """Everything of these kinds: first ADDED for what is there, then as it happens."""
+        """Yields everything of these kinds: first ADDED for what is there, then as it happens."""
         wanted = [resource_of(kind) for kind in kinds]
         with self.watching() as queue:
             for resource in wanted:
@@ -227,7 +230,7 @@ class ObjectStore:
                     yield event
 
     async def wait(self, condition: Callable[[ObjectStore], Any], timeout_s: float = 30.0) -> Any:
-        """The first true value of `condition`, which is asked again after every event."""
+        """Returns the first true value of `condition`, which is asked again after every event."""
         with self.watching() as queue:
             async with asyncio.timeout(timeout_s):
                 while not (value := condition(self)):
@@ -296,13 +299,13 @@ class ObjectStore:
 
 
 def copy_of(obj: Object) -> Object:
-    """Through JSON, which is twenty times as fast as `copy.deepcopy`."""
+    """Copies through JSON, which is twenty times as fast as `copy.deepcopy`."""
     copied: Object = msgspec.json.decode(msgspec.json.encode(obj))
     return copied
 
 
 def _waits(obj: Object) -> bool:
-    """A terminating pod goes only when its kubelet says so."""
+    """Returns whether it waits: a terminating pod goes only when its kubelet says so."""
     return bool(obj["kind"] == "Pod" and obj["metadata"].get("deletionGracePeriodSeconds"))
 
 

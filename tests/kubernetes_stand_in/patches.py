@@ -36,7 +36,9 @@ _MISSING = object()
 
 
 def merge_key(field: str, items: list[Any]) -> tuple[str, ...] | None:
-    """By which fields the items of a list are told apart; None: the list is one value."""
+    """Returns the fields by which the items of a list are told apart; None if the list is one
+    value.
+    """
     if field == "ports" and items and all(isinstance(item, dict) for item in items):
         return ("containerPort",) if any("containerPort" in i for i in items) else ("port",)
     key = MERGE_KEYS.get(field)
@@ -113,7 +115,7 @@ def _place(target: Any, path: list[str], value: Any, *, insert: bool) -> None:
 
 
 def strategic_merge(target: Any, patch: dict[str, Any]) -> dict[str, Any]:
-    """`patch` into `target`; neither is changed."""
+    """Merges `patch` into `target`; neither is changed."""
     if patch.get("$patch") == "replace":
         return {k: copy.deepcopy(v) for k, v in patch.items() if k != "$patch"}
     result: dict[str, Any] = copy.deepcopy(target) if isinstance(target, dict) else {}
@@ -184,7 +186,9 @@ def _drop_values(result: dict[str, Any], field: str, values: list[Any]) -> None:
 
 
 def _in_order(field: str, items: list[Any], order: list[Any]) -> list[Any]:
-    """`items` in the order of `order`; those that it does not name keep their place at the end."""
+    """Puts `items` in the order of `order`; those that it does not name keep their place at the
+    end.
+    """
     key = merge_key(field, items)
     if key is None:
         wanted = {value: i for i, value in enumerate(order)}

@@ -147,7 +147,7 @@ class PodFiles:
 
 
 def object_data(obj: Object) -> dict[str, bytes]:
-    """What a ConfigMap or Secret holds."""
+    """Returns what a ConfigMap or Secret holds."""
     binary = obj.get("data") if obj["kind"] == "Secret" else obj.get("binaryData")
     files = {name: base64.b64decode(value) for name, value in (binary or {}).items()}
     if obj["kind"] == "ConfigMap":

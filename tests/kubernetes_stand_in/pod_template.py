@@ -1,4 +1,4 @@
-"""From a template to a pod."""
+"""Makes pods from templates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def template_hash(template: dict[str, Any]) -> str:
 
 
 def make_pod(owner: Object, template: dict[str, Any], name: str = "") -> Object:
-    """`name` empty: the owner's, with something random behind it."""
+    """Makes a pod; an empty `name` is the owner's, with something random behind it."""
     meta = copy.deepcopy(template.get("metadata", {}))
     meta.pop("creationTimestamp", None)
     meta["namespace"] = owner["metadata"]["namespace"]
@@ -42,7 +42,7 @@ def make_pod(owner: Object, template: dict[str, Any], name: str = "") -> Object:
 
 
 def pods_of(store: ObjectStore, owner: Object) -> list[Object]:
-    """All of them, in whatever state."""
+    """Returns all of them, in whatever state."""
     uid = owner["metadata"]["uid"]
     pods = store.list_kind("Pod", owner["metadata"]["namespace"])
     return [pod for pod in pods if controller_uid(pod) == uid]

@@ -27,7 +27,7 @@ Exec = Callable[[list[str], float], Awaitable[int]]
 
 
 class Prober:
-    """Of one container at one address. `run_command` runs a command inside the container."""
+    """Probes one container at one address. `run_command` runs a command inside the container."""
 
     def __init__(self, container: Object, address: str, run_command: Exec) -> None:
         self._container = container
@@ -58,7 +58,7 @@ class Prober:
             await asyncio.sleep(period_s / _ASKS_A_PERIOD)
 
     async def wait_started(self) -> bool:
-        """Whether the startup probe succeeded before it gave up."""
+        """Returns whether the startup probe succeeded before it gave up."""
         if "startupProbe" not in self._container:
             return True
         found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

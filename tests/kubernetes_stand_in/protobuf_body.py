@@ -21,7 +21,9 @@ _META_MAPS = {11: "labels", 12: "annotations"}
 
 
 def decode_protobuf(raw: bytes) -> Object | None:
-    """None for options of a request. Raises `UnsupportedMediaType` for any other object."""
+    """Decodes an object, or returns None for options of a request. Raises `UnsupportedMediaType`
+    for any other object.
+    """
     if not raw.startswith(_MAGIC):
         raise UnsupportedMediaType("not a Kubernetes protobuf message")
     envelope = dict(_fields(raw[len(_MAGIC) :]))
@@ -66,7 +68,7 @@ def _pair(raw: bytes) -> tuple[str, bytes]:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
-    """Field number and value: bytes, or int for varints."""
+    """Yields field number and value: bytes, or int for varints."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)

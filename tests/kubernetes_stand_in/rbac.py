@@ -1,4 +1,4 @@
-"""Who asks, and whether their Roles allow it.
+"""Knows who asks, and whether their Roles allow it.
 
 Service accounts have tokens of the stand-in's own making (`token_of`). Only namespaced Roles
 count, because the chart uses no others.
@@ -44,7 +44,7 @@ def authenticate(store: ObjectStore, authorization: str) -> User:
 
 
 def authorize(store: ObjectStore, user: User, verb: str, target: Target) -> None:
-    """Raises `Forbidden`."""
+    """Allows the request or raises `Forbidden`."""
     if not user.account:
         return
     if any(_allows(rule, verb, target) for rule in _rules(store, user, target.namespace)):

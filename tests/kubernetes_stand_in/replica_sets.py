@@ -36,7 +36,9 @@ def _reconcile(store: ObjectStore, replica_set: Object) -> None:
 
 
 def _rank(pod: Object) -> tuple[object, ...]:
-    """The smaller, the sooner it goes: not placed, not running, not ready, cheap, young."""
+    """Ranks pods; the smaller, the sooner it goes: not placed, not running, not ready, cheap,
+    young.
+    """
     cost = int(pod["metadata"].get("annotations", {}).get(_DELETION_COST, 0))
     age = -int(pod["metadata"]["resourceVersion"])
     return (bool(pod["spec"].get("nodeName")), phase(pod) == "Running", is_ready(pod), cost, age)

@@ -33,13 +33,15 @@ class Resource:
 
     @property
     def is_builtin(self) -> bool:
-        """Built-in kinds take strategic merge patches; custom ones do not."""
+        """Returns whether the kind is built in: those take strategic merge patches; custom ones do
+        not.
+        """
         return self.group in _BUILTIN_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a URL names. `name` is empty for a collection."""
+    """Holds what a URL names. `name` is empty for a collection."""
 
     resource: Resource
     namespace: str
@@ -128,7 +130,9 @@ _BY_KIND = {r.kind: r for r in RESOURCES}
 
 
 def resource_of(kind: str) -> Resource:
-    """`resource_of("Pod")`. Kinds of the table are unique over all groups."""
+    """Finds the resource of a kind, as `resource_of("Pod")`. Kinds of the table are unique over all
+    groups.
+    """
     return _BY_KIND[kind]
 
 
@@ -141,7 +145,7 @@ def api_versions() -> tuple[str, ...]:
 
 
 def matches_labels(obj: Object, selector: dict[str, Any] | None) -> bool:
-    """Whether a `LabelSelector` (matchLabels, matchExpressions) chooses `obj`.
+    """Returns whether a `LabelSelector` (matchLabels, matchExpressions) chooses `obj`.
 
     An empty selector chooses everything, None nothing, as in Kubernetes.
     """

@@ -63,7 +63,9 @@ def _new_replica_set(store: ObjectStore, deployment: Object) -> Object | None:
 
 
 def _create_replica_set(store: ObjectStore, deployment: Object) -> None:
-    """With no pods yet: scaling is another step. Its template is the deployment's and the hash."""
+    """Creates it with no pods yet: scaling is another step. Its template is the deployment's and
+    the hash.
+    """
     meta, spec = deployment["metadata"], deployment["spec"]
     hash_ = template_hash(spec["template"])
     template = copy.deepcopy(spec["template"])
@@ -93,7 +95,7 @@ def _revision(replica_set: Object) -> int:
 
 
 def _set_revision(store: ObjectStore, deployment: Object, new: Object, old: list[Object]) -> None:
-    """A template that comes back has the newest number again."""
+    """Sets the revision; a template that comes back has the newest number again."""
     revision = max(_revision(new), 1 + max(map(_revision, old), default=0))
     for obj in (new, deployment):
         if obj["metadata"].get("annotations", {}).get(_REVISION) != str(revision):
@@ -105,7 +107,7 @@ def _annotate(obj: Object, revision: int) -> None:
 
 
 def _bounds(deployment: Object) -> tuple[int, int]:
-    """The most pods that may be, and the fewest that must be available."""
+    """Returns the most pods that may be, and the fewest that must be available."""
     wanted = deployment["spec"].get("replicas", 1)
     rolling = deployment["spec"].get("strategy", {}).get("rollingUpdate") or {}
     surge = share(rolling.get("maxSurge", "25%"), wanted, round_up=True)
@@ -120,7 +122,9 @@ def _replicas(replica_set: Object) -> int:
 
 
 def _available(replica_set: Object) -> int:
-    """As of what its status was written for; a set that is about to shrink may say too much."""
+    """Returns the pods available as of what its status was written for; a set that is about to
+    shrink may say too much.
+    """
     status = replica_set.get("status", {})
     return min(int(status.get("availableReplicas", 0)), _replicas(replica_set))
 

@@ -91,7 +91,7 @@ class ServiceProxy:
 async def _join(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: tuple[str, int] | None
 ) -> None:
-    """Both directions, until both ends have said everything."""
+    """Joins both directions, until both ends have said everything."""
     if target is None:
         return
     try:
@@ -105,7 +105,7 @@ async def _join(
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until `reader` ends, which `writer` is then told."""
+    """Copies until `reader` ends, which `writer` is then told."""
     with contextlib.suppress(OSError):
         while chunk := await reader.read(_CHUNK):
             writer.write(chunk)

@@ -103,7 +103,7 @@ def _named_port(pods: list[Object], name: str) -> int | None:
 
 
 def bind_claims(store: ObjectStore) -> None:
-    """Every claim finds its volume at once."""
+    """Binds every claim to its volume at once."""
     for claim in store.list_kind("PersistentVolumeClaim"):
         if claim.get("status", {}).get("phase") != "Bound":
             set_status(store, claim, {"phase": "Bound"})

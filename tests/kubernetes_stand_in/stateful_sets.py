@@ -42,7 +42,7 @@ def _reconcile(store: ObjectStore, stateful_set: Object) -> None:
 def _fill(
     store: ObjectStore, owner: Object, pods: dict[int, Object], wanted: int, *, is_parallel: bool
 ) -> bool:
-    """Whether something is still missing or, in order, not ready."""
+    """Returns whether something is still missing or, in order, not ready."""
     is_waiting = False
     for ordinal in range(wanted):
         if ordinal not in pods:

@@ -24,7 +24,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 def start(cluster: Cluster, script: str, *, spec: Any = None, **container: Any) -> Object:
-    """A pod `p` whose one container runs `script`."""
+    """Starts a pod `p` whose one container runs `script`."""
     return cluster.store.create(
         {
             "apiVersion": "v1",

@@ -63,7 +63,7 @@ class Writer:
     def apply(
         self, target: Target, body: Object, manager: str, *, force: bool, dry_run: bool
     ) -> tuple[Object, bool]:
-        """The object, and whether it is new. Raises `Conflict`."""
+        """Returns the object, and whether it is new. Raises `Conflict`."""
         wanted = self._complete(target, body)
         try:
             before = self._current(target)
@@ -81,7 +81,7 @@ class Writer:
         return self._store.get(target.resource, target.namespace, target.name)
 
     def _complete(self, target: Target, body: Object) -> Object:
-        """`body` with what its URL says; raises `Invalid` where they differ."""
+        """Completes `body` with what its URL says; raises `Invalid` where they differ."""
         obj = copy_of(body)
         resource = target.resource
         meta = obj.setdefault("metadata", {})
@@ -154,7 +154,7 @@ def _set_defaults(obj: Object) -> None:
 
 
 def _check(obj: Object) -> None:
-    """What would make the rest of the stand-in stumble; schemas are checked elsewhere."""
+    """Refuses what would make the rest of the stand-in stumble; schemas are checked elsewhere."""
     if obj["kind"] not in _WITH_TEMPLATE:
         return
     name, spec = obj["metadata"]["name"], obj["spec"]

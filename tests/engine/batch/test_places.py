@@ -15,7 +15,7 @@ tokens = st.integers(0, 2)
 def chosen_and_computed(
     draw: st.DrawFn,
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """(what decodes computed, what was chosen there, what was chosen for others)."""
+    """Returns (what decodes computed, what was chosen there, what was chosen for others)."""
     width, num_decodes = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     line = st.lists(tokens, min_size=width, max_size=width)
     lines = st.lists(line, min_size=num_decodes, max_size=num_decodes)

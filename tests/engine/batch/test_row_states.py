@@ -57,7 +57,9 @@ class RowMachine(RuleBasedStateMachine):
     def enter(
         self, row: int, tokens: list[int], computed: int, blocks: list[int], replace: bool
     ) -> None:
-        """`replace`: leaves and is given away within one message."""
+        """Enters a request. `replace`: the row's owner leaves and the row is given away within one
+        message.
+        """
         if row in self.live:
             if not replace:
                 with pytest.raises(RowError, match="in use"):
@@ -93,7 +95,7 @@ class RowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), sampled=st.integers(0, 99))
     def run_step(self, data: st.DataObject, sampled: int) -> None:
-        """One row computes all that it has left and samples."""
+        """Lets one row compute all that it has left and sample."""
         row = data.draw(st.sampled_from(sorted(self.live)))
         tokens, computed, blocks = self.live[row]
         if len(tokens) == MAX_LEN:

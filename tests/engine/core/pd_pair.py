@@ -21,7 +21,7 @@ class Pair:
     num_started: int = field(default=0)
 
     def request(self, seed: int, **sampling: Any) -> tuple[GenerationRequest, GenerationRequest]:
-        """(for prefill, for decode). Of one that asks for one token no KV moves."""
+        """Makes a request (for prefill, for decode). Of one that asks for one token no KV moves."""
         self.num_started += 1
         request_id, transfer_id = f"r{self.num_started}", f"{self.num_started:032x}"
         export = make_request(request_id, seed, **{**sampling, "max_tokens": 1})
@@ -58,7 +58,7 @@ async def tokens_of(stream: RequestStream) -> list[int]:
 async def start_engine(
     role: str, num_blocks: int = NUM_BLOCKS, decode_query_len: int = 1, **transfer: Any
 ) -> AsyncLLM:
-    """`role`: prefill or decode. `transfer`: settings of its data plane."""
+    """Starts an engine. `role`: prefill or decode. `transfer`: settings of its data plane."""
     kv_transfer = KVTransferConfig(
         kv_role="kv_producer" if role == "prefill" else "kv_consumer",
         **{"num_streams": 2, **transfer},

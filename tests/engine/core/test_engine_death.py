@@ -42,7 +42,7 @@ async def doomed_engine(tp_size: int) -> AsyncIterator[AsyncLLM]:
 
 
 async def _reason(llm: AsyncLLM, kill: Callable[[], Awaitable[None]]) -> str:
-    """What the streams are told that ran when `kill` struck."""
+    """Returns what the streams are told that ran when `kill` struck."""
 
     async def stream(index: int) -> str:
         try:
@@ -63,7 +63,7 @@ async def _reason(llm: AsyncLLM, kill: Callable[[], Awaitable[None]]) -> str:
 
 
 async def test_killed_worker() -> None:
-    """One that answers no steps."""
+    """A worker dies that answers no steps."""
     async with doomed_engine(tp_size=2) as llm:
 
         async def kill() -> None:
@@ -80,7 +80,7 @@ async def test_killed_worker_of_an_idle_engine() -> None:
 
 
 def test_killed_core_under_uvloop() -> None:
-    """The event loop of the node servers: it watches descriptors in its own way."""
+    """Runs on the event loop of the node servers: it watches descriptors in its own way."""
 
     async def run() -> None:
         async with doomed_engine(tp_size=1) as llm:

@@ -65,7 +65,7 @@ async def ended(llm: AsyncLLM) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def one_node() -> AsyncIterator[dict[int, list[int]]]:
-    """By prompt length."""
+    """Returns one node's answers by prompt length."""
     llm = await AsyncLLM.start(config(None))
     yield {length: await tokens_of(llm, request(f"o{length}", length)) for length in LENGTHS}
     await ended(llm)

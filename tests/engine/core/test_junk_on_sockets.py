@@ -36,7 +36,7 @@ async def tokens(llm: AsyncLLM, name: str) -> list[int]:
 
 
 def addresses(llm: AsyncLLM) -> dict[str, int]:
-    """Of all sockets that listen, with a kind of socket that may connect there."""
+    """Lists all sockets that listen, with a kind of socket that may connect there."""
     config = llm.config
     names = [f"{config.epoch:x}-{name}" for name in ("replies", "steps0")]
     names += ["kv-events", "kv-commands-0-0", "kv-steps-0-0"]

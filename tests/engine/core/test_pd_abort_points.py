@@ -28,7 +28,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ONLY_THE_ABORT_FREES = {"lease_s": 3600.0, "stall_timeout_s": 3600.0}
 SEED = 7
-"""Of a prompt that fills blocks and of an answer with enough tokens to leave in between."""
+"""The lengths of a prompt that fills blocks and of an answer with enough tokens to leave in
+between.
+"""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -57,7 +59,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def counter(llm: AsyncLLM, name: str) -> float:
-    """As last reported; nothing is, before anything has happened."""
+    """Returns the counter as last reported; nothing is, before anything has happened."""
     return llm.stats.kv_transfer.get(name, 0.0)
 
 
@@ -168,8 +170,9 @@ async def test_one_token_moves_no_kv(pair: Pair, oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("knows", ["both", "decode"])
 async def test_first_token_ends_the_answer(pair: Pair, oracle: Oracle, knows: str) -> None:
-    """By a stop token, or by a stop string, of which prefill knows nothing. Decode lets go of the
-    KV, and no call is cancelled here."""
+    """The answer ends by a stop token, or by a stop string, of which prefill knows nothing. Decode
+    lets go of the KV, and no call is cancelled here.
+    """
     token = oracle.tokens(SEED)[0]
     export, pull = pair.request(SEED, stop_token_ids=(token,))
     if knows == "decode":
@@ -212,7 +215,7 @@ async def test_metrics_tell_what_transfers_did(pair: Pair, oracle: Oracle) -> No
 
 
 async def test_while_requests_are_put_back_for_others(pair: Pair, oracle: Oracle) -> None:
-    """A pool that holds little more than one request: the others are preempted over and over."""
+    """In a pool that holds little more than one request, the others are preempted over and over."""
     decode = await start_engine("decode", num_blocks=14, **ONLY_THE_ABORT_FREES)
     small = Pair(pair.prefill, decode, num_started=5000)
     try:

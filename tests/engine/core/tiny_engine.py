@@ -68,7 +68,7 @@ class Oracle:
         self._known: dict[int, list[int]] = {}
 
     def tokens(self, seed: int) -> list[int]:
-        """Of `make_request(..., seed)`."""
+        """Returns the tokens of `make_request(..., seed)`."""
         if seed not in self._known:
             request = make_request(f"oracle-{seed}", seed)
             self._core.handle(EngineCoreRequest(request_id=request.request_id, spec=request.spec))
@@ -96,7 +96,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 async def until_empty(llm: AsyncLLM) -> None:
-    """No block is held (the cache could not be reset otherwise), no row, no request."""
+    """Waits until no block is held (the cache could not be reset otherwise), no row, no request."""
     deadline = time.monotonic() + TIMEOUT_S
     while not await llm.reset_prefix_cache():
         assert time.monotonic() < deadline, f"blocks are still held: {llm.stats}"

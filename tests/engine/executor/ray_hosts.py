@@ -47,7 +47,7 @@ class RayNode:
         self.log: list[str] = []
 
     def wait_for(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        """The first line of its log that matches."""
+        """Waits for the first line of its log that matches."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line)
@@ -61,7 +61,7 @@ class RayNode:
         return pid
 
     def actors(self) -> list[int]:
-        """Ray's worker processes that run a rank's actor."""
+        """Returns Ray's worker processes that run a rank's actor."""
         return find_processes(self.process.pid, r"ray::RankActor")
 
     def stop(self) -> None:
@@ -111,7 +111,7 @@ class RayHosts:
             raise
 
     def join(self) -> None:
-        """Another host comes, and joins in a few seconds."""
+        """Lets another host join, in a few seconds."""
         self.nodes.append(
             RayNode(self._env, OTHER, f"--address={self.address}", f"--node-ip-address={OTHER}")
         )

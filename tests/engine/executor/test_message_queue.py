@@ -31,7 +31,7 @@ TIMEOUT_MS = 60_000
 
 
 class ReaderDiedError(Exception):
-    """What the writer's liveness check raises here."""
+    """Raised here by the writer's liveness check."""
 
 
 class Rig:
@@ -72,7 +72,7 @@ class Rig:
             raise ReaderDiedError
 
     def receive(self) -> tuple[int, bytes, float, float]:
-        """(reader, digest, received at, CPU seconds of the reader)"""
+        """Returns (reader, digest, received at, CPU seconds of the reader)."""
         assert self.replies.poll(TIMEOUT_MS), "no reader answered"
         return msgspec.msgpack.decode(self.replies.recv(), type=tuple[int, bytes, float, float])
 
@@ -163,7 +163,7 @@ def test_writer_learns_that_a_reader_was_killed(two_readers: Rig, size: int) -> 
 
 
 def test_sleeping_readers_use_no_cpu(two_readers: Rig) -> None:
-    """From one message to the next, two seconds later, a reader works less than a tenth of it."""
+    """A reader waits two seconds for the next message and works less than a tenth of it."""
     two_readers.writer.enqueue(b"first")
     before = {reader: cpu for reader, _, _, cpu in (two_readers.receive() for _ in range(2))}
     time.sleep(2)

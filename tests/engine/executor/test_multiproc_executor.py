@@ -42,7 +42,7 @@ def running_executor(
 
 
 def collect(executor: MultiprocExecutor, count: int) -> list[ModelRunnerOutput]:
-    """As the engine core does: sleeps on the sources until the deadline."""
+    """Collects as the engine core does: sleeps on the sources until the deadline."""
     poller = zmq.Poller()
     for source in executor.poll_sources:
         poller.register(source, zmq.POLLIN)

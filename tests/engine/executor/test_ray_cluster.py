@@ -1,6 +1,8 @@
-"""How an engine takes its place in a cluster: order of ranks, and what is said when there is none.
+"""Tests how an engine takes its place in a cluster: order of ranks, and what is said when there is
+none.
 
-Ray itself is replaced here by what it answers; `test_ray_executor` has a real one."""
+Ray itself is replaced here by what it answers; `test_ray_executor` has a real one.
+"""
 
 from __future__ import annotations
 

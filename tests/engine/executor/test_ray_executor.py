@@ -68,7 +68,7 @@ async def tokens(stream: RequestStream) -> list[int]:
 
 
 async def until_ended(llm: AsyncLLM, hosts: RayHosts) -> None:
-    """No process of the engine is left, on either host, nor what Ray started for it."""
+    """Waits until no process of the engine is left, on either host, nor what Ray started for it."""
     pids = [llm.core_pid, *llm.ready.worker_pids, *llm.ready.transfer_pids]
     await until(lambda: all(not is_alive(pid) for pid in pids), "the end of all processes")
     assert is_gone(llm.core_pid)
@@ -98,8 +98,10 @@ def test_no_cluster_at_the_address(address: str) -> None:
 
 
 async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle) -> None:
-    """Requests that the group computes alone, and requests whose KV both hosts send to a decode
-    engine; then the group is shut down in peace, and the next one finds all places free."""
+    """Two hosts serve requests that the group computes alone, and requests whose KV both hosts send
+    to a decode engine; then the group is shut down in peace, and the next one finds all places
+    free.
+    """
     progress: list[LoadProgress] = []
     prefill, decode = await asyncio.gather(
         AsyncLLM.start(ray_config(hosts, "kv_producer"), progress.append),
@@ -164,8 +166,9 @@ async def doomed_engine(hosts: RayHosts) -> AsyncIterator[AsyncLLM]:
 
 
 async def reason_of_death(llm: AsyncLLM, pid: int) -> str:
-    """What streams are told that run after `pid` was killed: a host's workers outlive its raylet
-    for a moment, in which a stream may still end."""
+    """Returns what streams are told that run after `pid` was killed: a host's workers outlive its
+    raylet for a moment, in which a stream may still end.
+    """
     stream = llm.generate(make_request("long", 1, max_tokens=90))
     with pytest.raises(EngineDeadError) as error:
         await anext(stream)
@@ -215,7 +218,7 @@ async def test_hanging_worker_then_killed_actor(hosts: RayHosts) -> None:
 
 
 async def test_killed_raylet(hosts: RayHosts) -> None:
-    """The end of a host. Too few hosts are left for another engine, which says so."""
+    """The host of the raylet is lost. Too few hosts are left for another engine, which says so."""
     async with doomed_engine(hosts) as llm:
         reason = await reason_of_death(llm, hosts.nodes[1].raylet)
         assert reason.startswith(f"worker 1 on {OTHER} was lost with its Ray actor or host")

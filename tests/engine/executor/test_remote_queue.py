@@ -20,7 +20,7 @@ TIMEOUT_S = 60
 
 
 class GoneError(Exception):
-    """What liveness checks raise here."""
+    """Raised here by liveness checks."""
 
 
 def gone() -> None:

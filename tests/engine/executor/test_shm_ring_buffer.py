@@ -26,7 +26,7 @@ def _ring(num_readers: int, num_slots: int) -> ShmRingBuffer:
 def test_any_order_of_writes_and_reads_equals_a_list(
     num_readers: int, num_slots: int, actions: list[bytes | int]
 ) -> None:
-    """bytes: write; a number: that reader reads."""
+    """Compares with a list; bytes are written, and a number names the reader that reads."""
     writer = _ring(num_readers, num_slots)
     readers = [ShmRingBuffer.attach(writer.handle) for _ in range(num_readers)]
     written: list[bytes] = []

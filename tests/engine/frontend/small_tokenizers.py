@@ -21,7 +21,9 @@ _TEXT = [
 
 
 def byte_level_backend(*, adds_bos: bool = False) -> Backend:
-    """As Llama 3, Qwen and GPT-2 have: each byte is a character of an alphabet."""
+    """Builds a backend like those of Llama 3, Qwen and GPT-2: each byte is a character of an
+    alphabet.
+    """
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -40,7 +42,9 @@ def byte_level_backend(*, adds_bos: bool = False) -> Backend:
 
 
 def byte_fallback_backend() -> Backend:
-    """As Llama 2 and Mistral have: ▁ for spaces, and `<0x..>` for bytes without a token."""
+    """Builds a backend like those of Llama 2 and Mistral: ▁ for spaces, and `<0x..>` for bytes
+    without a token.
+    """
     pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [*"▁abcdefghijklmnopqrstuvwxyz", "▁t", "▁th", "▁the", "ü", "の"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
@@ -79,7 +83,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def save(folder: Path, backend: Backend, template: str | None = None, **config: object) -> Path:
-    """A checkpoint folder, as far as tokenizers are concerned."""
+    """Saves a checkpoint folder, as far as tokenizers are concerned."""
     backend.save(str(folder / "tokenizer.json"))
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

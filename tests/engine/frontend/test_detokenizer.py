@@ -36,7 +36,7 @@ def test_text_survives_token_by_token(family, text: str) -> None:
 @given(ids=st.lists(st.integers(0, byte_level().vocab_size - 1), max_size=60))
 @settings(max_examples=300, deadline=None)
 def test_any_tokens_give_the_whole_text(ids: list[int]) -> None:
-    """Broken UTF-8 and special tokens anywhere among them."""
+    """Broken UTF-8 and special tokens may stand anywhere among them."""
     tokenizer = byte_level()
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
@@ -91,7 +91,9 @@ def test_spaces_between_special_tokens_stay() -> None:
 
 
 def cut(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
-    """The meaning: character by character, the first stop string that is complete ends it."""
+    """Cuts by definition: character by character, the first stop string that is complete
+    ends it.
+    """
     for end in range(1, len(text) + 1):
         for candidate in sorted(stop, key=len, reverse=True):
             if text[:end].endswith(candidate):

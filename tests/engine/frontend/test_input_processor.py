@@ -22,7 +22,7 @@ PROMPT = [3, 4, 5]
 
 
 def refusal(prompt: list[int] = PROMPT, max_tokens: int | None = 4, **sampling: Any) -> str | None:
-    """The named parameter; the message must say something."""
+    """Returns the named parameter; the message must say something."""
     with pytest.raises(InvalidRequest) as caught:
         spec = RequestSpec(prompt, SamplingParams(**sampling))
         PROCESSOR.complete(spec, max_tokens=max_tokens)

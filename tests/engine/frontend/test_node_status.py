@@ -194,7 +194,9 @@ async def test_watch_reports_at_once_then_on_change(
 
 
 async def _after_notify(status: NodeStatus, watch: grpc.aio.UnaryStreamCall) -> node_pb2.NodeLoad:
-    """A change in the same moment as a report is in the next one: keep notifying."""
+    """Notifies again and again: a change in the same moment as a report is in the next one: keep
+    notifying.
+    """
     reading = asyncio.ensure_future(watch.read())
     while not reading.done():
         status.notify()

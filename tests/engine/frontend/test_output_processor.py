@@ -146,7 +146,9 @@ def test_without_a_tokenizer_there_are_tokens_and_no_text() -> None:
 def test_groups_of_tokens_give_the_same_as_single_ones(
     text: str, cuts: list[int], stop: tuple[str, ...], min_tokens: int, end: str
 ) -> None:
-    """Also where the core ends it, with the last token of a group, or only afterwards."""
+    """They are the same also where the core ends it, with the last token of a group, or only
+    afterwards.
+    """
     ids = tokens(text)
     bounds = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
     groups = [ids[a:b] for a, b in pairwise(bounds)]

@@ -42,7 +42,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def any_values(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
-    """Every field of `kind` with any value of its type, so that none can be forgotten."""
+    """Draws every field of `kind` with any value of its type, so that none can be forgotten."""
     return {name: VALUES[hint] for name, hint in typing.get_type_hints(kind).items()}
 
 
@@ -82,7 +82,7 @@ ORDINARY: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 def test_ordinary_requests_are_small(
     sampling: dict[str, Any], fields: dict[str, Any], limit: int
 ) -> None:
-    """`limit`: bytes that one protobuf field for each parameter takes."""
+    """`limit` is the number of bytes that one protobuf field for each parameter takes."""
     params = SamplingParams(**{"max_tokens": 128, "seed": SEED, **sampling})
     spec = RequestSpec([1, 2, 3], params, **fields)
     assert prefill_pb2.PrefillRequest(spec=encode_spec(spec)).ByteSize() <= limit

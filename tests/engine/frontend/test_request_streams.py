@@ -39,7 +39,7 @@ EXPORT = KVTransferParams(do_remote_decode=True, transfer_id="11" * 16)
 
 
 class FakeCore:
-    """In the place of `EngineCoreClient`: keeps what was sent, and says what the test says."""
+    """Takes the place of `EngineCoreClient`: keeps what was sent, and says what the test says."""
 
     pid = 1
 
@@ -58,7 +58,7 @@ class FakeCore:
         self.sent.append(message)
 
     async def shutdown(self) -> None:
-        """There is no process."""
+        """Does nothing, as there is no process."""
 
     def tokens(self, request_id: str, token_ids: list[int], finish_reason: str = "") -> None:
         output = EngineCoreOutput(request_id, token_ids, finish_reason)

@@ -210,7 +210,7 @@ def test_random_weights_need_no_tokenizer(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """As much of a `ModelConfig` as a tokenizer needs."""
+    """Holds as much of a `ModelConfig` as a tokenizer needs."""
 
     path: str
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What crosses between nodes arrives as it was sent."""
+"""Tests that what crosses between nodes arrives as it was sent."""
 
 from __future__ import annotations
 

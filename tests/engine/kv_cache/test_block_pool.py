@@ -220,7 +220,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(blocks=held, same=st.booleans())
     def cache(self, blocks: list[KVCacheBlock], same: bool) -> None:
-        """`same`: content that another block may have as well."""
+        """Caches blocks; `same` is content that another block may have as well."""
         for block in blocks:
             content = 0 if same else self.next_content
             self.next_content = (self.next_content + 1) % 20

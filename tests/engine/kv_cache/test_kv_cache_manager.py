@@ -101,7 +101,7 @@ def table_of(manager: KVCacheManager, request_id: str) -> list[KVCacheBlock]:
 
 
 def compute(manager: KVCacheManager, request: Request) -> None:
-    """All of the request's tokens get blocks and KV."""
+    """Gives blocks and KV to all of the request's tokens."""
     cached, _ = manager.get_computed_blocks(request, request.num_tokens - 1)
     assert manager.allocate_slots(request, request.num_tokens, cached) is not None
     manager.confirm(request, request.num_tokens)

@@ -30,13 +30,13 @@ def make_manager(*groups: KVGroup, num_blocks: int = NUM_BLOCKS) -> KVCacheManag
 
 
 def has_block(manager: KVCacheManager, request_id: str, index: int) -> list[bool]:
-    """By logical block of a group: whether the request has one there."""
+    """Returns, by logical block of a group, whether the request has one there."""
     table = manager.get_blocks(request_id).tables[index]
     return [block is not NULL_BLOCK for block in table]
 
 
 def start(manager: KVCacheManager, request: Request) -> int:
-    """All known tokens get blocks; returns how many came from the cache."""
+    """Gives blocks to all known tokens; returns how many came from the cache."""
     cached, num_cached = manager.get_computed_blocks(request, request.num_tokens - 1)
     assert manager.allocate_slots(request, request.num_tokens, cached) is not None
     return num_cached

@@ -20,7 +20,7 @@ from tests.engine.kv_groups.grouped_model import (
 
 
 class DenseOracle:
-    """`window` None: all layers see all tokens."""
+    """Computes without a cache; with `window` None all layers see all tokens."""
 
     def __init__(self, weights: dict[str, Tensor], window: int | None) -> None:
         self._weights = weights
@@ -28,14 +28,14 @@ class DenseOracle:
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
-        """The most likely ones."""
+        """Returns the most likely tokens."""
         found = self._known.setdefault(tuple(prompt), [])
         while len(found) < count:
             found.append(int(self._logits(prompt + found).argmax()))
         return found[:count]
 
     def _logits(self, tokens: list[int]) -> Tensor:
-        """[V], after the last token."""
+        """Returns the logits [V] after the last token."""
         weights = self._weights
         x = weights["embed.weight"][tokens]
         for layer, kind in enumerate(KINDS):
@@ -71,7 +71,7 @@ class DenseOracle:
 
 
 def _seen(length: int, window: int | None) -> Tensor:
-    """[query, key]."""
+    """Returns what each token sees: [query, key]."""
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     return seen if window is None else seen.triu(1 - window)
 
@@ -81,7 +81,7 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """[heads, L, D]."""
+    """Rotates [heads, L, D]."""
     half = HEAD_DIM // 2
     frequencies = ROPE_THETA ** (-torch.arange(half) / half)
     angles = torch.arange(x.shape[1])[:, None] * frequencies

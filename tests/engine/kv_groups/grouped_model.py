@@ -99,7 +99,7 @@ class LatentBlock(nn.Module):
     def forward(
         self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
     ) -> None:
-        """`kv_cache`: [N, numbers of a page], planes one after the other."""
+        """Attends; `kv_cache` is [N, numbers of a page], planes one after the other."""
         split = self.block_size * LATENT
         planes = (
             kv_cache[:, :split].unflatten(1, (self.block_size, LATENT)),
@@ -133,7 +133,9 @@ class LatentBlock(nn.Module):
 
 
 def attend_latent(queries: Tensor, keys: Tensor) -> Tensor:
-    """[T, H, LATENT + PLACE] over [L, LATENT + PLACE] -> [T, H, LATENT]; the queries are last."""
+    """Attends with [T, H, LATENT + PLACE] over [L, LATENT + PLACE] -> [T, H, LATENT]; the queries
+    are last.
+    """
     scores = torch.einsum("thd,ld->thl", queries, keys) * (LATENT + PLACE) ** -0.5
     seen = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))
     return scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1) @ keys[:, :LATENT]
@@ -197,12 +199,12 @@ class GroupedLM(CausalLM):
 
 
 def register() -> None:
-    """In this process."""
+    """Registers the model in this process."""
     MODELS[ARCHITECTURE] = Entry(GroupedSpec, f"{__name__}:GroupedLM")
 
 
 def model_config(folder: Path, window: int) -> ModelConfig:
-    """Of a checkpoint that `write_weights` has written to `folder`."""
+    """Returns the config of a checkpoint that `write_weights` has written to `folder`."""
     spec = GroupedSpec(window=window)
     config = ModelConfig(
         path=str(folder),
@@ -224,7 +226,7 @@ def model_config(folder: Path, window: int) -> ModelConfig:
 
 
 def write_weights(folder: Path) -> dict[str, Tensor]:
-    """Random ones, large enough that attention decides on tokens."""
+    """Writes random weights, large enough that attention decides on tokens."""
     shard = Shard(ParallelPlace(range(len(KINDS))), torch.float32, torch.device("cpu"))
     config = EngineConfig(engine_id="weights", epoch=1, model=model_config(folder, 1))
     generator = torch.Generator().manual_seed(7)

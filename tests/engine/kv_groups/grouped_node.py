@@ -47,7 +47,9 @@ def engine_config(
 
 @dataclass
 class GroupedNode:
-    """`tokens[request id]`: what the engine has answered; `ended`: requests that have ended."""
+    """Runs one engine. `tokens[request id]`: what the engine has answered; `ended`: requests that
+    have ended.
+    """
 
     config: EngineConfig
     core: EngineCore

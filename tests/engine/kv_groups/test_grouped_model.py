@@ -54,7 +54,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def test_windows_decide_on_tokens(checkpoint: Checkpoint) -> None:
-    """Else this file would show nothing."""
+    """Windows must decide, or else this file would show nothing."""
     without = DenseOracle(checkpoint.weights, None)
     longer = DenseOracle(checkpoint.weights, WINDOW + 1)
     for other in (without, longer):

@@ -17,7 +17,7 @@ _TIMEOUT_S = 60
 
 
 def play(scene: Callable[[ParallelGroup], T], size: int) -> list[T]:
-    """What each rank returned."""
+    """Returns what each rank returned."""
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
 
     def rank_of(rank: int) -> T:
@@ -28,7 +28,7 @@ def play(scene: Callable[[ParallelGroup], T], size: int) -> list[T]:
 
 
 def collectives(group: ParallelGroup) -> tuple[dict[str, Any], dict[str, str]]:
-    """(results, sockets of the process that listen)."""
+    """Returns (results, sockets of the process that listen)."""
     own = float(group.rank)
     noise = torch.randn(7, 33, generator=torch.Generator().manual_seed(group.rank))
     strided = torch.arange(6.0).view(2, 3).t()
@@ -62,7 +62,7 @@ def dead_peer(group: ParallelGroup) -> str:
 
 
 def listening() -> dict[str, str]:
-    """This process' sockets that listen for TCP: inode to local address, hexadecimal."""
+    """Returns this process' sockets that listen for TCP: inode to local address, hexadecimal."""
     inodes = set()
     for link in Path("/proc/self/fd").iterdir():
         try:

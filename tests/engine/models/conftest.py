@@ -30,7 +30,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one checkpoint for each family."""
+    """Returns a folder with one checkpoint for each family."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for name, family in FAMILIES.items():
         save_checkpoint(family, folder / name)
@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits_by_rank(
     checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[dict[str, torch.Tensor]]]:
-    """Tensor-parallel size to what each rank computed."""
+    """Maps tensor-parallel size to what each rank computed."""
     out = tmp_path_factory.mktemp("logits")
     run_ranks("tests.engine.models.rank_process", 2, str(checkpoints), str(out))
     pair = [load_file(out / f"rank-{rank}.safetensors") for rank in range(2)]
@@ -52,8 +52,9 @@ def logits_by_rank(
 def greedy_by_rank(
     checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[dict[str, Any]]]:
-    """Tensor-parallel size to what each rank of an engine sampled: "family/mode/request" to the
-    fields of `Found`."""
+    """Maps tensor-parallel size to what each rank of an engine sampled: "family/mode/request" to
+    the fields of `Found`.
+    """
     out = tmp_path_factory.mktemp("greedy")
     num_engines = {size: len(FAMILIES) * len(modes) for size, modes in MODES_OF_SIZE.items()}
     run_ranks(

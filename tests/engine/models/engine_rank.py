@@ -36,7 +36,9 @@ from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 MODES = {"whole": 1024, "chunked": 24}
 """Mode to tokens in one step at most."""
 MODES_OF_SIZE = {1: ("whole", "chunked"), 2: ("chunked",)}
-"""By tensor-parallel size: how prompts are cut is the scheduler's matter, which is the same."""
+"""Modes by tensor-parallel size: how prompts are cut is the scheduler's matter, which is
+the same.
+"""
 WITH_CACHED_PREFIX = {"3": 64, "4": 32}
 """Request to tokens that it takes from the prefix cache. Request i is prompt i of `prompts()`; a
 request that warms the cache runs before all of them."""
@@ -48,8 +50,9 @@ NUM_TOP = 3
 
 @dataclass
 class Found:
-    """Of one request. `prompt_logprobs`: (token ids, log probabilities, rank) of each token of the
-    prompt but the first."""
+    """Holds the answer of one request. `prompt_logprobs`: (token ids, log probabilities, rank) of
+    each token of the prompt but the first.
+    """
 
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[list[int], list[float], int]] = field(default_factory=list)
@@ -106,7 +109,7 @@ class EngineRank:
 def greedy(
     folder: Path, mode: str, rank: int, size: int, rendezvous: str, device: Device = "cpu"
 ) -> dict[str, Found]:
-    """Request to NUM_GREEDY tokens and to log probabilities of its prompt."""
+    """Maps each request to NUM_GREEDY tokens and to log probabilities of its prompt."""
     config = EngineConfig(
         engine_id=f"parity-{folder.name}-{mode}-{size}",
         epoch=1,
@@ -136,7 +139,7 @@ def greedy(
 
 
 def greedy_all(folder: Path, rank: int, size: int, rendezvous: list[str]) -> dict[str, Any]:
-    """Every family in every mode of its size, each with an address of its own."""
+    """Runs every family in every mode of its size, each with an address of its own."""
     addresses = iter(rendezvous)
     return {
         f"{checkpoint.name}/{mode}/{request_id}": asdict(found)

@@ -48,7 +48,7 @@ class PagedModel:
         self.layers_seen: list[int] = []
 
     def use_gemms(self, policy: GemmPolicy) -> None:
-        """From now on, whatever the policy that the model was made with."""
+        """Uses these GEMMs from now on, whatever the policy that the model was made with."""
         for layer in self._model.modules():
             if isinstance(layer, MergedColumnParallelLinear | RowParallelLinear):
                 layer.method = layer.choose_method(policy)

@@ -1,5 +1,6 @@
-"""What is asked of every checkpoint. Apart from the reference, so that rank processes need not
-import transformers."""
+"""Lists what is asked of every checkpoint. Apart from the reference, so that rank processes need
+not import transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 
 MAX_LEN = 192
 VOCAB = 101
-"""Not a multiple of 64: every shard of the vocabulary is padded."""
+"""The size is not a multiple of 64: every shard of the vocabulary is padded."""
 NUM_GREEDY = 64
 _PREFIX = 40
 

@@ -54,7 +54,7 @@ def compute(model: PagedModel) -> dict[str, torch.Tensor]:
 
 
 def compute_all(folder: Path, group: ParallelGroup) -> dict[str, torch.Tensor]:
-    """`compute` of every family, by "family/..."."""
+    """Calls `compute` of every family, by "family/..."."""
     return {
         f"{checkpoint.name}/{key}": logits
         for checkpoint in sorted(folder.iterdir())

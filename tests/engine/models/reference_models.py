@@ -58,8 +58,9 @@ _PHI3 = {"pad_token_id": 0, "eos_token_id": 0}
 
 @dataclass(frozen=True)
 class Family:
-    """`changes`: what differs from the common sizes. `older_config`: rewritten to the keys that
-    transformers used before version 5."""
+    """Describes a family. `changes`: what differs from the common sizes. `older_config`: rewritten
+    to the keys that transformers used before version 5.
+    """
 
     model: type[PreTrainedModel]
     config: type[PretrainedConfig]
@@ -101,7 +102,9 @@ FAMILIES = {
 
 
 def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Random weights everywhere (also biases and norms), large enough that attention matters."""
+    """Saves random weights everywhere (also biases and norms), large enough that attention
+    matters.
+    """
     torch.manual_seed(21)
     model = family.model(family.config(**{**_SIZES, **family.changes}))
     with torch.no_grad():
@@ -134,20 +137,22 @@ def _architecture(folder: Path) -> str:
 
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """[len(prompt), VOCAB]"""
+    """Returns logits [len(prompt), VOCAB]."""
     return model(torch.tensor([prompt])).logits[0]
 
 
 @torch.no_grad()
 @cache
 def expected_logits(folder: Path) -> list[torch.Tensor]:
-    """`reference_logits` of every prompt of `prompts()`."""
+    """Returns `reference_logits` of every prompt of `prompts()`."""
     model = reference(folder)
     return [reference_logits(model, prompt) for prompt in prompts()]
 
 
 def reference_greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], float]:
-    """NUM_GREEDY tokens, and the smallest lead that a chosen token had over the next best."""
+    """Returns NUM_GREEDY tokens, and the smallest lead that a chosen token had over the
+    next best.
+    """
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -37,7 +37,7 @@ SHARDED = "llama3_rope_tied_sharded"
 
 @pytest.fixture
 def copy(checkpoints: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A checkpoint of the named family that the test may break."""
+    """Copies a checkpoint of the named family, which the test may break."""
 
     def make(family: str = "llama") -> Path:
         folder = tmp_path / family
@@ -55,7 +55,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def load(folder: Path) -> list[float]:
-    """Config, model and weights; returns what was reported."""
+    """Loads config, model and weights; returns what was reported."""
     config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
     reported: list[float] = []
     load_weights(create_model(config, place_alone(config.model), "cpu"), config, reported.append)
@@ -457,7 +457,9 @@ def test_extra_tensor(copy: Callable[[str], Path]) -> None:
 
 
 def test_extra_tensors_that_are_harmless(copy: Callable[[str], Path]) -> None:
-    """Rotary frequencies of older checkpoints, and a head that is tied anyway."""
+    """Checkpoints may hold rotary frequencies of older checkpoints, and a head that is tied
+    anyway.
+    """
     folder = copy("qwen3_tied")
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),

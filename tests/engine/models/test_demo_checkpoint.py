@@ -38,7 +38,7 @@ class Talk:
         self._model = model
 
     def prompt(self, *messages: str) -> str:
-        """User and assistant in turn."""
+        """Makes a prompt of user and assistant in turn."""
         roles = ("user", "assistant")
         chat = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -55,7 +55,7 @@ class Talk:
         return answer.removesuffix("<|end|>")
 
     def answers(self, questions: list[str], max_new_tokens: int = 100) -> list[str]:
-        """To all of them at once."""
+        """Returns the answers to all of them at once."""
         self._tokenizer.padding_side = "left"
         given = self._tokenizer(
             [self.prompt(question) for question in questions],
@@ -171,7 +171,7 @@ def test_logits_equal_transformers_over_a_long_context(
 
 
 def test_it_predicts_text_that_it_never_saw(demo_checkpoint: Path, theirs: PreTrainedModel) -> None:
-    """In documents of a foreign seed, up to the end of the context."""
+    """It reads documents of a foreign seed, up to the end of the context."""
     tokenizer = Tokenizer.from_file(str(demo_checkpoint / "tokenizer.json"))
     tokens = torch.tensor([next(packed(tokenizer, documents(77, long=True), CONTEXT - 1))])
     with torch.no_grad():

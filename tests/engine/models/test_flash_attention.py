@@ -37,7 +37,9 @@ def flash_attn_with_kvcache(
     softmax_scale: float,
     causal: bool,
 ) -> Tensor:
-    """[T, Hq, D] over pages [N, B, Hkv, D]; a request's queries are the last of its context."""
+    """Attends: [T, Hq, D] over pages [N, B, Hkv, D]; a request's queries are the last of its
+    context.
+    """
     assert causal and k_cache.stride(-1) == v_cache.stride(-1) == 1
     assert {cache_seqlens.dtype, page_table.dtype, cu_seqlens_q.dtype} == {torch.int32}
     out = torch.full_like(q, torch.nan)

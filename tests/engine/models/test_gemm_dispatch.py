@@ -1,4 +1,4 @@
-"""Which operation computes each part of a model, by rows, dtype, shape and policy."""
+"""Tests which operation computes each part of a model, by rows, dtype, shape and policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RECORDED = (
 
 
 def steps_of(qkv: str, gate_up: str, row: str, head: str) -> list[str]:
-    """What a model does: each part is one operation, or several behind each other."""
+    """Returns what a model does: each part is one operation, or several behind each other."""
     norm = "rms_norm" if row == "addmm_" else "fused_add_rms_norm"
     attention = [qkv, "rope_and_cache", row, norm]
     return ["rms_norm", *[*attention, *gate_up.split(), row, norm] * LAYERS, head]
@@ -112,7 +112,7 @@ def _model(policy: GemmPolicy, dtype: str, size: int) -> CausalLM:
 
 @torch.inference_mode()
 def _operations(model: CausalLM, dtype: str, size: int, rows: int) -> list[str]:
-    """What one prompt of `rows` tokens runs through, but for attention."""
+    """Returns what one prompt of `rows` tokens runs through, but for attention."""
     cache = torch.zeros(LAYERS, 4, 2, 2, 16, size // 4, dtype=getattr(torch, dtype))
     lengths = torch.tensor([0, rows]).int(), torch.tensor([rows]).int()
     metadata = AttentionMetadata(torch.arange(4).int().view(1, 4), *lengths, 0, rows, rows)
@@ -132,7 +132,7 @@ def _operations(model: CausalLM, dtype: str, size: int, rows: int) -> list[str]:
 
 @contextmanager
 def _recorded() -> Iterator[list[str]]:
-    """Names of outermost calls: what an operation does inside is its own matter."""
+    """Records names of outermost calls: what an operation does inside is its own matter."""
     seen: list[str] = []
     depth = 0
 

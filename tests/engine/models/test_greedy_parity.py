@@ -1,6 +1,7 @@
-"""64 greedy tokens through scheduler, worker and sampler equal transformers', and so do the log
-probabilities of prompts: every family, one rank and two, prompts chunked and whole, several
-requests at once, and behind a cached prefix."""
+"""Tests that 64 greedy tokens through scheduler, worker and sampler equal transformers', and so do
+the log probabilities of prompts: every family, one rank and two, prompts chunked and whole, several
+requests at once, and behind a cached prefix.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_greedy_tokens_equal_transformers(
 def test_greedy_tokens_on_a_gpu_equal_transformers(
     family: str, mode: str, checkpoints: Path
 ) -> None:
-    """With CUDA graphs, and every kernel in float32."""
+    """Runs with CUDA graphs, and every kernel in float32."""
     found = greedy(checkpoints / family, mode, 0, 1, "", "cuda")
     assert [found[str(i)].tokens for i in range(len(prompts()))] == expected_tokens(
         checkpoints / family

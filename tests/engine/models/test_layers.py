@@ -63,7 +63,7 @@ def test_tied_head_holds_no_second_table() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_each_query_head_finds_its_kv_head_on_its_rank(size: int) -> None:
-    """8 query heads share 2 KV heads; with 4 and 8 ranks neighbours hold the same one."""
+    """Eight query heads share 2 KV heads; with 4 and 8 ranks neighbours hold the same one."""
     seen: list[int] = []
     for rank in range(size):
         kv_heads = heads_of_rank(2, rank, size)

@@ -56,8 +56,9 @@ def test_all_ranks_have_the_same_bits(family: str, logits_by_rank: LogitsByRank)
 def test_half_precision_is_as_exact_as_transformers(
     family: str, dtype: str, device: str, tmp_path: Path
 ) -> None:
-    """Against float32 on the same rounded weights; transformers in half precision is the yardstick
-    for how much error is natural."""
+    """Compares with float32 on the same rounded weights; transformers in half precision is the
+    yardstick for how much error is natural.
+    """
     half = getattr(torch, dtype)
     save_checkpoint(FAMILIES[family], tmp_path, half)
     exact, theirs = reference(tmp_path), reference(tmp_path, half)

@@ -24,7 +24,7 @@ from tests.engine.models.reference_models import (
 )
 
 MANY = 20
-"""Between the lengths of the prompts' chunks: some steps add, some do not."""
+"""A number between the lengths of the prompts' chunks: some steps add, some do not."""
 
 
 def test_logits_equal_transformers(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _flash_attn_varlen(
     softmax_scale: float,
     causal: bool,
 ) -> Tensor:
-    """[T, Hq, D]; what lies outside of the sequences is left as it is."""
+    """Attends [T, Hq, D]; what lies outside of the sequences is left as it is."""
     assert causal and cu_seqlens_q.dtype == torch.int32 and q.stride(-1) == k.stride(-1) == 1
     assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
@@ -108,9 +108,10 @@ def _differences(
     block_size: int,
     device: str = "cuda",
 ) -> Iterator[float]:
-    """How far this way is from the paged one: three uncached prompts alone; one alone; with two
-    decodes before them and a chunk with a cached beginning behind, also with two drafts each; and
-    with one of them, behind a short one, left to the others."""
+    """Returns how far this way is from the paged one: three uncached prompts alone; one alone; with
+    two decodes before them and a chunk with a cached beginning behind, also with two drafts each;
+    and with one of them, behind a short one, left to the others.
+    """
     decodes, cached, short = [(1, 77), (1, 1300)], [(300, 900)], [(5, 5)]
     whole = [(length, length) for length in lengths]
     dense.min_tokens = min(lengths)
@@ -132,7 +133,7 @@ def _differences(
 
 
 class _Batch:
-    """(query, context) lengths. The cache around them is full of others' keys."""
+    """A batch of (query, context) lengths. The cache around them is full of others' keys."""
 
     window = None
 

@@ -66,7 +66,7 @@ class SamplerBench:
         self.sampler.remove_request(row)
 
     def step(self, logits: dict[int, torch.Tensor]) -> dict[int, int]:
-        """Row to logits [V]; returns row to token."""
+        """Maps row to logits [V]; returns row to token."""
         changed = [self.states, self.block_tables, self.sampler]
         carry_over([tensor for part in changed for tensor in part.carried], self._device)
         tables = self.states.row_tables(self.block_tables)
@@ -81,11 +81,11 @@ class SamplerBench:
         return dict(zip(self.rows, output.token_ids[:, 0].tolist(), strict=True))
 
     def run(self, row: int, logits: torch.Tensor, steps: int) -> list[int]:
-        """The same logits again and again."""
+        """Runs steps on the same logits again and again."""
         return [self.step({row: logits})[row] for _ in range(steps)]
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Of the last step, by row."""
+        """Returns the log probabilities of the last step, by row."""
         assert self.last is not None
         if self.last.logprobs is None:
             return {}
@@ -102,7 +102,7 @@ def bench(request: pytest.FixtureRequest) -> SamplerBench:
 
 @pytest.fixture
 def make_logits():  # type: ignore[no-untyped-def]
-    """Random logits [V], the same for the same seed."""
+    """Makes random logits [V], the same for the same seed."""
 
     def make(seed: int = 0, scale: float = 3.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What each sampling parameter does to the next token."""
+"""Tests what each sampling parameter does to the next token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_seed_repeats_and_another_differs(bench, make_logits) -> None:
 
 
 def test_the_draw_follows_the_distribution(bench) -> None:
-    """Two tokens of odds 3:1 over 64 seeds and 8 positions."""
+    """Two tokens of odds 3:1 are drawn over 64 seeds and 8 positions."""
     logits = torch.full((bench.vocab_size,), -torch.inf)
     logits[4], logits[9] = 1.0986123, 0.0
     drawn = []
@@ -63,7 +63,7 @@ def test_temperature_near_zero_is_nearly_greedy_and_a_high_one_is_not(bench, mak
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-37, 1e-45])
 def test_the_coldest_draws_take_the_largest(bench, make_logits, temperature) -> None:
-    """Also where its reciprocal is too large for float32."""
+    """This holds also where its reciprocal is too large for float32."""
     logits = make_logits()
     bench.add(0, [1], params(temperature=temperature))
     bench.add(1, [1], params(temperature=temperature, top_p=0.9))
@@ -105,7 +105,7 @@ def test_logit_bias_is_added_and_can_forbid(bench, make_logits) -> None:
 
 @pytest.mark.parametrize("known_output", [0, 2])
 def test_ending_tokens_are_masked_before_min_tokens(bench, make_logits, known_output) -> None:
-    """Also when part of the output came with the request."""
+    """This holds also when part of the output came with the request."""
     logits = make_logits()
     eos, stop, other = logits.topk(3).indices.tolist()
     sampling = SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=(stop, eos))
@@ -135,7 +135,7 @@ ALL_KINDS = [
 
 
 def test_a_token_does_not_depend_on_the_rest_of_the_batch(bench, make_logits) -> None:
-    """Every request alone, then all of them together in rows of another order."""
+    """Runs every request alone, then all of them together in rows of another order."""
     alone = []
     for kind in ALL_KINDS:
         bench.add(0, [1, 2, 3], kind, eos=(4,))
@@ -154,8 +154,9 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(bench, make_logits) ->
 
 @pytest.mark.parametrize("kind", range(len(ALL_KINDS)))
 def test_a_resumed_request_goes_on_as_if_it_had_never_left(bench, make_logits, kind) -> None:
-    """Preempted after 4 tokens, back in another row with them as part of its prefill. The same
-    flat logits at every step, so that what was counted decides."""
+    """A request is preempted after 4 tokens, back in another row with them as part of its prefill.
+    The same flat logits at every step, so that what was counted decides.
+    """
     sampling = ALL_KINDS[kind]
     prompt = [1, 2, 3]
     logits = make_logits(scale=0.5) + 2.0

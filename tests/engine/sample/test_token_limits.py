@@ -20,7 +20,7 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def forbidden_after(words: Words, output: list[int]) -> set[int]:
-    """The definition: the last token of each word whose beginning ends the output."""
+    """Returns by definition the last token of each word whose beginning ends the output."""
     found = {
         word[-1]
         for word in words
@@ -40,7 +40,9 @@ WORDS = st.lists(
 def test_every_place_forbids_what_completes_a_word(
     requests: list[tuple[list[int], list[int], Words]],
 ) -> None:
-    """All places of an output at once, which several tokens a step ask for, and one at a time."""
+    """Asks for all places of an output at once, which several tokens a step ask for, and one at a
+    time.
+    """
     table = torch.zeros((ROWS, LENGTH), dtype=torch.int32)
     states = BadWordStates(ROWS, table)
     places, lengths, expected = [], [], []
@@ -80,7 +82,7 @@ def test_the_prompt_does_not_begin_a_word(bench, make_logits) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_words_are_never_said_and_others_still_are(bench, make_logits, temperature) -> None:
-    """Beside rows that ask for nothing, and one that comes back after a preemption."""
+    """This holds beside rows that ask for nothing, and one that comes back after a preemption."""
     words = ((3,), (7, 7), (7, 8), (9, 8, 7))
     sampling = SamplingParams(temperature=temperature, seed=4, bad_words=words)
     free = SamplingParams(temperature=temperature, seed=4)

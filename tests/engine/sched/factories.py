@@ -19,8 +19,9 @@ EOS = 0
 
 
 def kv_layers(*windows: int | None, heads: int = 1) -> tuple[KVLayers, ...]:
-    """One layer in each group. With 2 or 4 `heads` the first group has more than the others, whose
-    blocks have as many times more tokens."""
+    """Builds layers, one in each group. With 2 or 4 `heads` the first group has more than the
+    others, whose blocks have as many times more tokens.
+    """
     return tuple(
         KVLayers(layers=(index,), planes=(Plane("k", 1 if index else heads, 4),), window=window)
         for index, window in enumerate(windows)
@@ -36,7 +37,7 @@ def make_config(
     kv_layers: tuple[KVLayers, ...] = (),
     **scheduler: Any,
 ) -> EngineConfig:
-    """`scheduler`: fields of `SchedulerConfig`."""
+    """Makes a config; `scheduler` holds fields of `SchedulerConfig`."""
     model = tiny_model(
         served_model_name="fake",
         vocab_size=VOCAB_SIZE,
@@ -67,7 +68,9 @@ def make_request(
     kv: KVTransferParams | None = None,
     **sampling: Any,
 ) -> Request:
-    """`sampling`: fields of `SamplingParams`; end-of-sequence does not end it unless asked."""
+    """Makes a request. `sampling`: fields of `SamplingParams`; end-of-sequence does not end it
+    unless asked.
+    """
     params: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, **sampling}
     return Request(
         EngineCoreRequest(
@@ -83,7 +86,7 @@ def make_request(
 
 
 def remote_prefill(transfer_id: str, attempt: int = 0) -> KVTransferParams:
-    """For a decode node: the prompt's KV comes from a peer."""
+    """Makes parameters for a decode node: the prompt's KV comes from a peer."""
     group = attention_group(layers=[0], heads=1, head_dim=4, dtype="float32", block_size=BLOCK_SIZE)
     layout = KVLayout(groups=(group,), tp_size=1, model_hash="fake")
     return KVTransferParams(
@@ -95,5 +98,5 @@ def remote_prefill(transfer_id: str, attempt: int = 0) -> KVTransferParams:
 
 
 def remote_decode(transfer_id: str) -> KVTransferParams:
-    """For a prefill node: a peer will pull the prompt's KV."""
+    """Makes parameters for a prefill node: a peer will pull the prompt's KV."""
     return KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)

@@ -28,7 +28,7 @@ _START = 1
 
 
 def kv_of(tokens: list[int]) -> list[int]:
-    """KV of each position."""
+    """Returns the KV of each position."""
     states = []
     state = _START
     for token in tokens:
@@ -38,14 +38,16 @@ def kv_of(tokens: list[int]) -> list[int]:
 
 
 def prompt_ranks(prompt: list[int]) -> list[int]:
-    """Of each token but the first."""
+    """Returns the ranks of each token but the first."""
     return [state % 1000 + token for state, token in zip(kv_of(prompt), prompt[1:], strict=False)]
 
 
 def next_token(
     state: int, num_output: int, sampling: SamplingParams, eos_token_ids: tuple[int, ...]
 ) -> int:
-    """After a token with this KV. Ends are masked before `min_tokens`, as on real workers."""
+    """Returns the token after one with this KV. Ends are masked before `min_tokens`, as on real
+    workers.
+    """
     masked = set(sampling.stop_token_ids) | set(eos_token_ids)
     draw = state
     while True:
@@ -56,7 +58,7 @@ def next_token(
 
 
 def expected_output(request: Request, max_len: int) -> list[int]:
-    """What an engine of this context length must answer."""
+    """Returns what an engine of this context length must answer."""
     sampling = request.sampling
     ends = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
@@ -74,7 +76,7 @@ def expected_output(request: Request, max_len: int) -> list[int]:
 
 
 class PagedMemory:
-    """`slots[block][offset]`: (KV group, KV) that was written there last."""
+    """Remembers KV: `slots[block][offset]` is (KV group, KV) that was written there last."""
 
     def __init__(self, num_blocks: int, groups: tuple[KVGroup, ...]) -> None:
         self.groups = groups
@@ -84,8 +86,9 @@ class PagedMemory:
     def write(
         self, block_ids: BlockIds, position: int, state: int, num_received: int | None = None
     ) -> None:
-        """Into the blocks of all groups. `num_received`: a peer sends so many tokens, and of a
-        window only what the next one sees."""
+        """Writes into the blocks of all groups. `num_received`: a peer sends so many tokens, and of
+        a window only what the next one sees.
+        """
         for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
             if num_received is not None and position < group.first_token_seen(num_received):
                 continue
@@ -93,7 +96,9 @@ class PagedMemory:
             self.slots[table[logical]][offset] = (index, state)
 
     def check(self, block_ids: BlockIds, states: list[int], num_tokens: int, seen_by: int) -> None:
-        """Of the first `num_tokens` tokens, those that token `seen_by` sees have their KV."""
+        """Checks that, of the first `num_tokens` tokens, those that token `seen_by` sees have their
+        KV.
+        """
         for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
             for position in range(group.first_token_seen(seen_by), num_tokens):
                 logical, offset = divmod(position, group.block_size)
@@ -102,7 +107,7 @@ class PagedMemory:
 
 
 Drafter = Callable[[list[int]], list[int]]
-"""What it proposes, given what is right."""
+"""The drafts that it proposes, given what is right."""
 
 
 def lying_drafter(rng: random.Random) -> Drafter:
@@ -126,7 +131,7 @@ def lying_drafter(rng: random.Random) -> Drafter:
 
 @dataclass(slots=True)
 class WorkerRow:
-    """What a worker keeps of a request."""
+    """Holds what a worker keeps of a request."""
 
     epoch: int
     prompt_len: int
@@ -197,13 +202,15 @@ class FakeWorker:
         row.num_computed += count
 
     def _write(self, row: WorkerRow, states: list[int]) -> None:
-        """KV from `num_computed` on. Raises IndexError where the row has no blocks."""
+        """Writes KV from `num_computed` on. Raises IndexError where the row has no blocks."""
         self.memory.check(row.block_ids, states, row.num_computed, row.num_computed)
         for position in range(row.num_computed, len(states)):
             self.memory.write(row.block_ids, position, states[position])
 
     def _decode(self, index: int, row: WorkerRow, output: ModelRunnerOutput) -> None:
-        """One token more than drafts are right. A row that has all its tokens stays as it is."""
+        """Gives one token more than drafts are right. A row that has all its tokens stays
+        as it is.
+        """
         num_known = len(row.tokens)
         assert row.num_computed == num_known - 1 >= row.prefill_len
         if num_known == row.max_len:
@@ -225,7 +232,7 @@ class FakeWorker:
         self._report(index, row, found, output)
 
     def _drafts(self, row: WorkerRow) -> list[int]:
-        """What cannot be computed, and what is missing, becomes token 0."""
+        """Returns drafts; what cannot be computed, and what is missing, becomes token 0."""
         count = self.query_len - 1
         if self.drafter is None or count == 0:
             return [0] * count
@@ -259,7 +266,7 @@ class FakeWorker:
 
 
 def _continuation(row: WorkerRow, count: int) -> list[int]:
-    """The next tokens of the row."""
+    """Returns the next tokens of the row."""
     tokens = list(row.tokens)
     state = kv_of(tokens)[-1]
     for _ in range(count):

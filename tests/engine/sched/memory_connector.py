@@ -40,7 +40,7 @@ class PullJob:
         return self.position == len(self.prompt)
 
     def whole_blocks(self, memory: PagedMemory) -> int:
-        """Tokens before the block that is being written."""
+        """Returns the tokens before the block that is being written."""
         return min(self.position // g.block_size * g.block_size for g in memory.groups)
 
 
@@ -52,7 +52,7 @@ class ExportJob:
     block_ids: BlockIds = ()
     num_cached: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
-    """(step, leading tokens with KV once it is done)."""
+    """The (step, leading tokens with KV once it is done)."""
     sent: int = 0
     is_staged: bool = False
     stopping: bool = False
@@ -175,8 +175,9 @@ class MemoryConnector(KVConnectorScheduler):
             self._advance_export(transfer_id, job)
 
     def fail(self, transfer_id: str, *, tells_part: bool = True) -> None:
-        """Nobody touches the blocks from now on. `tells_part`: what has come is known to be
-        complete."""
+        """Fails the pull: nobody touches the blocks from now on. `tells_part`: what has come is
+        known to be complete.
+        """
         pull = self.pulls.get(transfer_id)
         if pull is not None and tells_part:
             self._events.num_tokens_kept[transfer_id] = pull.position

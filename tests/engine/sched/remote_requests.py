@@ -16,7 +16,7 @@ def pulled(name: str, length: int = 10, **more: object) -> Request:
 
 
 def add_and_ask(machine: StepMachine, request: Request) -> Client:
-    """The pull has begun."""
+    """Adds the request, so that its pull has begun."""
     client = machine.add(request)
     machine.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS

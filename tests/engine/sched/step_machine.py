@@ -32,7 +32,7 @@ from tests.engine.sched.memory_connector import MemoryConnector
 
 @dataclass(slots=True)
 class Client:
-    """What one request's client has seen."""
+    """Remembers what one request's client has seen."""
 
     request: Request
     expected: list[int]
@@ -45,7 +45,9 @@ class Client:
 
 
 class StepMachine:
-    """`depth`: steps that may be out at once. Results may be held back up to that depth."""
+    """Plays steps. `depth`: steps that may be out at once. Results may be held back up to that
+    depth.
+    """
 
     def __init__(
         self, config: EngineConfig, num_blocks: int, *, depth: int = 1, seed: int = 0
@@ -80,7 +82,7 @@ class StepMachine:
         self.take(self.scheduler.abort_requests([request_id]))
 
     def supply_first_token(self, request_id: str) -> None:
-        """As the node server does: the client has it before the engine."""
+        """Supplies it as the node server does: the client has it before the engine."""
         client = self.clients[request_id]
         assert client.tokens == []
         client.tokens.append(client.expected[0])
@@ -114,7 +116,7 @@ class StepMachine:
             self.take(self.scheduler.update_from_connector(events))
 
     def make_room(self) -> None:
-        """The oldest results arrive, until another step may go out."""
+        """Lets the oldest results arrive, until another step may go out."""
         while self.num_out >= self.depth:
             self._settle_oldest()
 
@@ -137,7 +139,7 @@ class StepMachine:
             self._settle_oldest()
 
     def finish(self, max_steps: int = 2000) -> None:
-        """Until no request is left, with transfers that all succeed."""
+        """Runs until no request is left, with transfers that all succeed."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished_requests():
                 break
@@ -173,14 +175,14 @@ class StepMachine:
         self.check_bounds()
 
     def _take_prompt_logprobs(self, client: Client, part: PromptLogprobs) -> None:
-        """Each part follows the one before, or begins anew."""
+        """Takes a part, which follows the one before, or begins anew."""
         if part.first_position == 1:
             client.prompt_ranks = []
         assert part.first_position == 1 + len(client.prompt_ranks)
         client.prompt_ranks += array("i", part.ranks)
 
     def _check_prompt_logprobs(self, client: Client) -> None:
-        """With the first token they are complete, unless a peer gave them with it."""
+        """Checks that they are complete with the first token, unless a peer gave them with it."""
         params = client.request.kv_transfer_params
         if params is not None and params.do_remote_prefill and client.tokens:
             return
@@ -188,7 +190,7 @@ class StepMachine:
         assert client.prompt_ranks == prompt_ranks(prompt)
 
     def check_blocks(self) -> None:
-        """Every block is either free or has exactly the users that its count says."""
+        """Checks that every block is either free or has exactly the users that its count says."""
         scheduler = self.scheduler
         pool = scheduler._kv_cache.block_pool
         users: Counter[int] = Counter()
@@ -206,7 +208,9 @@ class StepMachine:
         self.check_pulls()
 
     def check_pulls(self) -> None:
-        """A pull has blocks in the states that say so, and all that lack only a row are queued."""
+        """Checks that a pull has blocks in the states that say so, and all that lack only a row are
+        queued.
+        """
         scheduler = self.scheduler
         pulls = scheduler._remote.pulls
         found = {
@@ -223,8 +227,9 @@ class StepMachine:
         assert {request.request_id for request in pulls.ready} == set(pulls._in[PullState.READY])
 
     def check_bounds(self) -> None:
-        """What the worker has of each row lies between what is confirmed and what is reserved,
-        and beyond what is certain once it has run all steps."""
+        """Checks that what the worker has of each row lies between what is confirmed and what is
+        reserved, and beyond what is certain once it has run all steps.
+        """
         running = self.scheduler._running
         calendar, kv_cache = running.calendar, self.scheduler._kv_cache
         for row in running.table.live():
@@ -245,7 +250,7 @@ class StepMachine:
                 assert has.num_computed >= min(certain, row.max_len - 1)
 
     def check_all_done(self) -> None:
-        """Every request has ended as it should, and nothing is left anywhere."""
+        """Checks that every request has ended as it should, and nothing is left anywhere."""
         for client in self.clients.values():
             if client.finish_reason in ("stop", "length"):
                 assert client.tokens == client.expected

@@ -28,7 +28,7 @@ def two_groups(**config: object) -> EngineConfig:
 
 
 def blocks_of(machine: StepMachine, request_id: str) -> list[int]:
-    """By group: how many blocks the request really has."""
+    """Returns by group how many blocks the request really has."""
     tables = machine.scheduler._kv_cache.get_blocks(request_id).tables
     return [sum(block is not NULL_BLOCK for block in table) for table in tables]
 

@@ -148,7 +148,9 @@ def test_no_pull_takes_the_blocks_that_running_requests_need_next() -> None:
 
 
 def test_kv_without_a_row_is_given_up_before_running_requests_starve() -> None:
-    """One row, taken by a request that needs the blocks of KV that waits for that very row."""
+    """There is one row, taken by a request that needs the blocks of KV that waits for that very
+    row.
+    """
     config = make_config(max_num_seqs=1, enable_prefix_caching=False)
     machine = StepMachine(config, num_blocks=8, depth=2)
     add_and_ask(machine, pulled("a", 15, max_tokens=14))

@@ -16,7 +16,7 @@ from tests.engine.sched.step_machine import StepMachine
 
 @pytest.mark.parametrize("has_part", [True, False])
 def test_a_failed_pull_is_reported_and_tried_again(machine: StepMachine, has_part: bool) -> None:
-    """What came of it stays, if it is known to be complete."""
+    """The KV that came stays, if it is known to be complete."""
     client = add_and_ask(machine, pulled("a", 30))
     machine.connector.advance("t-a")
     came = machine.connector.pulls["t-a"].position
@@ -42,7 +42,7 @@ def test_a_failed_pull_is_reported_and_tried_again(machine: StepMachine, has_par
 def test_a_failed_pull_is_computed_here(
     machine: StepMachine, token_known: bool, has_part: bool
 ) -> None:
-    """Behind the tokens whose KV is complete."""
+    """The engine goes on behind the tokens whose KV is complete."""
     client = add_and_ask(machine, pulled("a", 30))
     if token_known:
         machine.supply_first_token("a")
@@ -91,7 +91,7 @@ def test_log_probabilities_of_a_prompt_need_all_of_it(machine: StepMachine) -> N
 
 
 def test_computed_here_when_the_pull_has_stopped(machine: StepMachine) -> None:
-    """In its blocks, behind what is complete of them."""
+    """The engine computes in its blocks, behind what is complete of them."""
     add_and_ask(machine, pulled("a", 30))
     machine.connector.advance("t-a")
     machine.take(machine.scheduler.prefill_locally("a"))

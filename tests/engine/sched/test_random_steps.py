@@ -65,7 +65,7 @@ class Traffic:
         return self.machine.scheduler.has_unfinished_requests()
 
     def _drain(self) -> None:
-        """The same, without new trouble. Ends, or somebody waits for ever."""
+        """Does the same, without new trouble. Ends, or somebody waits for ever."""
         for _ in range(_MAX_MOVES):
             if not self._has_requests():
                 break
@@ -141,7 +141,7 @@ class Traffic:
             self.machine.poll_connector()
 
     def _pulls(self) -> list[str]:
-        """Requests that still expect their first token from a peer."""
+        """Returns requests that still expect their first token from a peer."""
         return [
             name
             for name, client in self.machine.clients.items()
@@ -158,7 +158,7 @@ class Traffic:
                 self.machine.supply_first_token(name)
 
     def _answer_failures(self) -> None:
-        """As the node server does, for each attempt that was reported as failed."""
+        """Answers as the node server does, for each attempt that was reported as failed."""
         for name, client in self.machine.clients.items():
             failures = sum(not result.ok for result in client.kv_results)
             is_pull = client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -170,7 +170,7 @@ class Traffic:
                     self._prefill_locally(name)
 
     def _change_mind(self) -> None:
-        """While nothing has failed."""
+        """Changes the plan, while nothing has failed."""
         pulls = self._pulls()
         if pulls:
             name = self.rng.choice(pulls)
@@ -265,7 +265,7 @@ def test_the_drafts_are_rough_enough() -> None:
 
 
 def _count_results(machine: StepMachine, lengths: Counter[int], dropped: Counter[str]) -> None:
-    """How many tokens rows got, and how often tokens behind an end were dropped."""
+    """Counts how many tokens rows got, and how often tokens behind an end were dropped."""
     update = machine.scheduler.update_from_output
 
     def counting(step: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:

@@ -316,7 +316,7 @@ def test_under_priority_the_least_urgent_yields(depth: int) -> None:
 
 
 def test_what_a_preempted_row_still_computes_is_dropped() -> None:
-    """At depth 2: its blocks wait for the steps that carry it, and so does who wants them."""
+    """At depth 2 its blocks wait for the steps that carry it, and so does who wants them."""
     machine = StepMachine(make_config(enable_prefix_caching=False), num_blocks=8, depth=2)
     for name in "ab":
         machine.add(make_request(name, prompt(8, ord(name)), max_tokens=16))

@@ -35,7 +35,7 @@ def machine_with(
 
 
 def answer(**sampling: object) -> list[int]:
-    """What the model says after `PROMPT`."""
+    """Returns what the model says after `PROMPT`."""
     machine = machine_with(right)
     return machine.add(make_request("a", PROMPT, **sampling)).expected
 
@@ -77,7 +77,7 @@ def test_tokens_behind_a_stop_token_are_dropped(place: int) -> None:
 
 
 def test_a_stop_token_among_new_ones_counts_from_min_tokens_on() -> None:
-    """Whatever the worker says."""
+    """The end is ignored before, whatever the worker says."""
     machine = machine_with(right)
     client = machine.add(make_request("a", PROMPT, max_tokens=12, min_tokens=6, ignore_eos=False))
     step = machine.step()
@@ -125,7 +125,7 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
 
 
 def test_blocks_are_reserved_for_what_steps_in_flight_may_give() -> None:
-    """And for no more, however few tokens they gave."""
+    """Nothing is reserved beyond, however few tokens they gave."""
     machine = machine_with(wrong)
     machine.add(make_request("a", PROMPT, max_tokens=100))
     most = 0

@@ -39,7 +39,7 @@ def make_machine(depth: int, seed: int) -> StepMachine:
 
 
 def is_short_of_blocks(machine: StepMachine) -> bool:
-    """Somebody waits, a row is free, and blocks are not."""
+    """Returns whether somebody waits, a row is free, and blocks are not."""
     stats = machine.scheduler.stats()
     few = stats.num_free_blocks < BLOCKS_OF_ONE_REQUEST
     return stats.num_waiting > 0 and stats.num_free_rows > 0 and few
@@ -120,7 +120,7 @@ class Tiers:
             decode.machine.poll_connector()
 
     def _move(self, transfer_id: str, prefill: StepMachine) -> None:
-        """Decode takes what is computed; only then the blocks on prefill are let go of."""
+        """Moves to decode what is computed; only then the blocks on prefill are released."""
         number = int(transfer_id.removeprefix("t-r"))
         decode = self.decodes[number % len(self.decodes)].machine
         client = decode.clients[f"r{number}"]

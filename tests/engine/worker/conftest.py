@@ -81,7 +81,9 @@ class StepDriver:
         blocks: list[int] | None = None,
         eos: tuple[int, ...] = (),
     ) -> None:
-        """The request enters with the next step. `blocks` hold `computed` tokens already."""
+        """Adds a request, which enters with the next step. `blocks` hold `computed` tokens
+        already.
+        """
         self._epochs[row] += 1
         self.rows[name], self.epochs[name] = row, self._epochs[row]
         self.tokens[name], self.computed[name] = list(tokens), computed
@@ -102,7 +104,7 @@ class StepDriver:
         )
 
     def remove(self, name: str, keep_blocks: bool = False) -> list[int]:
-        """Finished or preempted, with the next step. Returns its blocks."""
+        """Removes a finished or preempted request with the next step. Returns its blocks."""
         self._pending.finished_rows.append(self.rows.pop(name))
         self.decoding.discard(name)
         blocks = self.blocks.pop(name)
@@ -171,7 +173,7 @@ class StepDriver:
 
 
 def write_weights(folder: Path) -> None:
-    """Random, and large enough that greedy tokens vary from position to position."""
+    """Writes random weights, large enough that greedy tokens vary from position to position."""
     model = create_model(tiny_config(folder), place_alone(TINY), torch.device("cpu"))
     generator = torch.Generator().manual_seed(20)
     tensors = {}
@@ -184,7 +186,7 @@ def write_weights(folder: Path) -> None:
 def generated_and_scored(
     driver: StepDriver, prompt: list[int], chunks: list[int]
 ) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
-    """Log probabilities of output, and those of the same tokens as the end of a prompt."""
+    """Returns log probabilities of output, and those of the same tokens as the end of a prompt."""
     num_output = sum(chunks) - len(prompt)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2, max_tokens=64)
     driver.add("writer", 3, prompt, sampling)
@@ -212,7 +214,7 @@ def generated_and_scored(
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the weights of the tiny model."""
+    """Returns a folder with the weights of the tiny model."""
     folder = tmp_path_factory.mktemp("tiny")
     write_weights(folder)
     return folder
@@ -220,7 +222,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the weights of the model of `gpu_workers`."""
+    """Returns a folder with the weights of the model of `gpu_workers`."""
     folder = tmp_path_factory.mktemp("small")
     write_small_weights(folder)
     return folder
@@ -228,7 +230,7 @@ def small_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ended_alone(checkpoint: Path) -> Callable[[int], OneEngine]:
-    """An engine that had one request of `workload(seed)` after another."""
+    """Returns an engine that had one request of `workload(seed)` after another."""
 
     @cache
     def run(seed: int) -> OneEngine:
@@ -261,7 +263,7 @@ def make_scores() -> Callable[..., tuple[list[TokenLogprobs], list[TokenLogprobs
 
 @pytest.fixture
 def make_prompt() -> Callable[[int, int], list[int]]:
-    """(length, seed) to token ids."""
+    """Makes token ids from (length, seed)."""
 
     def make(length: int, seed: int) -> list[int]:
         prompt: list[int] = np.random.default_rng(seed).integers(0, VOCAB, length).tolist()

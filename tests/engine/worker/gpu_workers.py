@@ -162,7 +162,7 @@ class SchedulerAndWorker:
 
 
 def mixed_requests(make_prompt) -> list[EngineCoreRequest]:
-    """All kinds of sampling; too many and too long for a small cache."""
+    """Makes all kinds of sampling; too many and too long for a small cache."""
     return [
         EngineCoreRequest(
             request_id=str(i),

@@ -51,7 +51,7 @@ class OneEngine:
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.ended: dict[str, str] = {}
         self.counts: Counter[int] = Counter()
-        """How many tokens a request got from a step, how often."""
+        """The number of times that requests got so many tokens from a step."""
 
     def add(self, message: EngineCoreRequest) -> None:
         self.tokens[message.request_id] = []
@@ -62,7 +62,7 @@ class OneEngine:
         self._note(self.scheduler.abort_requests([request_id]))
 
     def step(self) -> bool:
-        """Whether there was anything to do."""
+        """Runs a step and returns whether there was anything to do."""
         step = self.scheduler.schedule()
         if step is not None:
             self._in_flight.append((step, self.worker.execute_model(step)))
@@ -108,8 +108,9 @@ def workload(seed: int) -> list[EngineCoreRequest]:
 
 
 def run_traffic(engine: OneEngine, seed: int, alone: OneEngine) -> None:
-    """Requests of `workload(seed)` together, four of which are aborted: what each gets is what it
-    gets alone."""
+    """Runs requests of `workload(seed)` together, four of which are aborted: what each gets is what
+    it gets alone.
+    """
     requests = workload(seed)
     rng = random.Random(seed)
     aborted = set(rng.sample([r.request_id for r in requests], 4))

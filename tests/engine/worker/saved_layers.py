@@ -7,7 +7,9 @@ from kv_transfer.no_connector import NoConnectorWorker
 
 
 class SavedLayers(NoConnectorWorker):
-    """`saved`: (step, layer) in order, for steps whose KV somebody waits for."""
+    """Records saved layers. `saved`: (step, layer) in order, for steps whose KV somebody
+    waits for.
+    """
 
     def __init__(self) -> None:
         super().__init__(rank=0)

@@ -14,13 +14,13 @@ BLOCK_SIZE, PROMPT, STEPS = 8, 37, 9
 
 @pytest.fixture
 def deterministic(make_runner, make_driver):
-    """The runner and its driver."""
+    """Returns the runner and its driver."""
     runner = make_runner(deterministic=True)
     return runner, make_driver(lambda step: runner.execute_model(step).get_output())
 
 
 def kv_of(runner, driver, name: str) -> torch.Tensor:
-    """[layers, 2, heads, tokens, head size] of what the request has computed."""
+    """Returns what the request has computed: [layers, 2, heads, tokens, head size]."""
     blocks, count = driver.blocks[name], driver.computed[name]
     layers = [layer[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3) for layer in runner.kv_caches]
     return torch.stack([layer[:, :, :count] for layer in layers])
@@ -39,7 +39,9 @@ def alone(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
 def test_alone_and_in_company(deterministic, make_prompt, sampling) -> None:
-    """Cut into chunks, beside prompts and decodes, then preempted and computed anew."""
+    """The request is cut into chunks, beside prompts and decodes, then preempted and
+    computed anew.
+    """
     runner, driver = deterministic
     prompt = make_prompt(PROMPT, 3)
     tokens, kv = alone(runner, driver, prompt, sampling)

@@ -69,8 +69,9 @@ def test_no_token_depends_on_drafts(
 
 
 def test_right_drafts_save_steps(make_config) -> None:
-    """With all drafts right, a step gives four tokens: penalties, minimum and log probabilities are
-    those of each place."""
+    """If all drafts are right, a step gives four tokens: penalties, minimum and log probabilities
+    are those of each place.
+    """
     sampling = SamplingParams(
         temperature=0.9,
         seed=7,
@@ -130,7 +131,7 @@ def _run(
 
 
 def test_the_longest_sequence_has_room_for_its_drafts(make_config) -> None:
-    """A request that fills the model's context, in a cache that holds no more."""
+    """A request fills the model's context, in a cache that holds no more."""
     prompt, sampling = [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=500)
     whole = _run(make_config(), prompt, sampling, None).tokens["a"]
     for query_len in (2, 4, 9):

@@ -1,4 +1,6 @@
-"""In a worker's loop nothing waits for the device but who reads a result, one step late."""
+"""Tests that in a worker's loop nothing waits for the device but who reads a result, one
+step late.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_no_step_waits_with_two_in_flight(
 def test_no_step_waits_whose_kv_is_wanted_elsewhere(
     small_weights: Path, make_driver, make_prompt, enforce_eager: bool
 ) -> None:
-    """A prefill node's worker: the stream marks each layer, and nobody watches for it here."""
+    """The worker is a prefill node's: the stream marks each layer, and nobody watches for
+    it here.
+    """
     config = small_config(small_weights, enforce_eager=enforce_eager)
     config = replace(config, kv_transfer=KVTransferConfig(kv_role="kv_producer"))
     worker = Worker(config, rank=0, rendezvous="")

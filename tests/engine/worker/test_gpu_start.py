@@ -33,7 +33,9 @@ def sized_by_memory(folder: Path, share: float, **changes: object) -> EngineConf
 def test_the_cache_takes_its_share_of_the_memory(
     small_weights: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With what the worker holds and needs besides, and not what others hold: they may share."""
+    """The share counts what the worker holds and needs besides, and not what others hold: they may
+    share.
+    """
     share = 0.1
     config = sized_by_memory(small_weights, share)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -67,7 +69,7 @@ def test_more_blocks_than_the_device_has_room_for(small_weights: Path) -> None:
 
 
 def test_a_step_that_cannot_be_recorded_is_named() -> None:
-    """And the device works afterwards."""
+    """The device works afterwards."""
     counter = torch.zeros(1, device="cuda")
     manager = CudaGraphManager((1, 2), torch.device("cuda"))
     runs = 0

@@ -48,7 +48,7 @@ def test_gives_the_tokens_of_the_cpu(small_weights: Path, make_driver, make_prom
 def test_replay_equals_single_launches_bit_for_bit(
     small_weights: Path, make_driver, make_prompt, dtype: str
 ) -> None:
-    """With graphs of exactly the batch's size: cuBLAS chooses by size."""
+    """Runs graphs of exactly the batch's size: cuBLAS chooses by size."""
     sizes = tuple(range(1, ROWS + 1))
     found = []
     for changes in ({"cudagraph_capture_sizes": sizes}, {"enforce_eager": True}):
@@ -93,7 +93,7 @@ def test_prompt_logprobs_are_those_of_the_same_output(
 def test_fast_paths_repeat_themselves(
     small_weights: Path, make_driver, make_prompt, dtype: str
 ) -> None:
-    """In half precision, where small-M GEMMs are ours."""
+    """Runs in half precision, where small-M GEMMs are ours."""
     with started(small_config(small_weights, dtype=dtype)) as worker:
         driver = make_driver(worker.execute_model)
         found = []
@@ -141,7 +141,7 @@ def test_deterministic_mode(
 def test_a_graph_with_prompts_equals_single_launches_bit_for_bit(
     small_weights: Path, make_driver, make_prompt
 ) -> None:
-    """Of a prompt that fills its graph: cuBLAS and the attention choose by size."""
+    """The prompt fills its graph: cuBLAS and the attention choose by size."""
     found = []
     for disabled in ((), ("prompt-graphs",)):
         config = small_config(small_weights, dtype="bfloat16", disabled_fast_paths=disabled)
@@ -173,7 +173,7 @@ def test_two_ranks_give_the_tokens_of_one(
 def running_ranks(
     config: EngineConfig,
 ) -> Iterator[Callable[[SchedulerOutput], ModelRunnerOutput]]:
-    """Worker processes."""
+    """Runs worker processes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     executor = MultiprocExecutor(config, context)
 
@@ -203,7 +203,7 @@ def test_padding_changes_nothing(small_weights: Path, make_driver, make_prompt) 
 
 
 def test_two_steps_in_flight_give_the_same_tokens(small_weights: Path, make_prompt) -> None:
-    """With too few blocks for all, so that requests are preempted and come back."""
+    """There are too few blocks for all, so that requests are preempted and come back."""
     found, preemptions = [], []
     for depth in (1, 2):
         config = small_config(small_weights, num_blocks=20, async_scheduling=depth == 2)

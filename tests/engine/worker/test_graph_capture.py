@@ -44,7 +44,7 @@ def _fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def capture(fails_at: GraphKey, error: Exception, is_warm_up: bool = False) -> None:
-    """Steps with decodes of 1 and 2 requests, and one with a prompt."""
+    """Captures steps with decodes of 1 and 2 requests, and one with a prompt."""
     runs: list[GraphKey] = []
 
     def run(key: GraphKey) -> None:

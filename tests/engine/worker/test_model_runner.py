@@ -25,7 +25,7 @@ MAX_LEN = 96
 
 
 def generate(driver, prompt, steps, sampling=GREEDY, row=0, name="alone"):
-    """A request by itself; returns its output tokens."""
+    """Runs a request by itself; returns its output tokens."""
     driver.add(name, row, prompt, sampling, eos=(7,))
     driver.step({name: len(prompt)})
     driver.run(steps - 1)

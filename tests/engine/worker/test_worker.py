@@ -39,7 +39,7 @@ def running_worker(config: EngineConfig) -> Iterator[Worker]:
 
 
 def conversation(driver, make_prompt) -> list[list[int]]:  # type: ignore[no-untyped-def]
-    """Chunked prompts, decodes, a preemption and a return; the tokens of all requests."""
+    """Runs chunked prompts, decodes, a preemption and a return; the tokens of all requests."""
     driver.add("a", 4, make_prompt(37, 1))
     driver.add("b", 0, make_prompt(8, 2), SEEDED, eos=(3,))
     driver.step({"a": 20, "b": 8})

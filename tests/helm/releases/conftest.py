@@ -1,4 +1,4 @@
-"""`release`: the chart on a stand-in cluster without processes, through each Helm."""
+"""Gives tests a `release`: the chart on a stand-in cluster without processes, through each Helm."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 @pytest.fixture(params=RELEASES)
 async def release(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Release:
-    """Not installed yet."""
+    """Returns a release that is not installed yet."""
     return RELEASES[request.param](cluster, tmp_path)

@@ -21,13 +21,15 @@ from typing import Any
 import aiohttp
 
 _PAUSE_S = 0.4
-"""Between two requests of a client, unless answers are waited for: pods that start need time."""
+"""The seconds between two requests of a client, unless answers are waited for: pods that start need
+time.
+"""
 _NUM_CLIENTS = 2
 _ANSWER_S = 60.0
 
 
 def body(i: int, max_tokens: int = 16) -> dict[str, Any]:
-    """Request `i`: always the same."""
+    """Returns the body of request `i`, which is always the same."""
     rng = random.Random(i)
     return {
         "model": "demo",
@@ -41,11 +43,11 @@ def body(i: int, max_tokens: int = 16) -> dict[str, Any]:
 
 
 class BadAnswer(Exception):
-    """What is wrong with it."""
+    """Says what is wrong with an answer."""
 
 
 async def stream(url: str, wish: dict[str, Any], on_text: asyncio.Event | None = None) -> str:
-    """The text of a complete answer. Raises `BadAnswer`."""
+    """Returns the text of a complete answer. Raises `BadAnswer`."""
     text, last = "", ""
     connector = aiohttp.TCPConnector(force_close=True)
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -79,7 +81,9 @@ def _text(data: str) -> str:
 
 
 class Load:
-    """`expected`: the text of request 0, 1, …; `faults`: one line for each that was not so."""
+    """Sends requests. `expected`: the text of request 0, 1, …; `faults`: one line for each that was
+    not so.
+    """
 
     def __init__(self, url: str, expected: Sequence[str]) -> None:
         self._url = url
@@ -103,7 +107,7 @@ class Load:
         await asyncio.gather(*self._clients)
 
     async def answers(self, count: int) -> None:
-        """Until `count` more have ended, well or not."""
+        """Waits until `count` more answers have ended, well or not."""
         goal = self.num_answers + count
         self._num_waiting += 1
         try:

@@ -37,7 +37,9 @@ LONG_WISHES = [body(i, max_tokens=250) for i in range(4)]
 def values(
     cluster: Cluster, revision: int = 1, discovery: str = "kubernetes", **replicas: int
 ) -> dict[str, Any]:
-    """Small nodes on CPU that are asked often how they are. Another `revision` rolls every pod."""
+    """Returns values of small nodes on CPU that are asked often how they are. Another `revision`
+    rolls every pod.
+    """
     often = {"readiness": {"periodSeconds": 1}}
     drain = {"preStopSeconds": 1, "drainSeconds": 20, "teardownSeconds": 5}
     annotations = {"example.com/revision": str(revision)}
@@ -87,7 +89,9 @@ class Serving:
     long_expected: list[str] = field(default_factory=list)
 
     async def wait_known(self, **nodes: int) -> None:
-        """The router uses so many nodes of each tier. While it is not ready, nobody answers."""
+        """Waits until the router uses so many nodes of each tier. While it is not ready, nobody
+        answers.
+        """
         async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
@@ -98,7 +102,7 @@ class Serving:
                 await asyncio.sleep(0.05)
 
     async def begin_long_answers(self) -> tuple[Object, list[asyncio.Task[str]]]:
-        """A decode pod, and answers that have begun, some of them there."""
+        """Returns a decode pod, and answers that have begun, some of them there."""
         if not self.long_expected:
             calls = (stream(self.url, wish) for wish in LONG_WISHES)
             self.long_expected = await asyncio.gather(*calls)
@@ -117,7 +121,7 @@ class Serving:
 
 
 async def num_open(address: str) -> float:
-    """Requests that a decode node is answering."""
+    """Returns the requests that a decode node is answering."""
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"http://{address}:8101/metrics") as response,
@@ -155,7 +159,7 @@ async def test_a_prompt_goes_through_both_tiers(serving: Serving) -> None:
 
 
 async def test_scaling_each_tier_under_load_loses_nothing(serving: Serving) -> None:
-    """One more decode node, one prefill node less; what stays is not touched."""
+    """The test adds a decode node, one prefill node less; what stays is not touched."""
     cluster = serving.cluster
     before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
     async with Load(serving.url, serving.expected) as load:

@@ -1,4 +1,4 @@
-"""What Helm does with the chart on a cluster: both engines, no processes."""
+"""Tests what Helm does with the chart on a cluster: both engines, no processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CERTIFICATES = ("router-tls", "prefill-tls", "decode-tls")
 
 
 def changed(**values: Any) -> dict[str, Any]:
-    """`VALUES` with some more of each section."""
+    """Returns `VALUES` with some more of each section."""
     result = copy.deepcopy(VALUES)
     for section, content in values.items():
         result[section] = {**result.get(section, {}), **content}
@@ -28,7 +28,7 @@ def changed(**values: Any) -> dict[str, Any]:
 
 
 def secrets(cluster: Cluster) -> dict[str, dict[str, str]]:
-    """Those of the chart: Helm keeps releases in others."""
+    """Returns the secrets of the chart: Helm keeps releases in others."""
     found = [one for one in cluster.objects("Secret") if not one["type"].startswith("helm.sh/")]
     return {one["metadata"]["name"]: one["data"] for one in found}
 
@@ -38,7 +38,7 @@ def names(store: ObjectStore) -> set[tuple[str, str]]:
 
 
 async def test_install_makes_every_component_ready(cluster: Cluster, release: Release) -> None:
-    """As Helm says, which waits here; elsewhere the cluster says it, which is quicker."""
+    """Helm says so and waits here; elsewhere the cluster says it, which is quicker."""
     await release.install(VALUES, wait_s=60)
     await cluster.wait_ready(router=2, prefill=1, decode=1)
     for tier, ports in {"prefill": {"grpc"}, "decode": {"grpc", "http"}}.items():
@@ -174,7 +174,7 @@ async def test_helm_test_and_uninstall_leave_nothing(cluster: Cluster, release: 
 async def test_every_scenario_installs_and_uninstalls(
     cluster: Cluster, tmp_path: Path, path: Path
 ) -> None:
-    """What is left is only what a user asked to keep."""
+    """Only that is left what a user asked to keep."""
     release = SdkRelease(cluster, tmp_path)
     before = names(cluster.store)
     await release.install(load_values(path), wait_s=0)
