@@ -21,11 +21,12 @@ Large language models on Kubernetes, with prefill and decode on separate hosts, 
 helm install tandem ./helm --set model.name=org/model
 ```
 
-How to run it: [docs/operations.md](../docs/operations.md). Whole examples: `ci/`.
+This page lists every value of the chart with its default. How to run it:
+[docs/operations.md](../docs/operations.md). Complete examples: `ci/`.
 
-`prefill` and `decode` take everything that `tierDefaults` has, and win. Below `settings` are the
+`prefill` and `decode` inherit everything in `tierDefaults` and override it. Below `settings` are the
 flags of the services, in camelCase: [docs/configuration.md](../docs/configuration.md).
-What stands below is generated from `values.yaml` by `make docs`.
+`make docs` generates the table below from `values.yaml`.
 
 | value | default | meaning |
 |---|---|---|
