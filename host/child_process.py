@@ -87,7 +87,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Returns None while it runs; a negative number is the signal that ended it."""
         return self._process.poll()
 
     @property

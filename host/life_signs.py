@@ -84,7 +84,7 @@ class LifeSigns:
         return LifeSigns(self._memory, self._first + first, len(self._words) - first)
 
     def handle(self, place: int) -> LifeSignHandle:
-        """For the process at `place`."""
+        """Returns what the process at `place` gives its signs with."""
         memory = self._memory
         return LifeSignHandle(pid=memory.pid, fd=memory.fd, place=self._first + place)
 
@@ -125,11 +125,11 @@ class LifeWatch:
         self._asked_at = self._patient_since = time.monotonic()
 
     def longest(self) -> Silence:
-        """Who of those that have ever given a sign has been silent for longest."""
+        """Returns the longest silence among those that have ever given a sign."""
         return max(self.silences().values(), key=lambda silence: silence.seconds, default=Silence())
 
     def silences(self) -> dict[int, Silence]:
-        """By place, of those that have ever given a sign."""
+        """Returns silences by place, of those that have ever given a sign."""
         now = time.monotonic()
         if now - self._asked_at > _STOOD_STILL_S:
             self._patient_since = now

@@ -49,7 +49,7 @@ class MemoryFile:
 
     @property
     def address(self) -> int:
-        """Where `buffer` lies, until `close`."""
+        """Returns the address of `buffer`; it holds until `close`."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     def close(self) -> None:

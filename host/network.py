@@ -16,7 +16,7 @@ from pathlib import Path
 SYS = Path("/sys")
 UNKNOWN_DISTANCE = 4
 _IP_BYTES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
-"""(where the address begins in a sockaddr, its length)."""
+"""Tells, by family, where the address begins in a sockaddr, and its length."""
 
 
 class _IfAddrs(Structure):
@@ -71,14 +71,17 @@ def numeric(host: str) -> str:
 
 
 class Network:
-    """`addresses`: interface by address; `sys`: the root of /sys."""
+    """Knows how quick and how near a host's interfaces are.
+
+    `addresses`: interface by address; `sys`: the root of /sys.
+    """
 
     def __init__(self, addresses: Mapping[str, str] | None = None, sys: Path = SYS) -> None:
         self._addresses = interfaces_by_address() if addresses is None else addresses
         self._sys = sys
 
     def gb_per_s(self, hosts: Sequence[str]) -> float | None:
-        """Of their interfaces together; None when one of them does not tell."""
+        """Returns what their interfaces carry together; None when one of them does not tell."""
         names = {self._addresses.get(numeric(host), "") for host in hosts}
         speeds = [self._speed(name) for name in names]
         return None if None in speeds else sum(speed for speed in speeds if speed)
@@ -92,8 +95,8 @@ class Network:
         return [host for host, far in zip(hosts, distances, strict=True) if far == min(distances)]
 
     def _distance(self, host: str, gpu: str) -> int:
-        """0: below the same PCI switch. 1: below the same root complex. 2: of the same NUMA node.
-        3: of another one. 4: unknown."""
+        """Returns how far they are apart: 0 below the same PCI switch, 1 below the same root
+        complex, 2 on the same NUMA node, 3 on another one, 4 unknown."""
         target = self._device(self._sys / "bus/pci/devices" / gpu.lower())
         sources = list(self._devices_of(self._addresses.get(numeric(host), "")))
         if target is None or not sources:
@@ -101,7 +104,7 @@ class Network:
         return min(_pci_distance(source, target) for source in sources)
 
     def _devices_of(self, interface: str) -> Iterator[Path]:
-        """Of a bond or VLAN: those of the interfaces below it."""
+        """Yields its devices; those of a bond or VLAN are those of the interfaces below it."""
         if not interface:
             return
         folder = self._sys / "class/net" / interface

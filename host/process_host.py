@@ -1,4 +1,4 @@
-"""Where the processes of a rank run."""
+"""Tells where the processes of a rank run, and starts them there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ProcessHost(Protocol):
 
     @property
     def link(self) -> HostLink | None:
-        """None: memory and socket names are shared with us."""
+        """Returns None when memory and socket names are shared with us."""
 
     def start(
         self, module: str, config: Any, name: str, env: dict[str, str] | None = None

@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def termination_fd() -> int:
-    """From now on SIGTERM only makes the returned descriptor readable.
+    """Makes SIGTERM do nothing from now on but make the returned descriptor readable.
 
     Call once, in the main thread. SIGINT is left alone: `read_config` has ignored it, since a
     Ctrl-C in a terminal is the parent's to decide about.

@@ -63,7 +63,7 @@ class KVCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestLike(Protocol):
-    """What a connector reads of a request."""
+    """The part of a request that a connector reads."""
 
     @property
     def request_id(self) -> str: ...
@@ -117,7 +117,10 @@ class KVConnectorScheduler(ABC):
     def build_connector_meta(
         self, step_id: int, chunks: list[ChunkLike]
     ) -> KVConnectorMetadata | None:
-        """`chunks`: prompt chunks of this step. None when the workers need not know anything."""
+        """Returns what workers must know of this step; None when that is nothing.
+
+        `chunks`: its prompt chunks.
+        """
 
     @abstractmethod
     def fileno(self) -> int:
@@ -158,7 +161,7 @@ class KVConnectorScheduler(ABC):
 
     @property
     def process_pids(self) -> list[int]:
-        """Of the transfer processes that run now."""
+        """Returns the pids of the transfer processes that run now."""
         return []
 
     @abstractmethod
@@ -177,7 +180,9 @@ class KVConnectorWorker(ABC):
     def register_kv_cache(
         self, layout: KVLayout, memory: Any, current_stream: Callable[[], int] | None = None
     ) -> KVCacheHandle:
-        """`memory`: one tensor that holds all slots as `layout` says. `current_stream`: on a GPU,
+        """Returns the handle by which transfer processes map the rank's cache.
+
+        `memory`: one tensor that holds all slots as `layout` says. `current_stream`: on a GPU,
         the driver's handle of the stream on which the calling thread launches kernels.
 
         Raises:

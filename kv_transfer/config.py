@@ -62,7 +62,7 @@ class KVTransferConfig:
 
     @property
     def process_staging_bytes(self) -> int:
-        """Of one transfer process."""
+        """Returns the share of one transfer process."""
         return self.staging_bytes // self.num_processes
 
     def transports_for(self, on_gpu: bool) -> tuple[TransportName, ...]:

@@ -1,4 +1,4 @@
-"""What can go wrong while KV moves.
+"""The errors that can end a move of KV.
 
 KVTransferError
 ├── HandshakeMismatch     the two nodes do not fit; names the field

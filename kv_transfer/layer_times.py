@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 LayerTime = tuple[float, float]
-"""(ready, saved); CLOCK_MONOTONIC seconds, 0.0 for what has not happened. To a puller that copies
-blocks itself they are saved when it is told of them."""
+"""A pair (ready, saved) in CLOCK_MONOTONIC seconds, 0.0 for what has not happened. To a puller that
+copies blocks itself they are saved when it is told of them."""
 
 
 class LayerTimes:
-    """What one process sees: of several steps and chunks of a layer, the last one counts."""
+    """Keeps what one process sees: of several steps and chunks of a layer, the last one counts."""
 
     def __init__(self, num_layers: int) -> None:
         self._ready = [0.0] * num_layers

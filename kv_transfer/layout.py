@@ -138,7 +138,7 @@ class PlaneShape(msgspec.Struct, frozen=True):
 
 
 class PageShape(msgspec.Struct, frozen=True):
-    """What lies in one page, or in one block of a message: planes one after the other."""
+    """One page, or one block of a message, holds this: planes one after the other."""
 
     block_size: int
     planes: tuple[PlaneShape, ...]
@@ -150,7 +150,7 @@ class PageShape(msgspec.Struct, frozen=True):
 
     @property
     def heads(self) -> tuple[HeadRange, ...]:
-        """By plane."""
+        """Returns heads by plane."""
         return tuple(plane.heads for plane in self.planes)
 
 
@@ -230,7 +230,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Returns how many layers the model has."""
         return 1 + max(group.layers[-1] for group in self.groups)
 
     def page(self, group: int, rank: int) -> PageShape:

@@ -1,4 +1,4 @@
-"""What the scheduler, the workers and the transfer processes of one node say about KV in motion.
+"""Messages of the scheduler, the workers and the transfer processes of one node about KV.
 
 Four directions, all msgspec, none with tensors:
 
@@ -132,7 +132,7 @@ class StepProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferEventKind(IntEnum):
-    """What a transfer process reports. All but FIRST_BYTE are terminal for that process's share.
+    """A transfer process reports these. All but FIRST_BYTE are terminal for that process's share.
 
     STAGED: producer has copied all KV out of the blocks; they may be freed.
     RELEASED: producer: the puller acknowledged, staged memory is free.

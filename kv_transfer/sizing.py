@@ -16,7 +16,7 @@ from pathlib import Path
 from host.network import Network
 
 MOST_PROCESSES = 4
-"""Of a rank, when nobody asks for more."""
+"""A rank has at most so many when nobody asks for more."""
 PROCESS_GB_PER_S = 3.0
 _CORES_A_PROCESS = 4
 _FEWEST_STREAMS = 4
@@ -27,7 +27,7 @@ to receive into, half to copy from."""
 
 
 def processes_for_this_host(hosts: Sequence[str], ranks: int) -> int:
-    """Of each of `ranks` ranks that run here and use these addresses of this host."""
+    """Returns how many each of `ranks` ranks has that run here and use these addresses."""
     try:
         link = Network().gb_per_s(hosts)
     except OSError:
@@ -54,12 +54,13 @@ def choose_num_processes(
 
 
 def choose_num_streams(num_processes: int) -> int:
-    """Of one request and one rank of the peer."""
+    """Returns how many serve one request and one rank of the peer."""
     return max(_FEWEST_STREAMS, _STREAMS_A_PROCESS * num_processes)
 
 
 def fewest_staging_bytes(num_processes: int, chunk_bytes: int) -> int:
-    """Of one rank, so that copies and the network go on side by side in all of its processes."""
+    """Returns what one rank needs for copies and the network to go on side by side in all of its
+    processes."""
     return num_processes * _FEWEST_STAGED_CHUNKS * chunk_bytes
 
 

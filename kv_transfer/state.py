@@ -114,7 +114,7 @@ class TransferTable(Generic[T]):
         return live.attempt if live is not None else None
 
     def state(self, transfer_id: str, attempt: int) -> KVTransferState | None:
-        """None: never heard of it, or long forgotten."""
+        """Returns None for what was never heard of, or is long forgotten."""
         live = self._live.get(transfer_id)
         if live is not None and live.attempt == attempt:
             return live.state

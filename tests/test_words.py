@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = (
+    "host",
+    "kv_transfer",
     "decode_node",
     "prefill_node",
     "cli",
@@ -31,6 +33,7 @@ CLEAN = (
     "tests/helm",
     "tests/kernels",
     "tests/kubernetes_stand_in",
+    "tests/kv_transfer",
     "tests/prefill_node",
     "tests/router",
     "tests/security",

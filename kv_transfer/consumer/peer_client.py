@@ -37,8 +37,8 @@ class PeerClient:
         self._me = me
         self._timeout_s = timeout_s
         self._known: dict[tuple[str, str, int], dict[int, bytes]] = {}
-        """By (address, engine id, epoch) of processes that answered as they should: what they said
-        of each transport over which we can have their KV."""
+        """Keeps, by (address, engine id, epoch) of processes that answered as they should, what
+        they said of each transport over which we can have their KV."""
 
     def transports_of(self, peer: KVPeer, address: str) -> dict[int, bytes]:
         """Returns what the process there said of its transports in the handshake."""

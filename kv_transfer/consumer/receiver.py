@@ -70,7 +70,7 @@ class KVReceiver:
         on_change: Callable[[], None],
         source: str = "",
     ) -> None:
-        """`source`: our address from which KV is pulled, where the transport can say so."""
+        """Pulls from our address `source`, where the transport can say so."""
         self._config = config
         self._me = me
         self._rank = rank

@@ -20,7 +20,7 @@ from kv_transfer.metadata import ProcessReport
 
 
 def connect_events(context: Context, config: TransferProcessConfig) -> zmq.Socket[bytes]:
-    """Where the transfer process pushes its events and reports."""
+    """Returns the socket into which the transfer process pushes its events and reports."""
     if config.link is None:
         return connect_socket(context, zmq.SocketType.PUSH, config.events_address)
     return connect_secure(context, zmq.SocketType.PUSH, config.events_address, config.link.key)
@@ -29,7 +29,7 @@ def connect_events(context: Context, config: TransferProcessConfig) -> zmq.Socke
 def listen_for_commands(
     context: Context, config: TransferProcessConfig
 ) -> tuple[zmq.Socket[bytes], str]:
-    """(socket, what `ProcessReport.commands_address` must say)"""
+    """Returns the socket and what `ProcessReport.commands_address` must say."""
     if config.link is None:
         return bind_socket(context, zmq.SocketType.PULL, config.commands_address), ""
     socket = new_socket(context, zmq.SocketType.PULL)
@@ -37,7 +37,10 @@ def listen_for_commands(
 
 
 class CommandSender:
-    """For one life of a transfer process. Never waits: what is sent early is delivered later."""
+    """Sends commands during one life of a transfer process.
+
+    Never waits: what is sent early is delivered later.
+    """
 
     def __init__(self, context: Context, config: TransferProcessConfig) -> None:
         self._context = context
@@ -54,7 +57,7 @@ class CommandSender:
             self._socket.send(message)
 
     def accept(self, report: ProcessReport) -> None:
-        """Of this life. The first one opens the way to another host."""
+        """Takes a report of this life. The first one opens the way to another host."""
         if self._socket is not None or self._link is None:
             return
         self._socket = connect_secure(

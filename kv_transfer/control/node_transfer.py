@@ -36,7 +36,10 @@ _ENDS = {
 
 
 class NodeTransfer:
-    """`unended`: processes that have not answered yet."""
+    """One transfer, seen over all processes of this node.
+
+    `unended`: those that have not answered yet.
+    """
 
     def __init__(self, params: KVTransferParams, num_processes: int, is_producer: bool) -> None:
         self.params = params

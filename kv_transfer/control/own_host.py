@@ -14,7 +14,10 @@ from kv_transfer.control.process_config import TransferProcessConfig
 
 
 def own_host(config: TransferProcessConfig, gpu: str, network: Network | None = None) -> str:
-    """`gpu`: PCI address of the GPU that holds the rank's cache; empty for none."""
+    """Returns the address of this host that the process shall use.
+
+    `gpu`: PCI address of the GPU that holds the rank's cache; empty for none.
+    """
     hosts = config.transfer.hosts
     if len(hosts) == 1:
         return hosts[0]

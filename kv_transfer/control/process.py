@@ -60,7 +60,7 @@ from kv_transfer.wire.pull_server import PullServer
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _REPORT_INTERVAL_S = 0.1
 _REPORT_DELAY_S = 0.02
-"""What a change brings with it has to be done first: a transfer begins with one."""
+"""A report waits so long: a transfer begins with a change, and what that asks for goes first."""
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def keep_freed_memory() -> None:
 
 
 def collect_garbage_rarely() -> None:
-    """What was imported stays, and chunks leave no cycles behind."""
+    """Collects garbage rarely: what was imported stays, and chunks leave no cycles behind."""
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
@@ -109,7 +109,7 @@ class TransferProcess:
         self._receiver: KVReceiver | None = None
 
     async def run(self) -> None:
-        """Until SIGTERM. Raises what went wrong: then the scheduler half starts another one."""
+        """Runs until SIGTERM. Raises what went wrong; then the scheduler half starts another."""
         asyncio.get_running_loop().add_reader(termination_fd(), self._stop, None)
         server = await self._start()
         part = self._sender or self._receiver
@@ -277,7 +277,7 @@ class TransferProcess:
             await asyncio.sleep(_REPORT_INTERVAL_S)
 
     async def _give_signs(self) -> None:
-        """Until cancelled. From another host, reports are signs."""
+        """Gives signs of life until cancelled. From another host, reports are signs."""
         handle = self._config.life_sign
         give = LifeSign.attach(handle).give if handle is not None else None
         while True:

@@ -1,4 +1,4 @@
-"""What a transfer process is told at its start."""
+"""The configuration that a transfer process is given at its start."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def local_events_address(engine_id: str) -> str:
-    """For transfer processes on the engine core's host."""
+    """Returns the address for transfer processes on the engine core's host."""
     return ipc_address(engine_id, "kv-events")

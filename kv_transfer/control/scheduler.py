@@ -84,7 +84,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     @property
     def process_pids(self) -> list[int]:
-        """Of the transfer processes that run now."""
+        """Returns the pids of the transfer processes that run now."""
         return self._processes.pids
 
     # Both roles -------------------------------------------------------------------------------

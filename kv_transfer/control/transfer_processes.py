@@ -106,7 +106,7 @@ class _TransferProcess:
             self._commands.accept(report)
 
     def restart(self) -> HostedProcess:
-        """After its death. Commands that it has not read are dropped."""
+        """Starts it again after its death. Commands that it has not read are dropped."""
         if self.child is not None:
             self.child.stop()
         self.close()
@@ -282,7 +282,7 @@ class TransferProcesses:
 
     @property
     def endpoints(self) -> tuple[tuple[str, ...], ...]:
-        """By rank. A process that is being restarted keeps its address."""
+        """Returns addresses by rank. A process that is being restarted keeps its address."""
         addresses = [process.address for process in self._processes]
         step = self._num_per_rank
         return tuple(tuple(addresses[i : i + step]) for i in range(0, len(addresses), step))
@@ -307,7 +307,7 @@ class TransferProcesses:
         return self._processes[process].send(self._encoder.encode(command))
 
     def receive(self) -> list[TransferEvent]:
-        """What arrived since the last call, in order."""
+        """Returns what arrived since the last call, in order."""
         events, self._early = self._early, []
         with suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)

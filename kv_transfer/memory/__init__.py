@@ -1,1 +1,1 @@
-"""Where KV lies and how it is copied: on the host, or on a GPU by the CUDA driver. No torch."""
+"""KV lies here, on the host or on a GPU, and is copied here, there by the CUDA driver. No torch."""

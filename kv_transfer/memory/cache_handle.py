@@ -1,4 +1,4 @@
-"""From the tensor that holds a KV cache to the handle that another process maps it by.
+"""Turns the tensor that holds a KV cache into the handle by which another process maps it.
 
 Host memory: the tensor knows its address; the kernel knows which file lies there
 (/proc/self/maps) and under which descriptor we hold it (/proc/self/fd).
@@ -18,7 +18,9 @@ from kv_transfer.memory.device import DeviceError
 
 
 def handle_of_tensor(rank: int, layout: KVLayout, memory: Any) -> KVCacheHandle:
-    """`memory`: a tensor with all slots of the cache, at the start of its memory file.
+    """Returns the handle of a rank's cache.
+
+    `memory`: a tensor with all slots of the cache, at the start of its memory file.
 
     Raises:
         ValueError: It does not lie in a memory file of this process.

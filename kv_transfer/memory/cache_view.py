@@ -60,7 +60,7 @@ class CacheMap:
         self.layout = layout
         self.num_blocks = handle.num_blocks
         self.pages = tuple(layout.page(group, handle.rank) for group in range(len(layout.groups)))
-        """What a page looks like, by group."""
+        """Shapes of a page, by group."""
         self.page_bytes = layout.page_bytes
         self.slot_bytes = handle.num_blocks * layout.page_bytes
         self.num_bytes = handle.num_blocks * layout.block_bytes
@@ -109,8 +109,11 @@ class KVCacheView(CacheMap):
         message_bytes: int = 1 << 20,
         device: MemoryDevice | None = None,
     ) -> None:
-        """`inbox_bytes`: host memory for KV that arrives, where copies take time, in messages of at
-        most `message_bytes` if it shall be quick. Raises as `CacheMap` does."""
+        """Maps the cache. Raises as `CacheMap` does.
+
+        `inbox_bytes`: host memory for KV that arrives, where copies take time, in messages of at
+        most `message_bytes` if it shall be quick.
+        """
         self.device = device if device is not None else device_of(handle)
         super().__init__(handle, layout, self.device)
         self.copies = CopyQueue(self.device.new_stream())

@@ -35,7 +35,7 @@ class CopyQueue:
         self._waiting: deque[tuple[Fence, Callable[[], None]]] = deque()
         self._poller: asyncio.Task[None] | None = None
         self._settle_until = 0.0
-        """Until then somebody is in a hurry."""
+        """Somebody is in a hurry until then."""
 
     @property
     def num_waiting(self) -> int:

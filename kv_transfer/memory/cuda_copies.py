@@ -20,7 +20,7 @@ _SOURCES_IN_STREAM_ORDER = 1
 _MOST_AT_ONCE = 128
 """The device begins when the call returns, so a longer one is no faster, but begins later."""
 _PORTION_BYTES = 256 << 10
-"""5 µs over PCIe."""
+"""A portion takes 5 µs over PCIe."""
 
 _ARRAYS = (c_void_p, c_void_p, c_void_p, c_size_t)
 _ATTRIBUTES = (c_void_p, c_void_p, c_size_t)
@@ -61,7 +61,7 @@ class CudaCopies:
 
     @property
     def way(self) -> str:
-        """For logs."""
+        """Names the way of copying, for logs."""
         return f"many at once ({self._name})" if self._batch is not None else "one by one"
 
     def issue(
@@ -81,7 +81,7 @@ class CudaCopies:
             self.issue_alone(targets, sources, sizes, stream)
 
     def issue_alone(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
-        """By a call for each."""
+        """Issues copies by a call for each."""
         single, check = self._single, self._check
         for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             check("cuMemcpyAsync", single(*copy, stream))

@@ -145,25 +145,25 @@ class CudaDriver:
     # Devices and contexts ---------------------------------------------------------------------
 
     def version(self) -> int:
-        """1000 * major + 10 * minor."""
+        """Returns 1000 * major + 10 * minor."""
         number = c_int()
         self._do("cuDriverGetVersion", byref(number))
         return number.value
 
     def device_uuids(self) -> list[bytes]:
-        """Of the devices that this process may see, in order."""
+        """Returns UUIDs of the devices that this process may see, in order."""
         count = c_int()
         self._do("cuDeviceGetCount", byref(count))
         return [self._uuid(self._device(index)) for index in range(count.value)]
 
     def current_uuid(self) -> bytes:
-        """Of the device whose context is current."""
+        """Returns the UUID of the device whose context is current."""
         device = c_int()
         self._do("cuCtxGetDevice", byref(device))
         return self._uuid(device.value)
 
     def pci_address(self, index: int) -> str:
-        """Of a device, as /sys names it: 0000:17:00.0."""
+        """Returns the address of a device as /sys names it: 0000:17:00.0."""
         text = ctypes.create_string_buffer(_PCI_TEXT_BYTES)
         self._do("cuDeviceGetPCIBusId", text, _PCI_TEXT_BYTES, self._device(index))
         domain, _, rest = text.value.decode().lower().partition(":")
@@ -196,13 +196,13 @@ class CudaDriver:
     # Memory -----------------------------------------------------------------------------------
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """(start, bytes) of the allocation that `address` lies in."""
+        """Returns (start, bytes) of the allocation that `address` lies in."""
         start, size = c_uint64(), c_size_t()
         self._do("cuMemGetAddressRange_v2", byref(start), byref(size), address)
         return start.value, size.value
 
     def ipc_handle(self, address: int) -> bytes:
-        """Of a whole allocation, for other processes of this host."""
+        """Returns the handle of a whole allocation, for other processes of this host."""
         handle = _IpcHandle()
         self._do("cuIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
@@ -230,7 +230,7 @@ class CudaDriver:
         self._do("cuMemHostUnregister", address)
 
     def device_address(self, host_address: int) -> int:
-        """Where the device sees registered host memory."""
+        """Returns the address at which the device sees registered host memory."""
         address = c_uint64()
         self._do("cuMemHostGetDevicePointer_v2", byref(address), host_address, 0)
         return address.value

@@ -28,13 +28,13 @@ class Mapping:
 
 
 class MemoryDevice(ABC):
-    """Where the cache of one rank lies."""
+    """The device on which the cache of one rank lies."""
 
     is_gpu: bool
     copies_at_once: bool
     """A copy is done when it was issued, so its source need not live longer."""
     pci_address: str = ""
-    """Of a GPU, as in /sys/bus/pci/devices; empty: none, or unknown."""
+    """The address of a GPU, as in /sys/bus/pci/devices; empty: none, or unknown."""
 
     @abstractmethod
     def open_cache(self, handle: KVCacheHandle) -> Mapping:
@@ -42,7 +42,7 @@ class MemoryDevice(ABC):
 
     @abstractmethod
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """From now on copies from and to this host memory run beside us."""
+        """Lets copies from and to this host memory run beside us from now on."""
 
     @abstractmethod
     def new_stream(self) -> CopyStream: ...

@@ -25,7 +25,7 @@ class Rows:
     """`num_rows` heads, each with one row for every token of a block, at equal distances."""
 
     target: int
-    """Where the first head begins in the target page; `source` likewise."""
+    """The first head begins here in the target page; `source` likewise."""
     source: int
     target_pitch: int
     source_pitch: int
@@ -93,8 +93,8 @@ def _rows(target: PageShape, source: PageShape, share: PageShape) -> list[Rows]:
 
 
 def _pieces(rows: list[Rows]) -> list[tuple[int, int, int]]:
-    """(target, source, bytes) where heads are equally long: then neighbours continue each other
-    even if their rows differ."""
+    """Returns (target, source, bytes) where heads are equally long: then neighbours continue each
+    other even if their rows differ."""
     pieces: list[tuple[int, int, int]] = []
     for part in rows:
         size = part.num_rows * part.target_pitch

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class EarlyPulls:
-    """By transfer id; as many as wait now."""
+    """Keeps pulls by transfer id; as many as wait now."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[asyncio.Event]] = {}

@@ -60,12 +60,12 @@ class LayerMarks:
         return self._memory.size
 
     def write(self, step_id: int, layer: int) -> None:
-        """By a worker on the CPU."""
+        """Leaves one mark, as a worker on the CPU does."""
         marks = np.frombuffer(self._memory.buffer, np.uint32, self._num_layers)
         marks[layer] = mark_of(step_id)
 
     def progress(self, near_step: int) -> StepProgress | None:
-        """Of the newest step that has begun to leave marks; None: there was none.
+        """Returns that of the newest step that has begun to leave marks; None: there was none.
 
         `near_step`: any step of the last weeks, because marks count modulo 2^32.
         """

@@ -1,4 +1,4 @@
-"""What a producer's transfer process offers to pullers, whoever carries the calls.
+"""Serves pullers in a producer's transfer process, whoever carries the calls.
 
     Handshake   compares layouts, once for each pair of processes
     PullKV      1. waits for the export, if the pull is early (as long as a lease lasts)
@@ -50,7 +50,7 @@ class PullService:
         self._heartbeat_s = min(1.0, config.stall_timeout_s / 4)
 
     def methods(self) -> dict[str, RpcMethod]:
-        """By path."""
+        """Returns methods by path."""
         return {
             f"/{SERVICE}/Handshake": RpcMethod(
                 self.handshake, pb.KVPeer.FromString, pb.KVPeer.SerializeToString
@@ -148,7 +148,7 @@ class PullService:
     async def _wait(
         self, event: asyncio.Event, transfer_id: str, attempt: int, call: ServerCall
     ) -> None:
-        """Until the event, or one heartbeat: then the puller hears that we live."""
+        """Waits for the event, or one heartbeat: then the puller hears that we live."""
         try:
             async with asyncio.timeout(self._heartbeat_s):
                 await event.wait()

@@ -40,14 +40,17 @@ class _Lane:
 
 
 class SendTransfer(Export):
-    """`share`: (number of this process, processes of its rank)."""
+    """One export, with what was computed of it and its lease.
+
+    `share`: (number of this process, processes of its rank).
+    """
 
     def __init__(
         self, meta: ExportMeta, layout: KVLayout, chunk_bytes: int, share: tuple[int, int]
     ) -> None:
         super().__init__(meta, layout, chunk_bytes, share)
         self.parts: dict[int, ProducerTransfer] = {}
-        """By `TransportId`."""
+        """Parts by `TransportId`."""
         self.lease_ends_at = 0.0
         self.num_bytes_sent = 0
         self.num_pulls_seen = 0
@@ -55,7 +58,7 @@ class SendTransfer(Export):
         self._computed = 0
         """Leading tokens that every layer has."""
         self._steps: deque[tuple[int, int]] = deque()
-        """(step, tokens computed when it is done), steps that may still be running."""
+        """Pairs (step, tokens computed when it is done) of steps that may still be running."""
         self._lanes = [
             _Lane(group, layer, model_layer, self.grid.groups[group].first_span)
             for group, kind in enumerate(layout.groups)

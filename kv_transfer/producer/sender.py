@@ -85,7 +85,7 @@ class KVSender(ExportOwner):
         self.early_pulls = EarlyPulls()
         self._progress = StepProgress(0, 0)
         self._pullers: dict[int, tuple[int, ...]] = {}
-        """By size of the puller's node, see `_num_pullers`."""
+        """Pullers by size of their node, see `_num_pullers`."""
         self.num_pulls = 0
         self.bytes_sent = 0
         self.reclaimed: Counter[Reclaim] = Counter()
@@ -233,7 +233,7 @@ class KVSender(ExportOwner):
         self._end(export, Reclaim.ERROR, reason, retryable=False)
 
     def changed(self) -> None:
-        """What is reported has changed."""
+        """Hears that what is reported has changed."""
         self._on_change()
 
     # Tasks ------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class StepWatch:
         self._poller: asyncio.Task[None] | None = None
 
     def hear(self, message: StepProgress) -> None:
-        """From the worker."""
+        """Takes word from the worker."""
         self._newest_step = max(self._newest_step, message.step_id)
         if self._look() or not self._marks_later:
             return

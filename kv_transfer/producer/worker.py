@@ -30,7 +30,7 @@ from kv_transfer.producer.layer_marks import LayerMarker, LayerMarks, StreamMark
 
 
 def steps_address(engine_id: str, rank: int, index: int) -> str:
-    """Where transfer process `index` of `rank` listens for step progress."""
+    """Returns where transfer process `index` of `rank` listens for step progress."""
     return ipc_address(engine_id, f"kv-steps-{rank}-{index}")
 
 

@@ -85,7 +85,7 @@ class Export:
 
 
 class ExportOwner(ABC):
-    """What transports tell whoever keeps the exports."""
+    """Keeps the exports, and is told of them by transports."""
 
     @abstractmethod
     def was_sent(self, export: Export, num_bytes: int) -> None:

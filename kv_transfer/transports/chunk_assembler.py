@@ -1,4 +1,4 @@
-"""Where arriving chunks of one stream belong, and which of them have arrived.
+"""Puts arriving chunks of one stream where they belong, and knows which have arrived.
 
     1. `accept(chunk)`   every field is compared with what was asked for; then copies of its tokens
                          into our blocks are issued
@@ -56,7 +56,7 @@ class ChunkAssembler(ABC):
         return None
 
     def accept_in_place(self, header: ChunkHeader) -> None:
-        """What `place` gave is written, and was checked."""
+        """Counts what was written into what `place` gave, and was checked."""
         raise NotImplementedError
 
     def memory_for(self, num_bytes: int) -> StagedChunk | None:

@@ -1,4 +1,4 @@
-"""What one stream of a transfer shall bring."""
+"""The job of one stream of a transfer says what it shall bring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PullSource:
 
 @dataclass(frozen=True, slots=True)
 class FetchJob:
-    """What one stream shall bring: chunks with index i % `num_streams` == `stream`."""
+    """One stream shall bring this: chunks with index i % `num_streams` == `stream`."""
 
     meta: RecvMeta
     source: PullSource

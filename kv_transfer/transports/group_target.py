@@ -1,4 +1,4 @@
-"""Where the tokens of one group go: from blocks of the sender into blocks of ours.
+"""Copies the tokens of one group from blocks of the sender into blocks of ours.
 
 Both sides may have other heads in a page, and other block sizes. Whole blocks that fill blocks of
 ours are copied together, in one call for all layers; the rest token run by token run.

@@ -14,7 +14,7 @@ from kv_transfer.wire.pull_wish import PullWish
 
 @dataclass(frozen=True, slots=True)
 class PullTerms:
-    """What follows from a wish.
+    """The terms that follow from a wish.
 
     Attributes:
         share: What the puller takes of each block, by group.
@@ -29,7 +29,7 @@ class PullTerms:
 
 
 class Pull(ABC):
-    """What the call still wants. `wake` is set when there is more to see."""
+    """Knows what the call still wants. `wake` is set when there is more to see."""
 
     def __init__(self, terms: PullTerms) -> None:
         self.wish = terms.wish

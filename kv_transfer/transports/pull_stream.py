@@ -33,9 +33,12 @@ _MAX_REFUSED = 16
 
 
 class PullStream:
-    """`assemblers`: the ways in which the chunks can come, best first. `last_heard_at`: when the
+    """Pulls one stream of a transfer.
+
+    `assemblers`: the ways in which the chunks can come, best first. `last_heard_at`: when the
     peer last said anything; `last_kv_at`: when a part of a message with KV last came. `on_bytes`
-    is told of every payload."""
+    is told of every payload.
+    """
 
     def __init__(
         self,

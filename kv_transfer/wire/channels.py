@@ -84,7 +84,7 @@ class ChannelPool:
         return self._channels[key].get()
 
     async def drop(self, address: str) -> None:
-        """After the peer at this address was lost. Calls in motion on it fail."""
+        """Drops the channel to a peer that was lost. Calls in motion on it fail."""
         await self._close([key for key in self._channels if key[0] == address])
 
     async def close_idle(self, idle_s: float) -> None:

@@ -92,7 +92,10 @@ def shape_code(*pages: PageShape) -> int:
 
 
 def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
-    """`parts`: C-contiguous arrays that make up the payload in order."""
+    """Returns a whole message.
+
+    `parts`: C-contiguous arrays that make up the payload in order.
+    """
     views = [part.data for part in parts]
     return b"".join((chunk_head(header, views), *views))
 
@@ -105,7 +108,7 @@ def mark(kind: ChunkKind, transfer_id: str, attempt: int, chunk_bytes: int) -> b
 
 
 def chunk_head(header: ChunkHeader, parts: Sequence[memoryview]) -> bytes:
-    """What goes before the payload `parts`."""
+    """Returns what goes before the payload `parts`."""
     payload_bytes = sum(part.nbytes for part in parts)
     return _pack(header, payload_bytes, _checksum(_pack(header, payload_bytes), parts))
 
@@ -117,7 +120,7 @@ def fill_header(message: ByteArray, header: ChunkHeader) -> None:
 
 
 class Checksum:
-    """Of a chunk whose payload comes in parts."""
+    """Checks a chunk whose payload comes in parts."""
 
     __slots__ = ("_crc", "_expected")
 
@@ -176,8 +179,8 @@ def decode_chunk(message: ByteArray) -> Chunk:
 
 
 def decode_head(head: bytes, message_bytes: int) -> ChunkHeader:
-    """Of a message whose payload may still be on its way: `Checksum` must follow. Raises
-    `CorruptChunk` for what cannot be a chunk of `message_bytes`."""
+    """Reads the head of a message whose payload may still be on its way: `Checksum` must follow.
+    Raises `CorruptChunk` for what cannot be a chunk of `message_bytes`."""
     if len(head) < HEADER.size:
         raise CorruptChunk(f"a message of {message_bytes} bytes cannot hold a header")
     (magic, version, kind, group, *numbers, payload_bytes, _) = HEADER.unpack(head)

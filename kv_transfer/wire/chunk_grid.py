@@ -26,11 +26,11 @@ from typing import NamedTuple
 from kv_transfer.layout import KVLayout, PageShape
 
 MAX_CHUNK_BYTES = 4 << 20
-"""Of KV in one chunk, unless a single block is larger."""
+"""A chunk has at most so much KV, unless a single block is larger."""
 
 
 class ChunkPlace(NamedTuple):
-    """Where a chunk lies in the grid."""
+    """The place of a chunk in the grid."""
 
     group: int
     layer: int
@@ -57,7 +57,7 @@ class GroupGrid:
 
     @property
     def num_chunks(self) -> int:
-        """With those that are not wanted."""
+        """Counts those that are not wanted too."""
         return self.num_layers * self.num_spans
 
     @property

@@ -26,7 +26,7 @@ from kv_transfer.metadata import KVPeer
 from tandem_pb import kv_transfer_pb2 as pb
 
 _MAX_PROCESSES = 64
-"""Of one rank."""
+"""A rank has at most so many."""
 _MAX_ADDRESS = 300
 _MAX_NAME = 100
 
@@ -89,7 +89,7 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
 
 
 def check_endpoints(peer: KVPeer) -> None:
-    """What a puller needs of a holder's introduction. Raises `PeerLost` if it is not all there."""
+    """Checks that a holder said what pullers need. Raises `PeerLost` if it is not all there."""
     if len(peer.endpoints) != peer.layout.tp_size:
         raise PeerLost(
             f"engine {peer.engine_id[:_MAX_NAME]} has {peer.layout.tp_size} ranks and names "
@@ -106,7 +106,7 @@ def check_endpoints(peer: KVPeer) -> None:
 
 
 def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
-    """What the puller makes of an answer.
+    """Checks the answer of a peer from which we want to pull.
 
     Raises:
         PeerLost: Somebody else answers at this address, or the peer has restarted.

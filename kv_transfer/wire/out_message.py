@@ -54,11 +54,11 @@ class OutMessage:
 
     @property
     def num_wire_bytes(self) -> int:
-        """With gRPC's prefix."""
+        """Counts gRPC's prefix too."""
         return _PREFIX.size + self.num_bytes
 
     def complete(self) -> None:
-        """Before `slices` are read. By any thread."""
+        """Completes the message before `slices` are read. Any thread may call it."""
         complete = self._complete
         if complete is not None:
             complete()
@@ -72,7 +72,7 @@ class OutMessage:
         return b"".join(self._parts)
 
     def replace(self, copy: Buffer) -> None:
-        """From now on it is read from there. A thread that reads goes on with the parts."""
+        """Reads from the copy from now on. A thread that reads goes on with the parts."""
         self._parts = (copy,)
 
     def slices(self, start: int, stop: int) -> Iterator[Buffer]:

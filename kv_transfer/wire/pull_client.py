@@ -21,7 +21,7 @@ from kv_transfer.errors import (
 from tandem_pb import kv_transfer_pb2 as pb
 
 HEAD_BYTES = 64
-"""Of each message a sink gets so many bytes first, or all of it."""
+"""A sink gets so many bytes of each message first, or all of it."""
 
 
 class MessageSink(Protocol):
@@ -62,7 +62,7 @@ class PullClient(ABC):
 
 
 def refusal(address: str, code: grpc.StatusCode, details: str) -> KVTransferError:
-    """What a status other than OK means for the transfer."""
+    """Returns what a status other than OK means for the transfer."""
     text = f"{address}: {code.name}: {details}"
     if code is grpc.StatusCode.DATA_LOSS:
         return CorruptChunk(text)

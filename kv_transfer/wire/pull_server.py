@@ -1,4 +1,4 @@
-"""Who carries the calls to a producer's transfer process: one interface, the choice is a setting.
+"""Carries the calls to a producer's transfer process: one interface, the choice is a setting.
 
 On the wire all speak gRPC, so either kind of puller can call either kind of server.
 """
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from edge.security.config import Role
 
 CALLERS = frozenset({Role.DECODE})
-"""Who may shake hands with us and take KV."""
+"""Roles that may shake hands with us and take KV."""
 
 
 class PullServer(ABC):

@@ -1,4 +1,4 @@
-"""What one PullKV call asks for, and whether a transfer process has it."""
+"""One PullKV call asks for this; a transfer process has it, or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kv_transfer.layout import KVLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullWish:
-    """What one PullKV call asks for.
+    """One PullKV call asks for this.
 
     Attributes:
         rank, tp_size: The puller's. From them follows which heads it takes from whom.

@@ -1,4 +1,4 @@
-"""What a service offers, apart from who carries the calls (`kv_transfer.wire.pull_server`)."""
+"""Methods of a service, apart from who carries the calls (`kv_transfer.wire.pull_server`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_transfer.wire.out_message import OutMessage
 
 
 class ServerCall(ABC):
-    """What a handler may do with the call that it answers."""
+    """The call that a handler answers, and what it may do with it."""
 
     @abstractmethod
     async def write(self, message: OutMessage) -> None:
@@ -22,7 +22,7 @@ class ServerCall(ABC):
     @property
     @abstractmethod
     def headers(self) -> Mapping[str, str]:
-        """What the caller sent ahead of its request."""
+        """Returns what the caller sent ahead of its request."""
 
     @abstractmethod
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:

@@ -13,8 +13,8 @@ SLOW_CYCLES = 40_000_000
 
 
 def gpu_layout(*, tp_size: int = 1, block_size: int = 16, num_kv_heads: int = 8) -> KVLayout:
-    """64 blocks of half of its heads take more than torch puts together with anything else: a
-    process cannot map one allocation twice."""
+    """Returns a layout large enough that 64 blocks of half of its heads take more than torch puts
+    together with anything else: a process cannot map one allocation twice."""
     group = attention_group(
         layers=range(8),
         heads=num_kv_heads,
@@ -26,7 +26,10 @@ def gpu_layout(*, tp_size: int = 1, block_size: int = 16, num_kv_heads: int = 8)
 
 
 class GpuRankCache(RankCache):
-    """`slow_cycles`: the stream does nothing for so long before it writes a layer."""
+    """One rank's cache on a GPU.
+
+    `slow_cycles`: the stream does nothing for so long before it writes a layer.
+    """
 
     slow_cycles = 0
 

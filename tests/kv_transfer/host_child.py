@@ -19,7 +19,7 @@ MODULE = "tests.kv_transfer.host_child"
 
 
 class ChildConfig(msgspec.Struct):
-    """`action`: exit, sleep, stubborn, gentle, nest or count."""
+    """Tells the child its `action`: exit, sleep, stubborn, gentle, nest or count."""
 
     action: str
     pid: int = 0

@@ -144,7 +144,7 @@ class RankCache:
         flat[:] = UNTOUCHED
         self.pages = flat.reshape(shape.num_slots, num_blocks, shape.page_bytes)
         self.words: WordArray = flat.view(word_dtype(shape))
-        """With one group of keys and values: `[layers, num_blocks, 2, heads, block_size, dim]`."""
+        """A view; of one group of keys and values `[layers, num_blocks, 2, heads, block, dim]`."""
         names = [plane.name for plane in shape.groups[0].planes]
         if len(shape.groups) == 1 and names == ["k", "v"]:
             block_size = shape.groups[0].block_size
@@ -164,7 +164,7 @@ class RankCache:
         return torch.from_numpy(self.words.view(np.int16))
 
     def write(self, seed: int, layer: int, tokens: range, block_ids: GroupBlocks) -> None:
-        """What a worker does in one layer of one step; where a window has let go of a token's
+        """Writes as a worker does in one layer of one step; where a window has let go of a token's
         block, there is nowhere to write it."""
         for group, slot in self._slots_of(layer):
             for plane, lies in enumerate(self.layout.page(group, self.rank).planes):
@@ -205,7 +205,7 @@ class RankCache:
         assert (found[:, page.num_bytes :] == UNTOUCHED).all(), "unused bytes were written"
 
     def _slots_of(self, layer: int) -> Iterator[tuple[int, int]]:
-        """(group, slot) of what this layer of the model caches."""
+        """Yields (group, slot) of what this layer of the model caches."""
         for group, kind in enumerate(self.layout.groups):
             if layer in kind.layers:
                 yield group, kind.layers.index(layer)
@@ -231,12 +231,12 @@ class Blocks:
         random.Random(seed).shuffle(self.free)
 
     def take(self, shape: KVLayout, num_tokens: int) -> list[int]:
-        """For a layout with one group."""
+        """Returns new blocks of a layout with one group."""
         (block_ids,) = self.take_all(shape, num_tokens)
         return block_ids
 
     def take_all(self, shape: KVLayout, num_tokens: int) -> BlockIds:
-        """Where a window has no use for a block there is none."""
+        """Returns new blocks by group; where a window has no use for a block there is none."""
         return tuple(
             [
                 self.free.pop() if number >= group.first_block_seen(num_tokens) else NO_BLOCK

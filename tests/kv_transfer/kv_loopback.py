@@ -57,7 +57,7 @@ def stream_of(sender: KVSender) -> StreamProducer:
 
 
 class Node:
-    """What both roles share: caches, blocks and the events of all processes."""
+    """Holds what both roles share: caches, blocks and the events of all processes."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Node:
         return [event for event in events if event.kind is kind]
 
     def parts(self) -> list[tuple[int, int]]:
-        """(rank, process index) in the order of process numbers."""
+        """Returns (rank, process index) in the order of process numbers."""
         return [
             (rank, index)
             for rank in range(self.layout.tp_size)
@@ -108,7 +108,7 @@ class Node:
         ]
 
     def new_blocks(self, num_tokens: int) -> GroupBlocks:
-        """For a prompt. Those of the only group stand alone."""
+        """Returns blocks for a prompt. Those of the only group stand alone."""
         block_ids = self.blocks.take_all(self.layout, num_tokens)
         return block_ids if len(block_ids) > 1 else block_ids[0]
 

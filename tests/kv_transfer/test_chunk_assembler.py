@@ -49,7 +49,7 @@ def assembler(cache: RankCache) -> Iterator[ChunkAssembler]:
 
 
 def chunk(layer: int, first: int, count: int, /, **changes: object) -> Chunk:
-    """Of a grid with two blocks in each chunk."""
+    """Returns a chunk of a grid with two blocks in each chunk."""
     header = ChunkHeader(
         kind=ChunkKind.DATA,
         transfer_id="ab" * 16,

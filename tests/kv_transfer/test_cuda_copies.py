@@ -87,7 +87,7 @@ def test_the_newest_call_that_the_driver_has(names: tuple[str, ...], used: str) 
 
 @pytest.mark.parametrize(("size", "calls"), [(64 << 10, 5), (256 << 10, 20), (1 << 20, 20)])
 def test_others_get_their_turn_between_portions(size: int, calls: int) -> None:
-    """256 KiB at once, or one copy if it is larger."""
+    """Copies go 256 KiB at once, or one at a time if it is larger."""
     single, many = Call(lambda *arguments: 0), Call(lambda *arguments: 0)
     copies = CudaCopies(SimpleNamespace(cuMemcpyAsync=single, cuMemcpyBatchAsync_v2=many), check)
     addresses = np.arange(20)

@@ -132,7 +132,7 @@ class CountedStream(HostCopyStream):
 
 
 class Owner(ExportOwner):
-    """Of exports that are stepped by hand; a `StreamOwner` as well."""
+    """Owns exports that are stepped by hand; is a `StreamOwner` as well."""
 
     def __init__(self, pool: StagingPool) -> None:
         self.pool = pool
@@ -190,7 +190,7 @@ class Call:
         self._is_early = case.is_early
 
     def staged(self) -> Iterator[Chunk]:
-        """What a puller receives over the stream."""
+        """Yields what a puller receives over the stream."""
         export, messages = self._export, ChunkMessages(self._layout, self._rank, self._chunk_bytes)
         part = StreamExport(self._owner, export, stage_after=0.0)
         export.parts[TransportId.STREAM] = part
@@ -221,7 +221,7 @@ class Call:
         part.add_staged(self._export.grid.index(place), chunk)
 
     def named(self) -> Iterator[Chunk]:
-        """What a puller receives that has mapped the rank's cache."""
+        """Yields what a puller receives that has mapped the rank's cache."""
         config = KVTransferConfig(kv_role="kv_producer", chunk_bytes=self._chunk_bytes)
         part = CudaIpcProducer(config, self._view, self._owner).open(self._export)
         self._export.parts[TransportId.CUDA_IPC] = part

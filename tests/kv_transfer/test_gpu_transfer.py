@@ -53,7 +53,7 @@ def slow() -> Iterator[None]:
 
 
 def one_prompt(prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, held: int = 0) -> None:
-    """From export to release, in steps of 40 tokens; nothing waits for the device."""
+    """Moves one from export to release, in steps of 40 tokens; nothing waits for the device."""
     request = prefill.export(num_tokens)
     source = prefill.blocks.take(prefill.layout, num_tokens)
     target = decode.blocks.take(decode.layout, num_tokens)
@@ -82,7 +82,7 @@ def launch(
 
 
 def test_self_check() -> None:
-    """What the driver can do here; its output names what fails."""
+    """The driver can do all that is asked of it here; its output names what fails."""
     check = [sys.executable, "-m", "tests.kv_transfer.gpu_self_check"]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(check, cwd=root, capture_output=True, text=True, timeout=120, check=False)

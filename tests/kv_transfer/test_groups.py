@@ -160,8 +160,8 @@ async def test_replicated_planes_come_from_one_rank_only() -> None:
 
 
 async def part_kept(shape: KVLayout, num_tokens: int, num_bytes: int) -> int:
-    """What is kept of a prompt whose first 35 tokens were computed when it is called off, after
-    `num_bytes` of them have come."""
+    """Returns what is kept of a prompt whose first 35 tokens were computed when it is called off,
+    after `num_bytes` of them have come."""
     async with Loopback(shape, shape, chunk_bytes=1, num_streams=1) as (prefill, decode):
         transfer_id = new_transfer_id()
         source = prefill.new_blocks(num_tokens)

@@ -109,7 +109,7 @@ class Sink:
 
 
 def feed(connection: H2Connection, wire: Wire, data: bytes) -> None:
-    """Until all is read, or the connection has ended."""
+    """Feeds until all is read, or the connection has ended."""
     wire.data += data
     while wire.data and not connection._is_closed:
         connection._read()

@@ -138,7 +138,8 @@ async def test_what_a_puller_leaves_behind_is_dropped() -> None:
 
 
 async def exchange(address: str, data: bytes, enough: Callable[[bytes], bool] | None) -> bytes:
-    """What the server says until that is enough, or it hangs up. `enough` None: we say no more."""
+    """Returns what the server says until that is enough, or it hangs up. `enough` None: we say no
+    more."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     said = b""

@@ -1,4 +1,4 @@
-"""Where copies take time, nothing is believed before they are done, and nothing freed."""
+"""Nothing is believed, and nothing freed, before copies that take time are done."""
 
 from __future__ import annotations
 

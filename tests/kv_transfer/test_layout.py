@@ -109,7 +109,8 @@ def test_peers_are_told_all_of_it(make) -> None:
 
 
 def test_messages_of_one_group_are_no_longer_than_they_were() -> None:
-    """Before there were groups; commands of a prompt with 128 blocks, 32 layers, one endpoint."""
+    """The bounds are from before there were groups: commands of a prompt with 128 blocks, 32
+    layers, one endpoint."""
     shape = layout(num_layers=32, num_kv_heads=8)
     shape = msgspec.structs.replace(shape, model_hash="0123456789abcdef")
     peer = KVPeer(engine_id="prefill-0", epoch=1 << 62, layout=shape, endpoints=(("10.0.0.1:7",),))

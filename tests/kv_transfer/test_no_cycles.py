@@ -1,4 +1,4 @@
-"""What a transfer held of memory is free when it has ended, without a collection of garbage."""
+"""The memory that a transfer held is free when it has ended, without a collection of garbage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAVY = (
     SentChunk,
     StagedChunk, OutMessage,
 )  # fmt: skip
-"""What holds memory for KV, or leads to it."""
+"""These hold memory for KV, or lead to it."""
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Of a transfer that does not end well: how much of the prompt's beginning is complete, and that
-the next attempt needs only the rest."""
+"""A transfer that does not end well tells how much of the prompt's beginning is complete, and the
+next attempt needs only the rest."""
 
 from __future__ import annotations
 

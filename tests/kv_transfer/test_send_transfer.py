@@ -53,7 +53,7 @@ def grid_from(held: int, num_tokens: int, per_chunk: int = 2) -> ChunkGrid:
 def exported(
     num_tokens: int, held: int = 0, per_chunk: int = 2, process: int = 0, num_processes: int = 1
 ) -> SendTransfer:
-    """`held`: by a puller that is here already."""
+    """Returns an export, of which a puller that is here already has `held` tokens."""
     meta = ExportMeta("0" * 32, 0, num_tokens)
     share = (process, num_processes)
     transfer = SendTransfer(meta, SHAPE, per_chunk * SHAPE.page_bytes, share)
@@ -73,7 +73,7 @@ def announce(
 
 
 def ready(transfer: SendTransfer) -> list[tuple[int, int]]:
-    """(layer, span) of what has become ready since the last call."""
+    """Returns (layer, span) of what has become ready since the last call."""
     heard = transfer.parts[0]
     assert isinstance(heard, Heard)
     places = [transfer.grid.position(index) for index in heard.indices]
@@ -193,7 +193,7 @@ def test_every_chunk_once_and_never_before_its_tokens(
 
 
 def test_the_first_pull_says_what_nobody_wants() -> None:
-    """What was ready before is told again to nobody, and a later pull cannot want more."""
+    """Nobody is told again of what was ready before, and a later pull cannot want more."""
     transfer = exported(128)
     heard = transfer.parts[0]
     assert isinstance(heard, Heard)

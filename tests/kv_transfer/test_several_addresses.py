@@ -195,6 +195,6 @@ def test_cores_of_a_container(tmp_path: Path) -> None:
 
 
 def test_loopback_has_many_addresses() -> None:
-    """What the tests above, and those of whole nodes, rest on."""
+    """The tests above, and those of whole nodes, rest on this."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))

@@ -1,4 +1,4 @@
-"""What goes wrong between two nodes, and that nothing is left of it. Real gRPC, one event loop."""
+"""Nothing is left of what goes wrong between two nodes. Real gRPC, one event loop."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ async def test_a_peer_that_only_beats_its_heart_has_stalled(
 
 
 async def test_a_process_that_was_held_up_itself_blames_nobody() -> None:
-    """What the other side said meanwhile lies unread in the socket."""
+    """The socket holds, unread, what the other side said meanwhile."""
     async with Loopback(SHAPE, SHAPE, stall_timeout_s=0.8) as (producer, consumer):
         transfer_id = new_transfer_id()
         source = producer.blocks.take(SHAPE, 40)

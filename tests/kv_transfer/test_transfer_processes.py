@@ -118,7 +118,7 @@ def test_either_end_may_be_grpcio(
 def one_prompt(
     prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, cached: int = 0, held: int = 0
 ) -> None:
-    """From export to release, in steps of 40 tokens."""
+    """Moves one prompt from export to release, in steps of 40 tokens."""
     request = prefill.export(num_tokens)
     source = prefill.blocks.take(prefill.layout, num_tokens)
     target = decode.blocks.take(decode.layout, num_tokens)

@@ -23,7 +23,7 @@ from kv_transfer.wire.out_message import OutMessage
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 
 LARGE = layout(num_layers=8, block_size=1024)
-"""32 KiB a block, so that chunks are received in place too."""
+"""A block has 32 KiB, so that chunks are received in place too."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a producer says of its cache, so that a puller on the same host can read it itself."""
+"""A producer describes its cache, so that a puller on the same host can read it itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from kv_transfer.transports.cuda_ipc.read_leases import ReadLeasesFile
 
 
 class CacheAdvert(msgspec.Struct, frozen=True, array_like=True):
-    """`host`: as `host_id` has it; who is elsewhere can make no use of the rest."""
+    """Describes a producer's cache.
+
+    `host`: as `host_id` has it; who is elsewhere can make no use of the rest.
+    """
 
     host: str
     handle: KVCacheHandle

@@ -61,7 +61,10 @@ class CudaIpcConsumer(ConsumerTransport):
 
 
 class NamesAssembler(ChunkAssembler):
-    """`mapped`: the sender's cache, of which `caches` is told when it is not needed any more."""
+    """Copies blocks that the sender names.
+
+    `mapped`: the sender's cache, of which `caches` is told when it is not needed any more.
+    """
 
     transport = TransportId.CUDA_IPC
 

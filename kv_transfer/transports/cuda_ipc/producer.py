@@ -59,7 +59,10 @@ class CudaIpcProducer(ProducerTransport):
 
 
 class NamedExport(ProducerTransfer):
-    """`named`: chunks that are ready, in the order in which they became so."""
+    """One export whose blocks are named to pullers.
+
+    `named`: chunks that are ready, in the order in which they became so.
+    """
 
     def __init__(self, producer: CudaIpcProducer, export: Export) -> None:
         self.producer = producer

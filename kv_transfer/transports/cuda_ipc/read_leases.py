@@ -32,7 +32,7 @@ _RANGE = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class ReadLeasesFile:
-    """Where a puller finds the read leases of a transfer process."""
+    """Tells a puller where the read leases of a transfer process are."""
 
     pid: int
     fd: int
@@ -49,7 +49,7 @@ class ReadLeasesFile:
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """Of one transfer; `number` tells it from all others that have had the slot."""
+    """The read lease of one transfer; `number` tells it from all others that have had the slot."""
 
     leases: ReadLeases
     slot: int
@@ -61,7 +61,7 @@ class ReadLease:
 
 
 class ReadLeases:
-    """Of one transfer process that names blocks."""
+    """The read leases of one transfer process that names blocks."""
 
     def __init__(self) -> None:
         self._memory = MemoryFile.create("tandem-read-leases", _NUM_SLOTS * _WORD.size)

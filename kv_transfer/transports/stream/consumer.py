@@ -44,7 +44,7 @@ class StreamAssembler(ChunkAssembler):
         super().__init__(job, cache)
         self._views = views
         self._block_bytes = min(share.num_bytes for share in job.source.share if share.num_bytes)
-        """Of the smallest block that this stream carries. No message with KV is shorter."""
+        """The smallest block that this stream carries. No message with KV is shorter."""
 
     def accept(self, chunk: Chunk) -> int:
         header = chunk.header

@@ -26,7 +26,10 @@ def new_pull_server(
 def new_pull_client(
     config: KVTransferConfig, credentials: Credentials, source: str = ""
 ) -> PullClient:
-    """`source`: our address from which KV is pulled, where the client can say so; empty: any."""
+    """Returns a client for streams.
+
+    `source`: our address from which KV is pulled, where the client can say so; empty: any.
+    """
     if config.pull_transport == "h2":
         return H2PullClient(credentials, source)
     return GrpcPullClient(credentials)

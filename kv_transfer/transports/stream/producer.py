@@ -30,8 +30,11 @@ _RESERVE_CHUNKS = 4
 
 
 class StreamProducer(ProducerTransport):
-    """`waits_for_pulls`: pullers may want to read blocks themselves, so for a moment nothing is
-    staged for those that have not come."""
+    """Sends exports over the stream, and stages what waits.
+
+    `waits_for_pulls`: pullers may want to read blocks themselves, so for a moment nothing is
+    staged for those that have not come.
+    """
 
     id = TransportId.STREAM
 
@@ -109,7 +112,7 @@ class StreamProducer(ProducerTransport):
         self.wake()
 
     def _sent(self, pull: StreamPull, entry: SentChunk | None, num_bytes: int) -> None:
-        """`entry` None: the chunk went straight from the blocks."""
+        """Notes that a chunk left; without `entry` it went zero-copy from the blocks."""
         self._owner.was_sent(pull.part.export, num_bytes)
         if pull.wish.repeat or entry is None:
             return

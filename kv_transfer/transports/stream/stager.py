@@ -114,7 +114,10 @@ class Stager:
     def _copied(
         self, part: StreamExport, place: ChunkPlace, header: ChunkHeader, chunk: StagedChunk
     ) -> None:
-        """`header`: of the blocks that were copied; the grid may have lost some meanwhile."""
+        """Hears that a chunk is copied.
+
+        `header`: of the blocks that were copied; the grid may have lost some meanwhile.
+        """
         if part.export.end_reason:
             self._pool.drop(chunk)
         else:

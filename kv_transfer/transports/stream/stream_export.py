@@ -22,7 +22,7 @@ from kv_transfer.wire.out_message import OutMessage
 
 
 class StreamOwner(Protocol):
-    """What an export needs of `StreamProducer`."""
+    """The part of `StreamProducer` that an export needs."""
 
     @property
     def pool(self) -> StagingPool: ...
@@ -59,7 +59,10 @@ class ZeroCopyChunk:
 
 
 class StreamExport(ProducerTransfer):
-    """`stage_after`: until then nothing is staged for a puller that is not here."""
+    """One export over the stream.
+
+    `stage_after`: until then nothing is staged for a puller that is not here.
+    """
 
     def __init__(self, owner: StreamOwner, export: Export, stage_after: float) -> None:
         self.export = export
@@ -117,7 +120,7 @@ class StreamExport(ProducerTransfer):
 
     @property
     def next_ready(self) -> ChunkPlace:
-        """What `pop_ready` would return."""
+        """Returns what `pop_ready` would return."""
         return self._ready[0]
 
     def pop_ready(self) -> ChunkPlace:
@@ -182,7 +185,10 @@ class StreamExport(ProducerTransfer):
 
 
 class StreamPull(Pull):
-    """`is_zero_copy`: it alone wants its chunks, and as they lie in the blocks."""
+    """One pull of an export over the stream.
+
+    `is_zero_copy`: it alone wants its chunks, and as they lie in the blocks.
+    """
 
     def __init__(self, owner: StreamOwner, part: StreamExport, terms: PullTerms) -> None:
         super().__init__(terms)

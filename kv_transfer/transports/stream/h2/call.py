@@ -37,8 +37,11 @@ class CallAborted(Exception):
 
 
 class H2Call(ServerCall):
-    """`window`: what the peer lets us send on this stream at first. `on_over` is told when the
-    handler has ended and nothing is left to send."""
+    """One call on one stream of a server connection.
+
+    `window`: what the peer lets us send on this stream at first. `on_over` is told when the
+    handler has ended and nothing is left to send.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class H2Call(ServerCall):
     # The end ----------------------------------------------------------------------------------
 
     def end(self, status: grpc.StatusCode, details: str) -> None:
-        """With an error, messages that are not begun are dropped."""
+        """Ends the call. With an error, messages that are not begun are dropped."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -189,8 +192,8 @@ class H2Call(ServerCall):
             message.sent()
 
     def grow_window(self, num_bytes: int) -> None:
-        """From the writer's next `pump` on. May be negative: the peer has changed its mind about
-        all streams."""
+        """Changes the window from the writer's next `pump` on. May be negative: the peer has
+        changed its mind about all streams."""
         self._window += num_bytes
         if self._window > h2.MAX_WINDOW:
             raise h2.H2Error("a window is too large", h2.ErrorCode.FLOW_CONTROL_ERROR)

@@ -88,7 +88,7 @@ class H2Connection:
         self._head = bytearray()
         """Prefix and head of a message whose sink is not asked yet."""
         self._views: deque[memoryview] = deque()
-        """Where the rest of the message goes."""
+        """The rest of the message goes here."""
         self._message_left = 0
         self._direct_bytes = 0
         self._low_water = 1
@@ -179,7 +179,7 @@ class H2Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
 
     def _room(self) -> list[memoryview]:
-        """Where the next bytes go: the rest of a message, and a little behind it."""
+        """Returns where the next bytes go: the rest of a message, and a little behind it."""
         pending = self._filled - self._parsed
         rest = min(self._frame_left, self._message_left) if pending == 0 else 0
         if pending:

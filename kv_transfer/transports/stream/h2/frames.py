@@ -19,9 +19,9 @@ MAX_FRAME_BYTES = (1 << 24) - 1
 MAX_WINDOW = (1 << 31) - 1
 DEFAULT_WINDOW = (1 << 16) - 1
 DEFAULT_FRAME_BYTES = 1 << 14
-"""What every peer takes."""
+"""Every peer takes these."""
 MAX_HEADER_BYTES = 16 << 10
-"""Of one call, as they come and when they are unpacked."""
+"""A call has at most so many, as they come and when they are unpacked."""
 _MAX_PIECES = 256
 """CONTINUATION frames of one header block."""
 
@@ -82,7 +82,7 @@ def frame(kind: FrameKind, flags: int, stream: int, payload: bytes = b"") -> byt
 
 
 def parse_frame_header(data: memoryview | bytearray) -> tuple[int, int, int, int]:
-    """(payload bytes, kind, flags, stream)."""
+    """Returns (payload bytes, kind, flags, stream)."""
     length_and_kind, flags, stream = struct.unpack_from(">IBI", data)
     return length_and_kind >> 8, length_and_kind & 0xFF, flags, stream & MAX_WINDOW
 
@@ -93,7 +93,7 @@ def settings_frame(settings: dict[Setting, int]) -> bytes:
 
 
 def parse_settings(payload: bytes) -> Iterable[tuple[int, int]]:
-    """(setting, value). Unknown ones are told too."""
+    """Yields (setting, value). Unknown ones are told too."""
     if len(payload) % 6:
         raise H2Error("SETTINGS of a wrong size", ErrorCode.FRAME_SIZE_ERROR)
     return struct.iter_unpack(">HI", payload)
@@ -178,7 +178,7 @@ def trailers(stream: int, status: int, details: str, *, is_first: bool) -> bytes
 
 
 def without_padding(payload: bytes, flags: int) -> bytes:
-    """What a HEADERS or DATA frame carries."""
+    """Returns what a HEADERS or DATA frame carries."""
     start, padding = 0, 0
     if flags & PADDED:
         start, padding = 1, payload[0] if payload else 0
@@ -243,7 +243,7 @@ def _string(text: str) -> bytes:
 
 
 def _encode_integer(value: int) -> bytes:
-    """With a 7-bit prefix whose flag is clear."""
+    """Encodes it with a 7-bit prefix whose flag is clear."""
     if value < 0x7F:
         return bytes([value])
     value -= 0x7F

@@ -73,7 +73,7 @@ class H2ServerConnection:
         self._last_stream = 0
         self._headers = h2.HeaderReader()
         self._window = h2.DEFAULT_WINDOW
-        """What the peer lets us send on a new stream."""
+        """The peer lets us send so much on a new stream."""
         self._received = bytearray()
         self._has_preface = False
         self._has_settings = False
@@ -266,8 +266,8 @@ class H2ServerConnection:
             call.cancel()
 
     def _on_settings(self, flags: int, payload: bytes) -> None:
-        """What was cut before comes before the acknowledgement, and keeps to the old settings; what
-        the new ones allow comes behind it."""
+        """Acknowledges settings. What was cut before goes out first, and keeps to the old settings;
+        what the new ones allow comes behind."""
         if flags & h2.ACK:
             return
         self._writer.queue_control(h2.frame(h2.FrameKind.SETTINGS, h2.ACK, 0))

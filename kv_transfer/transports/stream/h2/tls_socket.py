@@ -21,7 +21,7 @@ from kv_transfer.wire.out_message import Buffer
 
 _RECORD_BYTES = 16 << 10
 TLS_AHEAD_BYTES = _RECORD_BYTES + 512
-"""Of a record that is not complete, at most so much has left the kernel."""
+"""At most so much of a record that is not complete has left the kernel."""
 _PIECE_BYTES = 64 << 10
 """Encrypted in one go, without Python's lock."""
 _SMALL_BYTES = 4 << 10
@@ -126,7 +126,7 @@ class TlsSocket:
     # Writing ----------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> int:
-        """Raises BlockingIOError."""
+        """Sends what fits now and returns how much that was. Raises BlockingIOError."""
         return self.sendmsg([data])
 
     def sendmsg(self, buffers: Sequence[Buffer]) -> int:

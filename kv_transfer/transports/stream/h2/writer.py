@@ -1,4 +1,4 @@
-"""What one server connection sends: frames, cut from messages as flow control allows.
+"""Sends for one server connection: frames, cut from messages as flow control allows.
 
 call 1   [message][message]      `_fill` cuts frames in turn, as far as  ┐
 call 3   [message][trailers]     windows and the peer's frame size allow ├─▶ `_out` ─▶ socket
@@ -46,7 +46,7 @@ class Segment:
         self.sent = 0
 
     def buffers(self) -> Iterator[Buffer]:
-        """What is not sent yet."""
+        """Yields what is not sent yet."""
         if self.sent < len(self.head):
             yield memoryview(self.head)[self.sent :]
         if self.message is not None:
@@ -115,7 +115,7 @@ class H2Writer:
         self.pump()
 
     def remove(self, source: Source) -> None:
-        """What was cut is sent all the same."""
+        """Removes the source. What was cut is sent all the same."""
         if source in self._sources:
             self._sources.remove(source)
 
