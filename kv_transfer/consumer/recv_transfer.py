@@ -25,7 +25,7 @@ class RecvTransfer:
         self.received_at = 0.0
         self._is_computed = False
         self._waits_since = 0.0
-        """For KV, if none comes from then on."""
+        """The wait for KV counts from here, if none comes later."""
         self.task: asyncio.Task[None] | None = None
         self.has_begun = False
         self.abort_requested = False
@@ -81,7 +81,7 @@ class RecvTransfer:
             stream.last_heard_at = self._waits_since
 
     def prompt_is_computed(self) -> None:
-        """From now on there is no reason for a pause. Until then KV comes as it is computed."""
+        """Ends the time in which a pause has a reason. Until then KV comes as it is computed."""
         self._is_computed = True
         self._waits_since = time.monotonic()
 

@@ -148,7 +148,7 @@ class PullStream:
         return [self._message[len(head) :].data] if num_bytes > len(head) else []
 
     def fill(self, part: memoryview) -> None:
-        """Of a message's payload, which only messages with KV have."""
+        """Takes a piece of a message's payload, which only messages with KV have."""
         self.last_heard_at = self.last_kv_at = time.monotonic()
         if self._checksum is not None:
             self._checksum.extend(part)

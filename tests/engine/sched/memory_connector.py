@@ -67,7 +67,7 @@ class MemoryConnector(KVConnectorScheduler):
         self.pulls: dict[str, PullJob] = {}
         self.exports: dict[str, ExportJob] = {}
         self.computed: list[tuple[str, int]] = []
-        """(transfer id, attempt) of pulls whose prompt the peer was said to have computed."""
+        """Pairs (transfer id, attempt) of pulls whose prompt the peer was said to have computed."""
         self.done_step = -1
         """The last step that the worker has run."""
         self.tokens_received = 0

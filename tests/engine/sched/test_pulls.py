@@ -224,8 +224,8 @@ def test_an_engine_without_a_connector_refuses_kv_parameters() -> None:
 
 
 def test_the_connector_hears_when_a_pull_must_progress(machine: StepMachine) -> None:
-    """With the first token, if KV is still to come, and with the word of each later attempt's
-    peer; one peer's word says nothing about the next."""
+    """It hears with the first token, if KV is still to come, and with the word of each later
+    attempt's peer; one peer's word says nothing about the next."""
     computed = machine.connector.computed
     add_and_ask(machine, pulled("a"))
     assert computed == []
