@@ -15,9 +15,9 @@ class DecodeNodeSettings(EngineSettings):
 
     enable_prefix_caching: bool = Field(
         default=False,
-        description="Keep KV of finished requests here too. Off, every prompt costs decode the "
-        "same; on, only KV that is missing here crosses the network, and a node that serves alone "
-        "answers conversations faster.",
+        description="Keep KV of finished requests on this node too. Off: every prompt costs "
+        "decode the same. On: only KV that is missing here crosses the network, and a node that "
+        "serves alone answers conversations faster.",
     )
     port: int = Field(default=8100, ge=0, le=65535, description="HTTP port. 0: any free one.")
     grpc_port: int = Field(
@@ -27,8 +27,8 @@ class DecodeNodeSettings(EngineSettings):
         default=None,
         ge=0,
         le=65535,
-        description="Port of /metrics, /health and /ready, always plain HTTP; the API's port then "
-        "has no /metrics. 0: any free one. Default: all are on the API's port alone.",
+        description="Port for /metrics, /health and /ready, always plain HTTP; the API's port "
+        "then has no /metrics. 0: any free one. Default: all are on the API's port alone.",
     )
     prefill: str = Field(
         default="",
@@ -37,43 +37,45 @@ class DecodeNodeSettings(EngineSettings):
     )
     trust_router_headers: bool = Field(
         default=True,
-        description="Follow x-prefiller-host-port and what else only a router says. Turn off "
-        "where clients reach this node without one: the header makes it connect wherever it "
-        "says.",
+        description="Follow x-prefiller-host-port and other headers that only a router may send. "
+        "Turn off if clients reach this node without a router: the header makes the node connect "
+        "to any address it names.",
     )
     local_prefill_threshold: int = Field(
         default=0,
         ge=0,
-        description="Prompts with at most this many tokens that are not cached here are computed "
-        "here.",
+        description="Compute prompts on this node if at most this many of their tokens are not "
+        "cached here.",
     )
     max_prefill_attempts: int = Field(
         default=3, ge=1, description="Prefill nodes tried before a prompt is computed here."
     )
     handshake_timeout_s: float = Field(
-        default=2.0, gt=0, description="Time for a prefill node to answer the first call."
+        default=2.0, gt=0, description="Seconds that a prefill node has to answer the first call."
     )
     first_token_timeout_s: float = Field(
-        default=120.0, gt=0, description="Time for a prefill node to compute a prompt."
+        default=120.0, gt=0, description="Seconds that a prefill node has to compute a prompt."
     )
     kv_timeout_s: float = Field(
-        default=30.0, gt=0, description="Time for KV to arrive after the first token."
+        default=30.0, gt=0, description="Seconds that KV may take to arrive after the first token."
     )
     api_keys: SecretStr = Field(
         default=SecretStr(""),
-        description="Keys that clients may use, comma separated. Empty: no key is asked for.",
+        description="Keys that clients may use, comma separated. Empty: no key is required.",
     )
     api_key_file: Path | None = Field(
-        default=None, description="File with one key a line, in addition to the others."
+        default=None, description="File with one key per line, in addition to the others."
     )
     max_body_bytes: int = Field(
-        default=8 << 20, ge=1024, description="Longer request bodies are refused unread."
+        default=8 << 20,
+        ge=1024,
+        description="Largest request body; longer ones are refused unread.",
     )
     body_timeout_s: float = Field(
-        default=30.0, gt=0, description="Time for a client to send its request."
+        default=30.0, gt=0, description="Seconds that a client has to send its request."
     )
     header_timeout_s: float = Field(
-        default=10.0, gt=0, description="Time for a client to send the head of a request."
+        default=10.0, gt=0, description="Seconds that a client has to send the head of a request."
     )
     max_header_bytes: int = Field(
         default=16 << 10,
@@ -83,15 +85,15 @@ class DecodeNodeSettings(EngineSettings):
     max_connections_without_key: int = Field(
         default=256,
         ge=0,
-        description="Where a key, a certificate or the cluster token is asked for: connections "
-        "that have not shown one yet. For one more the oldest is closed, once it has had two "
-        "seconds. 0: any number.",
+        description="Where a key, a certificate or the cluster token is required: connections "
+        "that have not presented one yet. To admit one more, the oldest is closed once it has had "
+        "two seconds. 0: any number.",
     )
     send_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="A client that takes nothing for so long is disconnected.",
+        description="Seconds after which a client that reads nothing is disconnected.",
     )
     max_choices: int = Field(
-        default=64, ge=1, description="Answers to one request (prompts times n), at most."
+        default=64, ge=1, description="Most answers to one request (prompts times n)."
     )

@@ -46,8 +46,8 @@ class RouterSettings(SecuritySettings):
         default=None,
         ge=0,
         le=65535,
-        description="Port of /metrics and /status alone, always plain HTTP and without keys; the "
-        "API's port then has neither. 0: any free one. Not set: both are on the API's port.",
+        description="Port for /metrics and /status only, always plain HTTP and without keys; the "
+        "API's port then serves neither. 0: any free one. Not set: both are on the API's port.",
     )
     admin_host: str = Field(
         default="127.0.0.1", description="Address that the admin port listens on."
@@ -63,7 +63,7 @@ class RouterSettings(SecuritySettings):
     )
     api_keys: SecretStr = Field(
         default=SecretStr(""),
-        description="Keys that clients may use, comma separated. Empty: no key is asked for.",
+        description="Keys that clients may use, comma separated. Empty: no key is required.",
     )
     api_key_file: Path | None = Field(
         default=None,
@@ -72,8 +72,8 @@ class RouterSettings(SecuritySettings):
     )
     node_api_key: SecretStr = Field(
         default=SecretStr(""),
-        description="Key that the router shows to decode nodes, if they ask for one. "
-        "The clients' own keys are never passed on.",
+        description="Key that the router presents to decode nodes, if they require one. The "
+        "clients' own keys are never passed on.",
     )
 
     kubernetes_url: str = Field(
@@ -91,8 +91,8 @@ class RouterSettings(SecuritySettings):
     dns_linger_s: float = Field(
         default=30.0,
         ge=0,
-        description="Keep a node this long after its name stopped resolving to it, "
-        "as long as it still reports.",
+        description="Seconds to keep a node after its name stopped resolving to it, as long as it "
+        "still reports.",
     )
     watch_interval_s: float = Field(
         default=0.25, gt=0, description="Seconds between two load reports of a node."
@@ -100,27 +100,34 @@ class RouterSettings(SecuritySettings):
     stale_after_s: float = Field(
         default=3.0,
         gt=0,
-        description="A node whose last report is older is used only when there is no better one.",
+        description="Seconds after its last report from which a node is used only when there is "
+        "no better one.",
     )
     down_after_s: float = Field(
-        default=10.0, gt=0, description="A node whose last report is older is not used at all."
+        default=10.0,
+        gt=0,
+        description="Seconds after its last report from which a node is not used at all.",
     )
     stall_after_s: float = Field(
         default=10.0,
         gt=0,
-        description="A node that has work but has not finished a step for this long counts as "
+        description="Seconds without a finished step after which a node that has work counts as "
         "stale.",
     )
 
     ejection_failures: int = Field(
-        default=3, ge=1, description="Failures in a row after which a node is left out for a while."
+        default=3,
+        ge=1,
+        description="Consecutive failures after which a node is left out for a while.",
     )
     ejection_base_s: float = Field(
-        default=5.0, gt=0, description="Length of a first ejection; each further one is longer."
+        default=5.0, gt=0, description="Seconds of a first ejection; each further one is longer."
     )
-    ejection_max_s: float = Field(default=60.0, gt=0, description="Longest ejection.")
+    ejection_max_s: float = Field(
+        default=60.0, gt=0, description="Seconds of the longest ejection."
+    )
     ejection_max_fraction: float = Field(
-        default=0.5, ge=0, le=1, description="Never eject more than this part of a tier."
+        default=0.5, ge=0, le=1, description="Largest part of a tier that may be ejected at once."
     )
 
     max_attempts: int = Field(
@@ -129,64 +136,67 @@ class RouterSettings(SecuritySettings):
         description="Decode nodes tried for one request; only before the first byte of the answer.",
     )
     retry_budget: float = Field(
-        default=0.2, ge=0, description="Retries in the long run, as a part of all requests."
+        default=0.2,
+        ge=0,
+        description="Retries allowed in the long run, as a fraction of all requests.",
     )
     retry_burst: int = Field(
-        default=200, ge=0, description="Retries that may come at once, as when a node dies."
+        default=200, ge=0, description="Retries allowed at once, as when a node dies."
     )
     max_migrations: int = Field(
         default=3,
         ge=0,
-        description="Times that one answer may go on at another decode node because its own was "
-        "lost or stops. 0: never; it ends with an error then.",
+        description="Times that one answer may resume on another decode node because its own was "
+        "lost or is stopping. 0: never; the answer then ends with an error.",
     )
     migration_burst: int = Field(
         default=1000,
         ge=0,
-        description="Answers that may move at once, as when a decode node dies; afterwards as "
-        "many as retry_budget allows.",
+        description="Answers that may move at once, as when a decode node dies; afterwards "
+        "--retry-budget limits them.",
     )
     resume_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="Time to find another decode node for an answer that has begun.",
+        description="Seconds to find another decode node for an answer that has begun.",
     )
     stream_stall_s: float = Field(
         default=5.0,
         gt=1,
-        description="A decode node that says nothing for so long in the middle of an answer is "
-        "taken for hung. A node that works says something every second.",
+        description="Seconds of silence in the middle of an answer after which a decode node "
+        "counts as hung. A working node sends something every second.",
     )
     no_node_wait_s: float = Field(
         default=5.0,
         ge=0,
-        description="A request that finds no live decode node waits so long for one, as when all "
-        "are restarted at once, before it is answered with 503. Never beyond its deadline. 0: not "
-        "at all.",
+        description="Seconds that a request waits for a live decode node, as when all restart at "
+        "once, before it is answered with 503; never beyond its deadline. 0: no waiting.",
     )
     send_timeout_s: float = Field(
         default=20.0,
         gt=0,
-        description="A client that takes nothing for so long is disconnected. Should be less "
-        "than the decode nodes' own limit.",
+        description="Seconds after which a client that reads nothing is disconnected. Should be "
+        "less than the decode nodes' own limit.",
     )
     connect_timeout_s: float = Field(
-        default=5.0, gt=0, description="Time to connect to a decode node."
+        default=5.0, gt=0, description="Seconds to connect to a decode node."
     )
     read_timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest silence of a decode node during an answer."
+        default=600.0,
+        gt=0,
+        description="Seconds of the longest silence of a decode node during an answer.",
     )
     upstream_keepalive_s: float = Field(
         default=4.0,
         gt=0,
-        description="Keep idle connections to decode nodes this long. "
-        "Must be less than the nodes' own limit.",
+        description="Seconds to keep idle connections to decode nodes. Must be less than the "
+        "nodes' own limit.",
     )
 
     policy: Literal["tandem", "sticky", "least-loaded", "round-robin"] = Field(
         default="tandem",
-        description="How prefill nodes are chosen; see docs/routing.md. All but tandem are there "
-        "to compare with.",
+        description="Policy that chooses prefill nodes; see docs/routing.md. All but tandem are "
+        "there for comparison.",
     )
     num_routers: int = Field(
         default=1,
@@ -200,7 +210,7 @@ class RouterSettings(SecuritySettings):
         default=3, ge=1, description="Prefill nodes handed to the decode node, best first."
     )
     default_prefill_tokens_per_s: float = Field(
-        default=8000.0, gt=0, description="Assumed until prompts have been served."
+        default=8000.0, gt=0, description="Prefill speed assumed until prompts have been served."
     )
     short_prompt_tokens: int = Field(
         default=0,
@@ -229,19 +239,19 @@ class RouterSettings(SecuritySettings):
     max_wait_s: float = Field(
         default=60.0,
         ge=0,
-        description="Requests that would wait longer before their prompt is begun are answered "
-        "with 503 at once, unless they say when they want the first token (header "
-        "x-slo-ttft-ms). 0: none are.",
+        description="Longest wait in seconds before a prompt is begun; requests that would wait "
+        "longer are answered with 503 at once, unless they say when they want the first token "
+        "(header x-slo-ttft-ms). 0: none are.",
     )
 
     max_body_bytes: int = Field(
         default=8 << 20, gt=0, description="Largest request body; more is answered with 413."
     )
     body_timeout_s: float = Field(
-        default=30.0, gt=0, description="Time a client has to send its request body."
+        default=30.0, gt=0, description="Seconds that a client has to send its request body."
     )
     header_timeout_s: float = Field(
-        default=10.0, gt=0, description="Time a client has to send the head of a request."
+        default=10.0, gt=0, description="Seconds that a client has to send the head of a request."
     )
     max_header_bytes: int = Field(
         default=16 << 10,
@@ -251,14 +261,14 @@ class RouterSettings(SecuritySettings):
     max_connections_per_address: int = Field(
         default=0,
         ge=0,
-        description="Connections that one client address may have open. 0: any number, which is "
+        description="Connections that one client address may have open. 0: any number, as is "
         "right behind a load balancer.",
     )
     max_connections_without_key: int = Field(
         default=256,
         ge=0,
-        description="Where keys are asked for: connections that have not shown a valid one yet. "
-        "For one more the oldest is closed, once it has had two seconds. 0: any number.",
+        description="Where keys are required: connections that have not presented a valid one "
+        "yet. To admit one more, the oldest is closed once it has had two seconds. 0: any number.",
     )
     max_open_requests: int = Field(
         default=4096, ge=1, description="Requests in flight; more are answered with 503."
@@ -266,20 +276,23 @@ class RouterSettings(SecuritySettings):
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,
-        description="After SIGTERM: go on accepting this long while /ready already says no.",
+        description="Seconds to go on accepting after SIGTERM, while /ready already says no.",
     )
     drain_timeout_s: float = Field(
-        default=120.0, gt=0, description="After SIGTERM: time for open answers to end."
+        default=120.0, gt=0, description="Seconds that open answers have to end after SIGTERM."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="debug also logs each placement. Never any request content."
+        default="info",
+        description="Level of the log; debug also logs each placement. Request content is never "
+        "logged.",
     )
     trace_file: Path | None = Field(
         default=None,
-        description="Append the trace of every request to this file: when each part happened, "
-        "never what was asked or answered. A line of OTLP/JSON each.",
+        description="File to which the trace of every request is appended, a line of OTLP/JSON "
+        "each: when each part happened, never what was asked or answered.",
     )
     check: bool = Field(
         default=False,
-        description="Print the settings and end, without serving. Exit code 2 if they are wrong.",
+        description="Print the settings and exit without serving. The exit code is 2 if they are "
+        "wrong.",
     )

@@ -81,7 +81,7 @@ class EngineSettings(SecuritySettings):
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
-        description="Type of weights and KV cache. auto: what the checkpoint says. "
+        description="Type of weights and KV cache. auto: the type that the checkpoint names. "
         "Prefill and decode nodes must agree.",
     )
     load_format: LoadFormat = Field(
@@ -91,7 +91,7 @@ class EngineSettings(SecuritySettings):
     max_model_len: int | None = Field(
         default=None,
         ge=1,
-        description="Prompt and answer together, in tokens, at most. Default: what the model can.",
+        description="Most tokens of prompt and answer together. Default: the model's own limit.",
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     tensor_parallel_size: int = Field(
@@ -110,7 +110,7 @@ class EngineSettings(SecuritySettings):
     ray_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="With ray, the hosts of all workers must have joined after so many seconds.",
+        description="With ray: seconds within which all workers' hosts must have joined.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where to compute. auto: cuda where there is a GPU, else cpu."
@@ -124,40 +124,40 @@ class EngineSettings(SecuritySettings):
     first_gpu: int = Field(
         default=0,
         ge=0,
-        description="GPU of the first worker, counted from 0; the others follow it. Two nodes may "
-        "share one: give each a part of it with --gpu-memory-utilization.",
+        description="GPU of the first worker, counted from 0; the other workers take the GPUs "
+        "after it. Two nodes may share one: give each a part of it with --gpu-memory-utilization.",
     )
     enforce_eager: bool = Field(
         default=False,
-        description="On a GPU: launch kernels one by one instead of CUDA graphs. Starts sooner, "
+        description="On a GPU: launch kernels one by one, without CUDA graphs. Starts sooner, "
         "decodes slower.",
     )
     cudagraph_capture_sizes: tuple[int, ...] = Field(
         default=(),
-        description="Batch sizes that get a CUDA graph. Default: chosen for --max-num-seqs.",
+        description="Batch sizes that get a CUDA graph. Default: to suit --max-num-seqs.",
     )
     attention_backend: AttentionBackendName = Field(
         default="auto",
-        description="On a GPU. triton: our own kernels for everything. auto: FlashAttention 3, "
-        "where it is installed, or cuDNN for uncached prompts, where that is faster. flash-attn: "
-        "FlashAttention 3 for everything, which must be installed.",
+        description="Attention kernels on a GPU. triton: our own for everything. auto: for "
+        "uncached prompts FlashAttention 3, where it is installed, or cuDNN, where that is "
+        "faster; else our own. flash-attn: FlashAttention 3 for everything; it must be installed.",
     )
     deterministic: bool = Field(
         default=False,
-        description="A request's tokens and KV, to the last bit, do not depend on what else runs "
-        "at the same time, nor on how its prompt is cut into steps. Slower.",
+        description="Make a request's tokens and KV, to the last bit, independent of what else "
+        "runs at the same time and of how its prompt is cut into steps. Slower.",
     )
     disabled_fast_paths: tuple[FastPath, ...] = Field(
         default=(),
-        description="On a GPU: what to do without, should one be suspected. "
-        "fused-gate-up: gate and up projection of many rows and their activation by one kernel of "
-        "our own. pdl: small kernels overlap, by programmatic dependent launch. prompt-graphs: "
-        "CUDA graphs of steps with short prompts. residual-gemm: GEMMs of many rows add to the "
-        "residual stream themselves. small-m-gemm: GEMMs of few rows by our own kernels.",
+        description="Fast paths on a GPU to turn off, should one be suspected of a fault. "
+        "fused-gate-up: one kernel of our own computes gate and up projection of many rows and "
+        "their activation. pdl: small kernels overlap, by programmatic dependent launch. "
+        "prompt-graphs: CUDA graphs of steps with short prompts. residual-gemm: GEMMs of many "
+        "rows add to the residual stream themselves. small-m-gemm: our own kernels for few rows.",
     )
     async_scheduling: bool | None = Field(
         default=None,
-        description="Decide the next step while one is computed. Default: on a GPU, not on CPU.",
+        description="Schedule the next step during the current one. Default: on a GPU, not on CPU.",
     )
     block_size: int = Field(
         default=16,
@@ -177,109 +177,113 @@ class EngineSettings(SecuritySettings):
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of the GPU's memory that a worker may use."
     )
-    max_num_seqs: int = Field(default=256, ge=1, description="Requests that run at once, at most.")
+    max_num_seqs: int = Field(default=256, ge=1, description="Most requests that run at once.")
     max_num_batched_tokens: int = Field(
-        default=2048, ge=1, description="Tokens computed in one step, at most."
+        default=2048, ge=1, description="Most tokens computed in one step."
     )
     enable_chunked_prefill: bool = Field(
         default=True,
-        description="Split long prompts over steps. Off: longer prompts than one step are refused.",
+        description="Split long prompts over steps. Off: prompts longer than one step are refused.",
     )
     long_prefill_token_threshold: int = Field(
-        default=0, ge=0, description="A prompt takes at most this much of one step. 0: no limit."
+        default=0, ge=0, description="Most tokens of one prompt in a step. 0: no limit."
     )
     scheduling_policy: SchedulingPolicy = Field(
         default="fcfs",
-        description="fcfs: in order of arrival. priority: smaller `priority` of requests first.",
+        description="fcfs: in order of arrival. priority: requests of smaller `priority` first.",
     )
     kv_host: str | None = Field(
         default=None,
         description="Address of this host at which decode nodes fetch KV from a prefill node. "
-        "Several, comma separated: one of each network interface to use; transfer processes share "
-        "them out, those near their GPU first, and decode nodes connect from theirs. Default: "
+        "Several, comma separated, use one network interface each: transfer processes share them, "
+        "those nearest to their GPU first, and decode nodes connect from their own. Default: "
         "--host.",
     )
     kv_port: int = Field(
         default=0,
         ge=0,
         le=65535,
-        description="First port at which decode nodes fetch KV from a prefill node; each of the "
-        "--tensor-parallel-size times --kv-processes transfer processes has its own, in a row. 0: "
-        "any free ones.",
+        description="First port at which decode nodes fetch KV from a prefill node. The "
+        "--tensor-parallel-size times --kv-processes transfer processes take consecutive ports, "
+        "one each. 0: any free ones.",
     )
     kv_transports: Annotated[str, AfterValidator(_checked_transports)] = Field(
         default="auto",
-        description="How KV gets from a prefill to a decode node, in order of preference, comma "
-        "separated. cuda_ipc: where both are on one host, decode copies it itself, from GPU to "
-        "GPU. stream: over the network; always the last. auto: cuda_ipc,stream for KV on GPUs, "
-        "else stream.",
+        description="Ways for KV to get from a prefill to a decode node, in order of preference, "
+        "comma separated. cuda_ipc: if both are on one host, decode copies it from GPU to GPU. "
+        "stream: over the network; must be the last. auto: cuda_ipc,stream for KV on GPUs, else "
+        "stream.",
     )
     kv_pull_transport: PullTransportName = Field(
         default="h2",
-        description="What carries KV over the network. h2: HTTP/2 ends of our own, which copy "
-        "much less. grpcio: that library. Both speak gRPC, so nodes need not agree.",
+        description="Implementation that carries KV over the network. h2: our own HTTP/2 client "
+        "and server, which copy much less. grpcio: the gRPC library. Both speak gRPC, so nodes "
+        "need not agree.",
     )
     kv_processes: int | None = Field(
         default=None,
         ge=1,
-        description="KV transfer processes of each worker. Default: 1 to 4, by the cores of this "
-        "host, its network interfaces and workers.",
+        description="KV transfer processes of each worker. Default: 1 to 4, by this host's cores, "
+        "network interfaces and workers.",
     )
     kv_streams: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Connections over which one request's KV is pulled. Default: 4, or 2 for each "
-        "of more than two processes.",
+        description="Connections that pull one request's KV. Default: 4, or 2 for each of 3 or "
+        "more processes.",
     )
     kv_chunk_bytes: int = Field(
         default=2 << 20,
         ge=4096,
         le=MAX_CHUNK_BYTES,
-        description="Size of a piece of KV on the wire.",
+        description="Size of one chunk of KV on the wire.",
     )
     kv_staging_bytes: int = Field(
         default=512 << 20,
         ge=1 << 20,
-        description="Host memory of each worker for KV on its way, in equal parts for its transfer "
-        "processes; pinned where KV is on a GPU. At least 8 pieces (--kv-chunk-bytes) for each.",
+        description="Host memory of each worker for KV in transit, divided equally among its "
+        "transfer processes; pinned if KV is on a GPU. Each process needs at least 8 times "
+        "--kv-chunk-bytes.",
     )
     kv_lease_s: float = Field(
-        default=30.0, gt=0, description="KV that nobody takes for so long is dropped, in seconds."
+        default=30.0, gt=0, description="Seconds after which KV that nobody fetched is dropped."
     )
     kv_stall_timeout_s: float = Field(
-        default=5.0, gt=0, description="A transfer without progress for so long has failed."
+        default=5.0, gt=0, description="Seconds without progress after which a transfer has failed."
     )
     max_waiting_requests: int = Field(
-        default=1024, ge=1, description="More requests than this in the queue are refused."
+        default=1024, ge=1, description="Most requests in the queue; more are refused."
     )
     frozen_after_s: float = Field(
         default=3.0,
         gt=1,
-        description="A process of the engine that gives no sign of life for so long is frozen: the "
-        "node refuses requests until it wakes; one that only moves KV is started again.",
+        description="Seconds without a sign of life after which a process of the engine counts as "
+        "frozen: the node refuses requests until it wakes; a process that only moves KV is "
+        "restarted.",
     )
     stuck_after_s: float = Field(
         default=120.0,
         gt=0,
-        description="An engine that has work but makes no step for so long is given up: the node "
-        "ends with an error, to be started again, as with one that is frozen for so long. Must "
-        "exceed the longest step.",
+        description="Seconds after which an engine that has work but completes no step, or is "
+        "frozen, is given up: the node exits with an error, to be restarted. Must exceed the "
+        "longest step.",
     )
     drain_timeout_s: float = Field(
-        default=120.0, ge=0, description="After SIGTERM, running requests have so long to end."
+        default=120.0, ge=0, description="Seconds for running requests to end after SIGTERM."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="How much is logged, on standard error. Never prompt text."
+        default="info",
+        description="Level of the log, on standard error. Prompt text is never logged.",
     )
     trace_file: Path | None = Field(
         default=None,
-        description="Append the trace of every request to this file: when each part happened, "
-        "never what was asked or answered. A line of OTLP/JSON each.",
+        description="File to which the trace of every request is appended, a line of OTLP/JSON "
+        "each: when each part happened, never what was asked or answered.",
     )
     check: bool = Field(
         default=False,
-        description="Print the settings and end, without serving. Exit code 2 if they are wrong.",
+        description="Print the settings and exit, without serving. Exit code 2 if they are wrong.",
     )
 
     @classmethod
