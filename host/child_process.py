@@ -92,7 +92,8 @@ class ChildProcess:
 
     @property
     def state(self) -> str:
-        """The kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z ended."""
+        """Returns the kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z
+        ended."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -103,7 +104,7 @@ class ChildProcess:
         return describe_exit(self.name, self._process.wait())
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the child has ended, after at most `timeout_s`."""
+        """Returns whether the child has ended, after at most `timeout_s`."""
         if self.sentinel >= 0:
             poller = select.poll()
             poller.register(self.sentinel, select.POLLIN)
@@ -131,7 +132,7 @@ class ChildProcess:
 
 
 def describe_exit(name: str, code: int) -> str:
-    """`worker 0 was killed by SIGKILL` or `worker 0 ended with exit code 1`."""
+    """Returns `worker 0 was killed by SIGKILL` or `worker 0 ended with exit code 1`."""
     if code < 0:
         return f"{name} was killed by {signal.Signals(-code).name}"
     return f"{name} ended with exit code {code}"
@@ -147,7 +148,8 @@ def stop_all(children: Sequence[HostedProcess], timeout_s: float = 5.0) -> None:
 
 
 def read_config(config_type: type[T]) -> T:
-    """First call of a child: its configuration. Ends this process when the parent has ended."""
+    """Returns the configuration of a child, as its first call. Ends this process when the parent
+    has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent_pid = int(sys.stdin.buffer.readline() or 0)
     die_with_parent(parent_pid)
@@ -168,5 +170,5 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def ipc_address(engine_id: str, purpose: str) -> str:
-    """A ZeroMQ address within this host: Linux abstract sockets leave no file behind."""
+    """Returns a ZeroMQ address within this host: Linux abstract sockets leave no file behind."""
     return f"ipc://@tandem-{engine_id}-{purpose}"

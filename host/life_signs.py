@@ -55,7 +55,7 @@ class LifeSign:
         return cls(MemoryFile.attach(handle.pid, handle.fd), handle.place)
 
     def give(self) -> None:
-        """This process is alive now."""
+        """Says that this process is alive now."""
         self._word.value = _now_ms() or 1
 
 
@@ -70,17 +70,17 @@ class LifeSigns:
 
     @classmethod
     def create(cls, name: str, count: int) -> LifeSigns:
-        """`count` places; nobody has given a sign yet."""
+        """Returns `count` places; nobody has given a sign yet."""
         return cls(MemoryFile.create(name, count * _WORD_BYTES), 0, count)
 
     @classmethod
     def attach(cls, handle: LifeSignHandle) -> LifeSigns:
-        """All places from that of `handle` on. Raises like `LifeSign.attach`."""
+        """Returns all places from that of `handle` on. Raises like `LifeSign.attach`."""
         memory = MemoryFile.attach(handle.pid, handle.fd)
         return cls(memory, handle.place, memory.size // _WORD_BYTES - handle.place)
 
     def part(self, first: int) -> LifeSigns:
-        """The places from `first` on, counted from 0."""
+        """Returns the places from `first` on, counted from 0."""
         return LifeSigns(self._memory, self._first + first, len(self._words) - first)
 
     def handle(self, place: int) -> LifeSignHandle:
@@ -93,7 +93,8 @@ class LifeSigns:
         self._words[place] = _now_ms() or 1
 
     def forget(self, place: int) -> None:
-        """The process at `place` has ended: it is not watched until it gives a sign again."""
+        """Forgets the process at `place`, which has ended: it is not watched until it gives a sign
+        again."""
         self._words[place] = _NO_SIGN
 
     def silent_s(self, place: int) -> float | None:
@@ -158,6 +159,6 @@ class LifeThread:
                 return
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes them. Idempotent."""
         self._over.set()
         self._thread.join()

@@ -26,14 +26,14 @@ def bind_socket(context: Context, kind: zmq.SocketType, address: str) -> zmq.Soc
 
 
 def connect_socket(context: Context, kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
-    """The other side may bind later: messages wait until then."""
+    """Returns a connected socket. The other side may bind later: messages wait until then."""
     socket = new_socket(context, kind)
     socket.connect(address)
     return socket
 
 
 def new_socket(context: Context, kind: zmq.SocketType) -> zmq.Socket[bytes]:
-    """Without a limit of its queues; not connected yet."""
+    """Returns a socket without a limit of its queues, not connected yet."""
     socket = context.socket(kind)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)

@@ -35,7 +35,7 @@ _IfAddrs._fields_ = (
 
 
 def interfaces_by_address() -> dict[str, str]:
-    """Name of the interface of each address of this host. Raises OSError."""
+    """Returns the name of the interface of each address of this host. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
@@ -54,7 +54,7 @@ def interfaces_by_address() -> dict[str, str]:
 
 
 def _ip_of(sockaddr: int | None) -> str:
-    """Empty for other families than IP."""
+    """Returns an empty text for other families than IP."""
     if not sockaddr:
         return ""
     family = c_uint16.from_address(sockaddr).value
@@ -65,7 +65,7 @@ def _ip_of(sockaddr: int | None) -> str:
 
 
 def numeric(host: str) -> str:
-    """The first address of a name. Raises OSError (socket.gaierror) for one without."""
+    """Returns the first address of a name. Raises OSError (socket.gaierror) for one without."""
     infos = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     return str(infos[0][4][0])
 
@@ -87,8 +87,8 @@ class Network:
         return None if None in speeds else sum(speed for speed in speeds if speed)
 
     def nearest(self, hosts: Sequence[str], gpu: str) -> list[str]:
-        """Those of `hosts` that are nearest to the GPU at this PCI address, in order; all of them
-        when nothing is known, or for no GPU (empty)."""
+        """Returns those of `hosts` that are nearest to the GPU at this PCI address, in order; all
+        of them when nothing is known, or for no GPU (empty)."""
         if not gpu:
             return list(hosts)
         distances = [self._distance(host, gpu) for host in hosts]
@@ -145,7 +145,7 @@ def _pci_distance(a: Path, b: Path) -> int:
 
 
 def _pci_path(device: Path) -> list[str]:
-    """Root complex, root port, bridges and the device itself."""
+    """Returns root complex, root port, bridges and the device itself."""
     parts = list(device.parts)
     start = next((i for i, part in enumerate(parts) if part.startswith("pci")), len(parts))
     return parts[start:]

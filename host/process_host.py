@@ -18,8 +18,8 @@ class ProcessHost(Protocol):
     def start(
         self, module: str, config: Any, name: str, env: dict[str, str] | None = None
     ) -> HostedProcess:
-        """As `ChildProcess.start`. Returns at once; a host that is gone shows as the end of the
-        process."""
+        """Starts one as `ChildProcess.start` does. Returns at once; a host that is gone shows as
+        the end of the process."""
 
 
 class LocalHost:

@@ -69,7 +69,7 @@ def listen(socket: zmq.Socket[bytes], host: str, key: LinkKey) -> str:
 def connect_secure(
     context: Context, kind: zmq.SocketType, address: str, key: LinkKey, identity: bytes = b""
 ) -> zmq.Socket[bytes]:
-    """The other side may listen later: messages wait until then."""
+    """Returns a connected socket. The other side may listen later: messages wait until then."""
     socket = new_socket(context, kind)
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, key.public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, key.public)

@@ -95,7 +95,7 @@ class KVConnectorScheduler(ABC):
     @property
     @abstractmethod
     def peer_info(self) -> KVPeer | None:
-        """This node, as peers must know it; endpoints are filled for producers. None: it
+        """Returns this node as peers must know it; endpoints are filled for producers. None: it
         exchanges no KV."""
 
     def refusal(self, request: RequestLike) -> str:
@@ -104,7 +104,8 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> int:
-        """Tokens beyond `num_computed_tokens` whose KV will come from a peer; 0 for none."""
+        """Returns the number of tokens beyond `num_computed_tokens` whose KV will come from a peer;
+        0 for none."""
 
     @abstractmethod
     def update_state_after_alloc(
@@ -124,7 +125,7 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """Readable when `get_finished` has something to say."""
+        """Becomes readable when `get_finished` has something to say."""
 
     @abstractmethod
     def get_finished(self) -> KVConnectorOutput | None:
@@ -148,7 +149,7 @@ class KVConnectorScheduler(ABC):
         block_ids: BlockIds,
         num_computed_tokens: int,
     ) -> None:
-        """A new attempt from another peer into the same blocks. Only after a failure."""
+        """Makes a new attempt from another peer into the same blocks. Only after a failure."""
 
     def prompt_computed(self, request: RequestLike) -> None:  # noqa: B027
         """Consumer: the peer has computed the whole prompt. From now on a pull without progress

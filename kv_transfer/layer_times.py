@@ -28,7 +28,7 @@ class LayerTimes:
 
 
 def later(a: tuple[LayerTime, ...], b: tuple[LayerTime, ...]) -> tuple[LayerTime, ...]:
-    """Two processes' views of the same layers, as one."""
+    """Returns two processes' views of the same layers, as one."""
     if not a or not b:
         return a or b
     return tuple(

@@ -145,7 +145,7 @@ class PageShape(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Without what a page leaves unused."""
+        """Counts bytes without what a page leaves unused."""
         return sum(plane.num_bytes for plane in self.planes)
 
     @property
@@ -215,7 +215,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block in one slot of one rank."""
+        """Returns the bytes of one block in one slot of one rank."""
         return max(group.bytes_needed(self.tp_size) for group in self.groups)
 
     @property
@@ -225,7 +225,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one rank, over all slots."""
+        """Returns the bytes of one block of one rank, over all slots."""
         return self.num_slots * self.page_bytes
 
     @property

@@ -57,7 +57,7 @@ _TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def is_transfer_id(text: str) -> bool:
-    """Whether `text` can name a transfer: 32 lower-case hex digits."""
+    """Returns whether `text` can name a transfer: 32 lower-case hex digits."""
     return _TRANSFER_ID.fullmatch(text) is not None
 
 

@@ -38,7 +38,8 @@ def processes_for_this_host(hosts: Sequence[str], ranks: int) -> int:
 def choose_num_processes(
     cores: int, ranks_here: int, link_gb_per_s: float | None, num_hosts: int = 1
 ) -> int:
-    """Transfer processes of each of `ranks_here` ranks on a host with `cores` cores.
+    """Returns the number of transfer processes of each of `ranks_here` ranks on a host with `cores`
+    cores.
 
     `link_gb_per_s`: of all network interfaces that KV uses together, None when it is not known.
     `num_hosts`: addresses that each shall be used by one process at least.
@@ -65,7 +66,7 @@ def fewest_staging_bytes(num_processes: int, chunk_bytes: int) -> int:
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """That this process may use: its affinity, and the quota of its container."""
+    """Returns how many this process may use: its affinity, and the quota of its container."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()

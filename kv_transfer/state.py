@@ -105,7 +105,7 @@ class TransferTable(Generic[T]):
         self._live[transfer_id] = _Live(attempt, KVTransferState.PENDING, transfer)
 
     def find(self, transfer_id: str, attempt: int) -> T | None:
-        """The transfer, if this very attempt lives."""
+        """Returns the transfer, if this very attempt lives."""
         live = self._live.get(transfer_id)
         return live.transfer if live is not None and live.attempt == attempt else None
 
@@ -125,7 +125,7 @@ class TransferTable(Generic[T]):
         return None
 
     def is_late(self, transfer_id: str, attempt: int) -> bool:
-        """Whether this attempt can never live (again), as far as is known."""
+        """Returns whether this attempt can never live (again), as far as is known."""
         live = self._live.get(transfer_id)
         if live is not None and attempt <= live.attempt:
             return attempt < live.attempt
@@ -134,7 +134,7 @@ class TransferTable(Generic[T]):
         return tombstone is not None and attempt <= tombstone.attempt
 
     def activate(self, transfer_id: str, attempt: int) -> bool:
-        """False when this attempt does not live. An active transfer stays active."""
+        """Returns False when this attempt does not live. An active transfer stays active."""
         live = self._live.get(transfer_id)
         if live is None or live.attempt != attempt:
             return False
@@ -143,7 +143,7 @@ class TransferTable(Generic[T]):
         return True
 
     def end(self, transfer_id: str, attempt: int, state: KVTransferState) -> T | None:
-        """The transfer that ended, or None when this attempt does not live.
+        """Returns the transfer that ended, or None when this attempt does not live.
 
         Raises ValueError for a change that the drawing above lacks.
         """
@@ -172,7 +172,7 @@ class TransferTable(Generic[T]):
         return len(self._live)
 
     def __iter__(self) -> Iterator[T]:
-        """The living. The table may change meanwhile."""
+        """Yields the living. The table may change meanwhile."""
         return iter([live.transfer for live in self._live.values()])
 
     @staticmethod

@@ -136,7 +136,7 @@ class KVReceiver:
                 task.add_done_callback(self._releases.discard)
 
     async def run(self) -> None:
-        """Housekeeping until cancelled."""
+        """Keeps house until cancelled."""
         while True:
             await asyncio.sleep(_IDLE_S / 10)
             await self._peers.close_idle(_IDLE_S)
@@ -168,7 +168,7 @@ class KVReceiver:
         self._end(transfer, state, reason, retryable, num_tokens_kept)
 
     async def _outcome(self, transfer: RecvTransfer) -> tuple[KVTransferState, str, bool]:
-        """How it ended, why, and whether another attempt may succeed."""
+        """Returns how it ended, why, and whether another attempt may succeed."""
         meta = transfer.meta
         try:
             self._transfers.activate(meta.transfer_id, meta.attempt)

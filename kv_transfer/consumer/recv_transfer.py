@@ -48,7 +48,7 @@ class RecvTransfer:
         )
 
     def count(self, num_bytes: int) -> bool:
-        """Whether these were the first."""
+        """Returns whether these were the first."""
         self.last_byte_at = time.monotonic()
         self.num_bytes += num_bytes
         if self.first_byte_at > 0:
@@ -58,7 +58,8 @@ class RecvTransfer:
 
     @property
     def num_tokens_complete(self) -> int:
-        """Leading tokens of which our share is in our blocks, when all copies are done."""
+        """Returns the leading tokens of which our share is in our blocks, when all copies are
+        done."""
         if not self.is_planned:
             return self.meta.first_token
         known = (stream for stream in self.streams if stream.chunk_bytes is not None)
@@ -86,7 +87,7 @@ class RecvTransfer:
         self._waits_since = time.monotonic()
 
     def has_stalled(self, timeout_s: float) -> bool:
-        """Whether no stream brought KV for so long though all of it is computed."""
+        """Returns whether no stream brought KV for so long though all of it is computed."""
         if not self._is_computed or self.num_open_streams == 0:
             return False
         progress = max((stream.last_kv_at for stream in self.streams), default=0.0)

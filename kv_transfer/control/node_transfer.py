@@ -72,7 +72,8 @@ class NodeTransfer:
             self._end(event)
 
     def take_staged(self) -> bool:
-        """True once, when the last process has staged its share and nothing has gone wrong."""
+        """Returns True once, when the last process has staged its share and nothing has gone
+        wrong."""
         if self._unstaged or not self._staged_is_news or self.failure or self.abort_requested:
             return False
         self._staged_is_news = False

@@ -27,7 +27,7 @@ def own_host(config: TransferProcessConfig, gpu: str, network: Network | None = 
 
 
 def source_host(config: TransferProcessConfig, gpu: str) -> str:
-    """That a consumer's connections leave from; empty: as the kernel sees fit.
+    """Returns the address that a consumer's connections leave from; empty: as the kernel sees fit.
 
     Raises:
         OSError: It is no address of this host.

@@ -266,7 +266,7 @@ class TransferProcess:
         loop.call_soon(drain)
 
     async def _report_forever(self) -> None:
-        """The first one at once: it says that we are ready."""
+        """Reports at once first: that says that we are ready."""
         delay_s = 0.0
         while True:
             await self._changed.wait()

@@ -50,7 +50,7 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fixed_port(self) -> int:
-        """To listen on (producer); 0: any will do."""
+        """Returns the port to listen on (producer); 0: any will do."""
         return self.transfer.port + self.process if self.transfer.port else 0
 
     @property

@@ -91,7 +91,7 @@ class _TransferProcess:
         return self.child
 
     def send(self, message: bytes) -> bool:
-        """False while nobody will answer soon."""
+        """Returns False while nobody will answer soon."""
         if self._commands is None or (self.report is None and self.config.start_delay_s > 0):
             return False
         self._commands.send(message)
@@ -149,8 +149,8 @@ class _TransferProcess:
 
 
 def _hold_port(address: str) -> socket.socket | None:
-    """Bound to it and deaf, so that no connection of this host leaves from it; who listens there
-    can share it. None: somebody was quicker, or it is a name."""
+    """Returns a socket bound to it and deaf, so that no connection of this host leaves from it; who
+    listens there can share it. None: somebody was quicker, or it is a name."""
     host, port = split_address(address)
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -184,7 +184,7 @@ def _on_our_clock(event: TransferEvent) -> TransferEvent:
 
 
 def _shifted(moment: float, seconds: float) -> float:
-    """To another clock; 0.0 stays what has not happened."""
+    """Shifts it to another clock; 0.0 stays what has not happened."""
     return moment and moment + seconds
 
 
@@ -262,7 +262,7 @@ class TransferProcesses:
             raise
 
     def _on_host(self, config: TransferProcessConfig, host: ProcessHost) -> TransferProcessConfig:
-        """As a process on `host` must be configured."""
+        """Returns the configuration of a process on `host`."""
         link = host.link
         if link is None:
             if self._signs is None:
@@ -303,7 +303,7 @@ class TransferProcesses:
         os.eventfd_write(self._wakeup, 1)
 
     def send(self, process: int, command: TransferCommand) -> bool:
-        """False when the process is down: nobody will answer."""
+        """Returns False when the process is down: nobody will answer."""
         return self._processes[process].send(self._encoder.encode(command))
 
     def receive(self) -> list[TransferEvent]:
@@ -356,18 +356,19 @@ class TransferProcesses:
 
     @property
     def num_dropped_messages(self) -> float:
-        """On our own socket, and on those of the transfer processes."""
+        """Counts those on our own socket, and on those of the transfer processes."""
         return self._messages.num_dropped + self.total("dropped_messages")
 
     def total(self, field: str) -> float:
-        """Sum of one field of `ProcessReport` over all processes and their former lives."""
+        """Returns the sum of one field of `ProcessReport` over all processes and their former
+        lives."""
         reports = [process.report for process in self._processes if process.report is not None]
         reports += [process.past for process in self._processes]
         return float(sum(getattr(report, field) for report in reports))
 
     @property
     def reclaimed(self) -> Counter[str]:
-        """As in `ProcessReport`, summed like `total`."""
+        """Returns those of `ProcessReport`, summed like `total`."""
         found: Counter[str] = Counter()
         for process in self._processes:
             found.update(process.past.reclaimed)
@@ -376,7 +377,7 @@ class TransferProcesses:
         return found
 
     def shutdown(self) -> None:
-        """Idempotent."""
+        """Ends them. Idempotent."""
         if self._poller.closed:
             return
         stop_all([process.child for process in self._processes if process.child is not None])

@@ -83,7 +83,7 @@ class CopyQueue:
             self.on_error(error)
 
     def _call_done(self) -> bool:
-        """Whether anybody was called."""
+        """Returns whether anybody was called."""
         was_any = False
         while self._waiting and self._waiting[0][0].is_done():
             was_any = True

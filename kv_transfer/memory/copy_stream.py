@@ -38,8 +38,8 @@ class CopyStream(ABC):
     def copy(
         self, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool = False
     ) -> None:
-        """In any order among themselves, so no two may write to one place. All areas must stay
-        mapped until a later fence is done.
+        """Copies in any order among themselves, so no two may write to one place. All areas must
+        stay mapped until a later fence is done.
 
         `in_portions`: others get their turn in between. Copies to and from the host share their
         engine with the little that a worker copies in every step: without portions, the p99 of the

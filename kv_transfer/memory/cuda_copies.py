@@ -72,7 +72,7 @@ class CudaCopies:
         stream: int,
         in_portions: bool = False,
     ) -> None:
-        """As `CopyStream.copy`."""
+        """Copies as `CopyStream.copy` does."""
         at_once = _MOST_AT_ONCE
         if in_portions:
             at_once = max(1, min(at_once, _PORTION_BYTES // int(sizes.max())))
@@ -89,7 +89,7 @@ class CudaCopies:
     def _issue_batches(
         self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int, at_once: int
     ) -> bool:
-        """False: the driver or the device does not take them."""
+        """Returns False when the driver or the device does not take them."""
         if self._batch is None:
             return False
         arrays = [array.ctypes.data for array in (targets, sources, sizes)]

@@ -249,8 +249,8 @@ class CudaDriver:
         self._do("cuStreamDestroy_v2", stream)
 
     def new_event(self) -> int:
-        """To be looked at. Whoever waits for it keeps a core busy: an event for sleepers would
-        interrupt the host each time it happens, though hardly anybody ever waits."""
+        """Returns an event to be looked at. Whoever waits for it keeps a core busy: an event for
+        sleepers would interrupt the host each time it happens, though hardly anybody ever waits."""
         event = c_void_p()
         self._do("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING)
         return event.value or 0
@@ -303,5 +303,5 @@ class CudaDriver:
 
 @cache
 def cuda_driver() -> CudaDriver:
-    """One for each process. Raises `DeviceError`."""
+    """Returns the one of this process. Raises `DeviceError`."""
     return CudaDriver()

@@ -53,7 +53,7 @@ class Inbox:
         return self._slots.used + sum(stop - start for start, stop in self._lent)
 
     def reserve(self, num_bytes: int) -> StagedChunk | None:
-        """To be given back."""
+        """Returns memory that is to be given back."""
         if num_bytes > self._slots.slot_bytes or not self._slots.num_slots:
             return None
         return self._slots.take(num_bytes, is_awaited=True)

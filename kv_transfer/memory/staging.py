@@ -74,7 +74,7 @@ class StagingPool:
         self.num_displaced = 0
 
     def take(self, num_bytes: int, is_awaited: bool) -> StagedChunk | None:
-        """A slot for a message of `num_bytes`; None: none is free now.
+        """Returns a slot for a message of `num_bytes`; None: none is free now.
 
         `is_awaited`: a puller waits for it, so it may use the reserve.
 
@@ -96,7 +96,7 @@ class StagingPool:
         return StagedChunk(slot, self.memory[start : start + num_bytes])
 
     def holds(self, address: int) -> bool:
-        """Whether it lies in one of the slots."""
+        """Returns whether it lies in one of the slots."""
         return 0 <= address - self._address < self.capacity
 
     def publish(self, chunk: StagedChunk) -> None:
@@ -108,7 +108,7 @@ class StagingPool:
             self._sent[chunk.slot] = chunk
 
     def drop(self, chunk: StagedChunk) -> None:
-        """Idempotent."""
+        """Drops the message. Idempotent."""
         if chunk.is_dropped:
             return
         if self._sent.get(chunk.slot) is chunk:
@@ -129,7 +129,7 @@ class StagingPool:
             self._free.append(chunk.slot)
 
     def _displace(self) -> bool:
-        """The longest sent that nobody uses just now. False: there is none."""
+        """Displaces the longest sent that nobody uses just now. False: there is none."""
         for chunk in self._sent.values():
             if chunk.num_pins == 0:
                 self.drop(chunk)

@@ -37,7 +37,7 @@ class LayerMarks:
 
     @classmethod
     def create(cls, num_layers: int) -> LayerMarks:
-        """On pages of its own, because devices know memory by pages."""
+        """Creates marks on pages of its own, because devices know memory by pages."""
         num_pages = -(-num_layers * _MARK_BYTES // mmap.PAGESIZE)
         memory = MemoryFile.create("tandem-layer-marks", num_pages * mmap.PAGESIZE)
         return cls(memory, num_layers)
@@ -83,7 +83,8 @@ class LayerMarks:
 
 
 def mark_of(step_id: int) -> int:
-    """Never 0, which says that nothing was written yet, but for one step in 2^32."""
+    """Returns a mark that is never 0, which says that nothing was written yet, but for one step in
+    2^32."""
     return (step_id + 1) % _RANGE
 
 

@@ -68,7 +68,7 @@ class SendTransfer(Export):
 
     @property
     def blocks_are_free(self) -> bool:
-        """Whether no transport needs the blocks."""
+        """Returns whether no transport needs the blocks."""
         return all(part.blocks_are_free for part in self.parts.values())
 
     def announce(self, send: SendMeta, progress: StepProgress) -> None:
@@ -151,8 +151,8 @@ class SendTransfer(Export):
 
 
 def _has_done(progress: StepProgress, step_id: int, layer: int) -> bool:
-    """Whether `layer` of step `step_id` is in the cache, as far as `progress` tells. Steps run
-    in order, so a later step's progress says that all earlier ones are done."""
+    """Returns whether `layer` of step `step_id` is in the cache, as far as `progress` tells. Steps
+    run in order, so a later step's progress says that all earlier ones are done."""
     if step_id == progress.step_id:
         return layer < progress.num_layers_done
     return step_id < progress.step_id

@@ -132,7 +132,7 @@ class KVSender(ExportOwner):
             self._end(transfer, Reclaim.ERROR, str(error))
 
     def progress(self, progress: StepProgress) -> None:
-        """Only ever grows; older messages may come late."""
+        """Takes progress, which only ever grows; older messages may come late."""
         now = (self._progress.step_id, self._progress.num_layers_done)
         if (progress.step_id, progress.num_layers_done) <= now:
             return

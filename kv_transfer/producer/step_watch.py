@@ -53,7 +53,7 @@ class StepWatch:
         self._marks.close()
 
     def _look(self) -> bool:
-        """Whether the newest step is complete."""
+        """Returns whether the newest step is complete."""
         progress = self._marks.progress(self._newest_step)
         if progress is None:
             return False

@@ -110,7 +110,7 @@ class ProducerTransfer(ABC):
     @property
     @abstractmethod
     def blocks_are_free(self) -> bool:
-        """Whether this transport can do without the export's blocks from now on."""
+        """Returns whether this transport can do without the export's blocks from now on."""
 
     @abstractmethod
     def ready(self, indices: Sequence[int]) -> None:
@@ -144,7 +144,7 @@ class ProducerTransport(ABC):
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory that holds copies of KV now."""
+        """Returns the host memory that holds copies of KV now."""
         return 0
 
     @abstractmethod

@@ -68,7 +68,7 @@ class ChunkAssembler(ABC):
         raise NotImplementedError
 
     def check(self) -> None:
-        """When all copies are done. Raises `PeerLost` if what was copied does not count."""
+        """Checks what was copied, once all is done. Raises `PeerLost` if it does not count."""
         return
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class ChunkAssembler(ABC):
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the longest message that this stream may bring."""
+        """Returns the bytes of the longest message that this stream may bring."""
         largest = max(page.num_bytes for page in self.job.source.share)
         return HEADER.size + max(MAX_CHUNK_BYTES, largest)
 
@@ -85,12 +85,12 @@ class ChunkAssembler(ABC):
 
     @property
     def missing(self) -> list[int] | None:
-        """Chunk indices that have not arrived; None before the sender has told its grid."""
+        """Returns chunk indices that have not arrived; None before the sender has told its grid."""
         return sorted(self._missing) if self._grid is not None else None
 
     @property
     def chunk_bytes(self) -> int | None:
-        """The sender's setting, from which its grid follows; None before it has told."""
+        """Returns the sender's setting, from which its grid follows; None before it has told."""
         return self._chunk_bytes if self._grid is not None else None
 
     def num_tokens_complete(self, chunk_bytes: int | None) -> int:
@@ -119,7 +119,7 @@ class ChunkAssembler(ABC):
 
     @property
     def _is_cut_by_window(self) -> bool:
-        """Whether tokens of any group that we lack are not sent."""
+        """Returns whether tokens of any group that we lack are not sent."""
         first, stop = self.job.meta.first_token, self.job.meta.num_tokens
         groups = self._theirs.groups
         return any(group.tokens_to_pull(first, stop).start > first for group in groups)

@@ -93,7 +93,8 @@ class GroupTarget:
         self._cache.write_blocks(copy, targets, whole.places, from_host)
 
     def _wanted_runs(self, blocks: NamedBlocks) -> Iterator[tuple[int, TokenRun, int]]:
-        """Tokens of these blocks that were asked for, as `KVCacheView.write_runs` takes them."""
+        """Yields tokens of these blocks that were asked for, as `KVCacheView.write_runs` takes
+        them."""
         size, tokens = self._source_size, self._tokens
         columns = blocks.layers.tolist(), blocks.numbers.tolist(), blocks.places.tolist()
         for layer, number, source in zip(*columns, strict=True):

@@ -72,16 +72,17 @@ class PullStream:
 
     @property
     def peer_rank(self) -> int:
-        """The rank of the peer that it reads from."""
+        """Returns the rank of the peer that it reads from."""
         return self._assembler.job.source.peer_rank
 
     @property
     def chunk_bytes(self) -> int | None:
-        """The sender's setting; None before it has told."""
+        """Returns the sender's setting; None before it has told."""
         return self._assembler.chunk_bytes
 
     def num_tokens_complete(self, chunk_bytes: int | None) -> int:
-        """As `ChunkAssembler` has it, when all copies are done; nothing if they do not count."""
+        """Returns what `ChunkAssembler` has, when all copies are done; nothing if they do not
+        count."""
         try:
             self.check()
         except PeerLost:
@@ -89,7 +90,7 @@ class PullStream:
         return self._assembler.num_tokens_complete(chunk_bytes)
 
     def check(self) -> None:
-        """When all copies are done. Raises `PeerLost` if what was copied does not count."""
+        """Checks what was copied, once all is done. Raises `PeerLost` if it does not count."""
         try:
             self._assembler.check()
         except PeerLost as error:
@@ -117,7 +118,7 @@ class PullStream:
         self.is_done = True
 
     async def _receive(self, client: PullClient, repeat: list[int]) -> list[int]:
-        """One call. Chunks that are missing after it."""
+        """Makes one call. Returns chunks that are missing after it."""
         self.last_heard_at = time.monotonic()
         self._num_refused = 0
         self._has_ended = False

@@ -50,7 +50,8 @@ SERVER_OPTIONS = [
 
 
 def slot_of(stream: int, sender_processes: int) -> int:
-    """Channel of a stream: neighbouring streams to one process use different connections."""
+    """Returns the channel of a stream: neighbouring streams to one process use different
+    connections."""
     return stream // sender_processes % CHANNELS_PER_ADDRESS
 
 

@@ -127,7 +127,7 @@ def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
 
 @cache
 def host_id() -> str:
-    """Kernel, process namespace and user. Of use to nobody who is not there as well."""
+    """Names kernel, process namespace and user. Of use to nobody who is not there as well."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     return f"{boot}/{namespace}/{os.getuid()}"

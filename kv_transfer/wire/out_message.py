@@ -65,7 +65,7 @@ class OutMessage:
             self._complete = None
 
     def joined(self) -> bytes:
-        """A copy without the prefix, unless it is one `bytes` already."""
+        """Returns a copy without the prefix, unless it is one `bytes` already."""
         self.complete()
         if len(self._parts) == 1 and isinstance(self._parts[0], bytes):
             return self._parts[0]
@@ -76,7 +76,7 @@ class OutMessage:
         self._parts = (copy,)
 
     def slices(self, start: int, stop: int) -> Iterator[Buffer]:
-        """Bytes [start, stop) of what goes over the wire."""
+        """Yields bytes [start, stop) of what goes over the wire."""
         at = 0
         for part in (self._prefix, *self._parts):
             first, last = max(start - at, 0), min(stop - at, len(part))
@@ -97,7 +97,7 @@ class OutMessage:
                 callback()
 
     def when_unread(self, callback: Callable[[], None]) -> None:
-        """At once, or when the thread that reads has ended."""
+        """Calls it at once, or when the thread that reads has ended."""
         if self._readers == 0:
             callback()
         else:

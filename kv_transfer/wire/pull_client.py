@@ -45,7 +45,7 @@ class PullClient(ABC):
     async def pull(
         self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
     ) -> None:
-        """One call: returns after a complete stream. Raises KVTransferError, or what `sink`
+        """Makes one call: returns after a complete stream. Raises KVTransferError, or what `sink`
         raises. `slot` tells streams of one transfer apart. Cancelled, it writes nothing more."""
 
     @abstractmethod

@@ -18,8 +18,8 @@ class PullServer(ABC):
 
     @abstractmethod
     async def listen(self, host: str, port: int) -> int:
-        """The port. Raises OSError when it cannot be had, `PlaintextRefused` when others could
-        read along; port 0 is any."""
+        """Returns the port. Raises OSError when it cannot be had, `PlaintextRefused` when others
+        could read along; port 0 is any."""
 
     @abstractmethod
     async def close(self) -> None:

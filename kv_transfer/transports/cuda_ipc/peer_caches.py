@@ -48,7 +48,7 @@ class PeerCaches:
         return len(self._mapped) + len(self._orphans)
 
     def acquire(self, peer: KVPeer, handle: KVCacheHandle) -> CacheMap | None:
-        """To be given back by `release`. None: it cannot be mapped."""
+        """Returns a map to be given back by `release`. None: it cannot be mapped."""
         name = (peer.engine_id, peer.epoch, handle.rank)
         if name not in self._mapped and name not in self._hopeless:
             try:

@@ -56,7 +56,7 @@ class ReadLease:
     number: int
 
     def let_go(self) -> None:
-        """Idempotent."""
+        """Lets go of it. Idempotent."""
         self.leases.end(self)
 
 

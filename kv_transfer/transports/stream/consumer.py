@@ -92,7 +92,8 @@ class StreamAssembler(ChunkAssembler):
         return index
 
     def _index_of(self, header: ChunkHeader) -> int:
-        """The grid position. The first span may hold blocks before those that we asked for."""
+        """Returns the grid position. The first span may hold blocks before those that we asked
+        for."""
         grid = self._grid_of(header)
         group = grid.groups[header.group]
         span = header.first_block // group.blocks_per_chunk

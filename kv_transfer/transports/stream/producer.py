@@ -80,15 +80,15 @@ class StreamProducer(ProducerTransport):
         await self._stager.run()
 
     def suits_zero_copy(self, terms: PullTerms) -> bool:
-        """As `ZeroCopySends.suits`."""
+        """Returns what `ZeroCopySends.suits` says."""
         return self.zero_copy.suits(terms)
 
     def wake(self) -> None:
-        """Progress, a puller, room or an end: something may be staged now."""
+        """Wakes after progress, a puller, room or an end: something may be staged now."""
         self._stager.wake()
 
     def next_message(self, pull: StreamPull) -> OutMessage | None:
-        """As `Pull.next_message`."""
+        """Does what `Pull.next_message` asks."""
         entry = pull.next_staged()
         if entry is None:
             return self.zero_copy.next_message(pull)
@@ -103,7 +103,7 @@ class StreamProducer(ProducerTransport):
         return OutMessage([message], on_end)
 
     def end(self, part: StreamExport, then: Callable[[], None]) -> None:
-        """As `ProducerTransfer.end`."""
+        """Does what `ProducerTransfer.end` asks."""
         self._parts.discard(part)
         for entry in part.staged:
             self.pool.drop(entry.chunk)

@@ -160,8 +160,8 @@ class StreamExport(ProducerTransfer):
         self._left_blocks(sending.index)
 
     def keeps_up(self, slow_s: float) -> bool:
-        """Whether pulls take what is ready: then nothing needs to be staged. A peer that takes
-        longer than `slow_s` for a chunk does not keep up."""
+        """Returns whether pulls take what is ready: then nothing needs to be staged. A peer that
+        takes longer than `slow_s` for a chunk does not keep up."""
         if not any(pull.is_zero_copy for pull in self.pulls):
             return False
         horizon = time.monotonic() - slow_s
@@ -169,7 +169,7 @@ class StreamExport(ProducerTransfer):
 
     @property
     def may_stage(self) -> bool:
-        """Whether somebody may want staged chunks now."""
+        """Returns whether somebody may want staged chunks now."""
         if self.pulls:
             return True
         return not self.export.keeps_blocks and time.monotonic() >= self.stage_after

@@ -58,7 +58,7 @@ class ZeroCopySends:
 
     @property
     def is_possible(self) -> bool:
-        """Whether sockets can read our blocks."""
+        """Returns whether sockets can read our blocks."""
         return self._views is not None
 
     def suits(self, terms: PullTerms) -> bool:

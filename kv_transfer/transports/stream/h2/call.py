@@ -77,13 +77,13 @@ class H2Call(ServerCall):
     # The request ------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
-        """A piece of the request. Raises `H2Error` when it grows too long."""
+        """Takes a piece of the request. Raises `H2Error` when it grows too long."""
         self._request += data
         if len(self._request) > self.method.max_request_bytes:
             raise h2.H2Error("a request is too long", h2.ErrorCode.ENHANCE_YOUR_CALM)
 
     def request(self) -> bytes:
-        """The one message of a complete request. Raises `CallAborted` if it is none."""
+        """Returns the one message of a complete request. Raises `CallAborted` if it is none."""
         data = bytes(self._request)
         if len(data) < _PREFIX_BYTES or len(data) != _PREFIX_BYTES + int.from_bytes(data[1:5]):
             raise CallAborted(grpc.StatusCode.INTERNAL, "the request is not one message")
@@ -148,7 +148,7 @@ class H2Call(ServerCall):
             self._on_over(self)
 
     def _drop(self, keep_begun: bool) -> None:
-        """All messages but the one that is in frames already, if that is to be kept."""
+        """Drops all messages but the one that is in frames already, if that is to be kept."""
         queue, self._queue = self._queue, deque()
         for i, item in enumerate(queue):
             if isinstance(item, bytes) or (i == 0 and self._num_cut and keep_begun):

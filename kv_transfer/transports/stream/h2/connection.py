@@ -102,12 +102,12 @@ class H2Connection:
     async def connect(
         cls, address: str, credentials: Credentials, source: str = ""
     ) -> H2Connection:
-        """See `dial`. Raises `PeerLost`."""
+        """Connects as `dial` does. Raises `PeerLost`."""
         return cls(address, await dial(address, credentials, source))
 
     @property
     def is_usable(self) -> bool:
-        """Whether another call may be made."""
+        """Returns whether another call may be made."""
         is_free = self._done is None and self._stream < _MAX_STREAM
         return is_free and not self._is_closed and not self._is_going
 
@@ -143,7 +143,7 @@ class H2Connection:
             self.used_at = time.monotonic()
 
     def close(self) -> None:
-        """At once. A call in motion fails. Idempotent."""
+        """Closes at once. A call in motion fails. Idempotent."""
         self._fail(PeerLost(f"the connection to {self.address} was given up"))
 
     # Bytes in ---------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class H2Connection:
         self._parse()
 
     def _parse(self) -> None:
-        """Everything in `_scratch` that is complete."""
+        """Parses everything in `_scratch` that is complete."""
         self._needed = 0
         while not self._is_closed:
             if self._frame_left:
@@ -210,7 +210,8 @@ class H2Connection:
                 return
 
     def _parse_frame(self) -> bool:
-        """A frame other than DATA, or the header of a DATA frame. False: more has to come."""
+        """Parses a frame other than DATA, or the header of a DATA frame. False: more has to
+        come."""
         available = self._filled - self._parsed
         if available < h2.FRAME_HEADER_BYTES:
             return False
@@ -288,7 +289,7 @@ class H2Connection:
         self._frame_left = length
 
     def _parse_data(self) -> None:
-        """A piece of the DATA frame that lies in `_scratch`."""
+        """Parses a piece of the DATA frame that lies in `_scratch`."""
         count = min(self._frame_left, self._filled - self._parsed)
         if self._message_left == 0:
             count = min(count, self._num_head_missing())
@@ -307,7 +308,7 @@ class H2Connection:
         self._parsed += count
 
     def _num_head_missing(self) -> int:
-        """Bytes that prefix and head still lack."""
+        """Returns the bytes that prefix and head still lack."""
         missing = _PREFIX.size - len(self._head)
         if missing > 0:
             return missing
@@ -342,7 +343,7 @@ class H2Connection:
             self._sink.end()
 
     def _count_data(self, count: int) -> None:
-        """Bytes of a DATA frame that have arrived, so that the server may send more."""
+        """Counts bytes of a DATA frame that have arrived, so that the server may send more."""
         self._frame_left -= count
         self._unacknowledged += count
         self._unacknowledged_of_call += count
@@ -392,7 +393,7 @@ class H2Connection:
 
 
 def _first(views: deque[memoryview], num_bytes: int) -> list[memoryview]:
-    """The first `num_bytes` of these, or as many as one system call takes."""
+    """Returns the first `num_bytes` of these, or as many as one system call takes."""
     found: list[memoryview] = []
     for view in islice(views, _MAX_VIEWS):
         if num_bytes == 0:

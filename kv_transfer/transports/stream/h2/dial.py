@@ -15,8 +15,8 @@ from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
 
 
 async def dial(address: str, credentials: Credentials, source: str = "") -> Connection:
-    """Connected, by TLS if we have certificates, and does not block. `source`: our address to
-    connect from, where it is of the same kind; empty: any. Raises `PeerLost`."""
+    """Returns a connection, by TLS if we have certificates, that does not block. `source`: our
+    address to connect from, where it is of the same kind; empty: any. Raises `PeerLost`."""
     loop = asyncio.get_running_loop()
     reason: OSError = OSError("the name has no address")
     try:
@@ -49,7 +49,7 @@ async def dial(address: str, credentials: Credentials, source: str = "") -> Conn
 
 
 async def _sources(source: str) -> dict[int, tuple[Any, ...]]:
-    """To bind to, by address family."""
+    """Returns addresses to bind to, by address family."""
     if not source:
         return {}
     loop = asyncio.get_running_loop()

@@ -121,8 +121,8 @@ def go_away(last_stream: int, code: ErrorCode, reason: str = "") -> bytes:
 
 
 def client_opening() -> bytes:
-    """First words of a puller: no header table, no push, windows and frames as large as can be.
-    A connection carries one call at a time, so TCP alone holds the sender back."""
+    """Returns the first words of a puller: no header table, no push, windows and frames as large as
+    can be. A connection carries one call at a time, so TCP alone holds the sender back."""
     settings = {
         Setting.HEADER_TABLE_SIZE: 0,
         Setting.ENABLE_PUSH: 0,
@@ -144,7 +144,7 @@ def request(
     message: bytes,
     metadata: Iterable[tuple[str, str]] = (),
 ) -> bytes:
-    """A whole gRPC request with one message."""
+    """Returns a whole gRPC request with one message."""
     fields = (
         (":method", "POST"),
         (":scheme", "http"),
@@ -170,7 +170,7 @@ RESPONSE_FIELDS = ((":status", "200"), ("content-type", "application/grpc"))
 
 
 def trailers(stream: int, status: int, details: str, *, is_first: bool) -> bytes:
-    """The end of an answer. `is_first`: nothing was answered before."""
+    """Returns the end of an answer. `is_first`: nothing was answered before."""
     fields = [("grpc-status", str(status))]
     if details:
         fields.append(("grpc-message", quote(details, safe=" !#$&'()*+,/:;=?@[]~")))
@@ -201,18 +201,18 @@ class HeaderReader:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a block is incomplete: nothing but CONTINUATION may come."""
+        """Returns whether a block is incomplete: nothing but CONTINUATION may come."""
         return self._stream > 0
 
     def begin(self, stream: int, flags: int, payload: bytes) -> tuple[dict[str, str], bool] | None:
-        """HEADERS. (Fields, whether the stream ends) of a complete block."""
+        """Reads HEADERS. Returns (fields, whether the stream ends) of a complete block."""
         self._stream, self._flags = stream, flags
         self._block = without_padding(payload, flags)
         self._num_pieces = 0
         return self._end(flags)
 
     def go_on(self, stream: int, flags: int, payload: bytes) -> tuple[dict[str, str], bool] | None:
-        """CONTINUATION."""
+        """Reads CONTINUATION."""
         if stream != self._stream:
             raise H2Error("CONTINUATION without a beginning")
         self._num_pieces += 1

@@ -26,7 +26,7 @@ _Job = tuple[Connection, Sequence[Buffer], Sequence[OutMessage], Callable[[Sent]
 
 
 def send_now(sock: Connection, buffers: Sequence[Buffer]) -> Sent:
-    """As much as the socket takes."""
+    """Sends as much as the socket takes."""
     try:
         return sock.sendmsg(buffers)
     except (BlockingIOError, InterruptedError):
@@ -60,7 +60,7 @@ class SendThreads:
         self._jobs.put((sock, buffers, messages, done))
 
     def close(self) -> None:
-        """When the jobs that were given are done."""
+        """Closes when the jobs that were given are done."""
         for _ in self._threads:
             self._jobs.put(None)
 

@@ -62,7 +62,7 @@ class H2Server:
         self._check: asyncio.Task[None] | None = None
 
     async def listen(self, host: str, port: int) -> int:
-        """On one address only. The port. Raises OSError when it cannot be had."""
+        """Listens on one address only. Returns the port. Raises OSError when it cannot be had."""
         infos = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = infos[0]
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)

@@ -104,7 +104,7 @@ class H2ServerConnection:
                 self._fail(error)
 
     def close(self, code: h2.ErrorCode = h2.ErrorCode.NO_ERROR, reason: str = "") -> None:
-        """At once: calls are cancelled. Idempotent."""
+        """Closes at once: calls are cancelled. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -162,7 +162,8 @@ class H2ServerConnection:
             self._on_frame(kind, flags, stream, payload)
 
     def _bear(self) -> None:
-        """One more frame that costs us and not the peer. Raises `H2Error` when it is too many."""
+        """Bears one more frame that costs us and not the peer. Raises `H2Error` when it is too
+        many."""
         since, self._patience_at = self._patience_at, self._heard_at
         earned = (self._heard_at - since) * _FRAMES_PER_S
         self._patience = min(float(_FRAMES_AT_ONCE), self._patience + earned) - 1

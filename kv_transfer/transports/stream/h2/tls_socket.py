@@ -73,12 +73,12 @@ class TlsSocket:
 
     @property
     def peer_certificate(self) -> object:
-        """As `ssl.SSLSocket.getpeercert` tells it."""
+        """Returns what `ssl.SSLSocket.getpeercert` tells."""
         return self._tls.getpeercert()
 
     @property
     def has_read_ahead(self) -> bool:
-        """Whether bytes have arrived that the kernel will not announce again."""
+        """Returns whether bytes have arrived that the kernel will not announce again."""
         return self._tls.pending() > 0
 
     def fileno(self) -> int:
@@ -93,7 +93,7 @@ class TlsSocket:
     # Reading ----------------------------------------------------------------------------------
 
     def recv(self, num_bytes: int) -> bytes:
-        """At most one record; b"" at the end. Raises BlockingIOError."""
+        """Returns at most one record; b"" at the end. Raises BlockingIOError."""
         with self._lock:
             try:
                 return self._tls.recv(num_bytes)
@@ -116,7 +116,7 @@ class TlsSocket:
         return (total,)
 
     def _recv_into(self, view: memoryview) -> int:
-        """-1: nothing there now."""
+        """Returns -1 when nothing is there now."""
         with self._lock:
             try:
                 return self._tls.recv_into(view)
@@ -130,7 +130,7 @@ class TlsSocket:
         return self.sendmsg([data])
 
     def sendmsg(self, buffers: Sequence[Buffer]) -> int:
-        """As much as there is room for. What was not taken must come again, as the first.
+        """Sends as much as there is room for. What was not taken must come again, as the first.
 
         Raises BlockingIOError.
         """
@@ -148,7 +148,7 @@ class TlsSocket:
         return total
 
     def _send(self, piece: Buffer) -> bool:
-        """All of it, or not."""
+        """Sends all of it, or not."""
         with self._lock:
             try:
                 self._tls.send(piece)
@@ -158,7 +158,7 @@ class TlsSocket:
 
 
 def _pieces(buffers: Iterable[Buffer], num_done: int) -> Iterator[Buffer]:
-    """Without their first `num_done` bytes; small ones joined, large ones cut."""
+    """Yields them without their first `num_done` bytes; small ones joined, large ones cut."""
     joined = bytearray()
     for buffer in buffers:
         view = memoryview(buffer)[num_done:]

@@ -61,7 +61,7 @@ class Source(Protocol):
     def has_more(self) -> bool: ...
 
     def next_segment(self, limit: int) -> Segment | None:
-        """At most `limit` bytes of payload. None: nothing that may be sent now."""
+        """Returns at most `limit` bytes of payload. None: nothing that may be sent now."""
 
     def was_sent(self, segment: Segment) -> None: ...
 
@@ -93,7 +93,7 @@ class H2Writer:
 
     @property
     def is_amid_frame(self) -> bool:
-        """Whether nothing but the rest of a frame may be sent now."""
+        """Returns whether nothing but the rest of a frame may be sent now."""
         return self._thread_bytes > 0 or bool(self._out and self._out[0][0].sent)
 
     def control(self, data: bytes) -> None:
@@ -133,7 +133,7 @@ class H2Writer:
             self._send()
 
     def close(self) -> None:
-        """Idempotent. The socket is closed when no thread uses it any more."""
+        """Closes it. Idempotent. The socket is closed when no thread uses it any more."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -151,7 +151,7 @@ class H2Writer:
     # Cutting ----------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """In turn, until no call has anything that it may send now."""
+        """Fills in turn, until no call has anything that it may send now."""
         num_idle = 0
         while self._out_bytes < _AHEAD_BYTES and num_idle < len(self._sources):
             source = self._sources.popleft()
