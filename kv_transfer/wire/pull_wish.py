@@ -44,3 +44,7 @@ class PullWish:
             raise KVTransferError(
                 f"the prompt has {num_tokens} tokens here and {self.num_tokens} there"
             )
+        if self.first_token > num_tokens:
+            raise KVTransferError(
+                f"tokens from {self.first_token} on are asked for, of {num_tokens} in all"
+            )

@@ -619,6 +619,10 @@ GOOD_WISH = {
         {"stream_index": 1},
         {"stream_index": 2},
         {"num_tokens": 41},
+        {"first_token": 41},
+        {"first_token": 2**32 - 1},
+        {"repeat_chunks": [2**32 - 1]},
+        {"repeat_chunks": [6, 7]},
         {"transfer_id": "x"},
         {"transfer_id": ""},
     ],
@@ -636,6 +640,41 @@ async def test_a_pull_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> N
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await pull(request).read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+        await producer.until_empty()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"transfer_id": "x"}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"transfer_id": "A" * 32}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"transfer_id": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"epoch": 2**63}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"epoch": 0}, grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+    ids=str,
+)
+async def test_a_release_that_makes_no_sense_is_refused(
+    wrong: dict[str, Any], code: grpc.StatusCode
+) -> None:
+    """It frees nothing, and no other attempt's release does."""
+    async with Loopback(SHAPE, SHAPE) as (producer, consumer):
+        transfer_id = producer.export_computed(1, 40)
+        named = {"transfer_id": transfer_id, "epoch": producer.peer.epoch, "complete": True}
+        async with grpc.aio.insecure_channel(producer.peer.endpoints[0][0]) as channel:
+            release = channel.unary_unary(
+                "/tandem.v1.KVTransfer/Release",
+                request_serializer=pb.ReleaseRequest.SerializeToString,
+                response_deserializer=pb.ReleaseReply.FromString,
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await release(pb.ReleaseRequest(**{**named, **wrong}))
+            assert refused.value.code() is code
+            other = await release(pb.ReleaseRequest(**named, attempt=2**32 - 1))
+        assert not other.known
+        assert producer.senders[0].num_transfers == 1
         consumer.release(producer.peer, transfer_id)
         await producer.until_all(RELEASED, transfer_id)
         await producer.until_empty()

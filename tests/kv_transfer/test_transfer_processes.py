@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import zmq
 from kv_caches import UNTOUCHED, layout
@@ -19,7 +20,7 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.control import transfer_processes
 from kv_transfer.control.transfer_processes import TransferProcessFailed
 from kv_transfer.layout import KVLayout
-from kv_transfer.metadata import KVTransferParams
+from kv_transfer.metadata import ExportMeta, KVTransferParams, SendMeta
 from tests.processes import is_gone
 
 MakeNode = Callable[..., KVNode]
@@ -405,6 +406,30 @@ def test_a_process_that_hears_junk_goes_on(make_node: MakeNode) -> None:
     poll_until(lambda: transfer_id in node.done.aborted, node)
     assert node.connector.process_pids == [pid]
     until_empty(node)
+
+
+def test_a_process_that_fails_at_a_command_is_started_again(make_node: MakeNode) -> None:
+    """A fault of ours: commands of the scheduler half are believed. What else the process had is
+    lost with it, and nothing more."""
+    prefill, decode = make_node("prefill", layout()), make_node("decode", layout())
+    (pid,) = prefill.connector.process_pids
+    lost = prefill.export(40).transfer_id
+    with zmq.Context() as context:
+        address = ipc_address(prefill.peer.engine_id, "kv-commands-0-0")
+        commands = connect_socket(context, zmq.SocketType.PUSH, address)
+        for command in (
+            ExportMeta("no hex digits", 0, 40),
+            SendMeta("no hex digits", 0, -1, 0, 40, ((1, 2, 3),)),
+        ):
+            commands.send(msgspec.msgpack.encode(command))
+        poll_until(lambda: lost in prefill.done.failed, prefill)
+        commands.close(linger=0)
+    reason, may_retry = prefill.done.failed[lost]
+    assert "a transfer process was lost" in reason and may_retry
+    assert is_gone(pid)
+    until_restarted(prefill, 1, prefill)
+    one_prompt(prefill, decode, 1, 40)
+    until_empty(prefill, decode)
 
 
 def test_names_that_are_no_names_hurt_nobody(share_node: MakeNode) -> None:
