@@ -1,4 +1,4 @@
-"""Which processes a local cluster consists of: one router, prefill nodes, decode nodes."""
+"""Lists the processes of a local cluster: one router, prefill nodes, decode nodes."""
 
 from __future__ import annotations
 

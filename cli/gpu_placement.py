@@ -1,4 +1,4 @@
-"""Which GPUs of this machine each node of a local cluster computes on.
+"""Chooses the GPUs of this machine on which each node of a local cluster computes.
 
 Every node gets GPUs of its own while there are enough. With fewer, nodes share: neighbours in the
 list lie on different GPUs as long as possible, and each takes its part of the memory.

@@ -47,7 +47,7 @@ class ServiceFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """How to start one service.
+    """Says how to start one service.
 
     Attributes:
         endpoint: Where others reach it, for people to read.

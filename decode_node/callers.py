@@ -64,12 +64,12 @@ class CallerCheck:
 
     @property
     def has_keys(self) -> bool:
-        """Whether somebody may come without a certificate."""
+        """Returns whether somebody may come without a certificate."""
         return len(self._keys) > 0
 
     @property
     def asks_for_key(self) -> bool:
-        """Whether anybody has to show a key, a certificate or the token."""
+        """Returns whether anybody has to show a key, a certificate or the token."""
         return self.has_keys or self._credentials.config.is_secured
 
     def admit(

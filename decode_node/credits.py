@@ -1,4 +1,4 @@
-"""How much room the decode engine has, counted before it is asked.
+"""Knows how much room the decode engine has, counted before it is asked.
 
 A prompt is sent to a prefill node only when its KV has room here: a full decode tier then holds
 no KV on the prefill tier. Each request holds one `Claim` on KV blocks from admission to its end:

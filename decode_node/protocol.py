@@ -180,7 +180,7 @@ class CompletionRequest(_GenerationBody):
 
     @property
     def wanted_max_tokens(self) -> int | None:
-        """`max_tokens`, but at least the one token that engines always give."""
+        """Returns `max_tokens`, but at least the one token that engines always give."""
         return 1 if self.is_prompt_only else self.max_tokens
 
     def check_supported(self) -> None:

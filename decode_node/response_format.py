@@ -62,7 +62,9 @@ class ResponseFormat(ABC):
         self.id = f"{self.id_prefix}-{request_id}"
         self.model = model
         self.created = int(time.time())
-        """When the answer was created, in Unix seconds. An answer that is resumed keeps its own."""
+        """The Unix seconds at which the answer was created. An answer that is resumed keeps its
+        own.
+        """
         self._tokenizer = tokenizer
         self._options = options
         self._no_usage: UnsetType | None = None if options.include_usage else UNSET

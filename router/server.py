@@ -38,7 +38,7 @@ was just being sent would be lost with the connection."""
 
 
 _SEND_BUFFER_BYTES = 256 << 10
-"""Of each connection: what a client that reads slowly may leave lying with the kernel."""
+"""Bytes of each connection that a client that reads slowly may leave lying with the kernel."""
 
 
 class AdminServer(uvicorn.Server):

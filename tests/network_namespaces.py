@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Switch:
-    """`addresses`: of each host, by its name."""
+    """Connects hosts, whose `addresses` go by their names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._name = f"tandem-{os.getpid()}"

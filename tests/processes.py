@@ -1,4 +1,4 @@
-"""Which processes run below another one: for tests that kill some and count what is left."""
+"""Lists the processes below another one: for tests that kill some and count what is left."""
 
 from __future__ import annotations
 

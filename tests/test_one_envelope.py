@@ -69,7 +69,7 @@ field on."""
 
 
 def _is_sampling(node: ast.expr) -> bool:
-    """Whether an expression is called as sampling parameters are."""
+    """Returns whether an expression is called as sampling parameters are."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name.strip("_") in ("sampling", "params", "sampling_params")
 

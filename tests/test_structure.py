@@ -362,7 +362,7 @@ def test_attention_backends_keep_their_kinds_to_themselves() -> None:
 
 
 def test_an_architecture_is_a_short_file() -> None:
-    """What architectures share has a module of its own; what is left fits on two screens."""
+    """A module of its own holds all that architectures share; the rest fits on two screens."""
     shared = {f"engine.models.specs.{name}" for name in ("base", "dense", "rope")}
     specs = {name for name in modules() if name.startswith("engine.models.specs.")} - shared
     registry = modules()["engine.models.registry"].read_text(encoding="utf-8")
@@ -429,7 +429,7 @@ def test_nothing_unpickles() -> None:
 
 
 def test_services_open_ports_and_connections_in_one_place() -> None:
-    """Where certificates, token and the refusal of plaintext are."""
+    """That place has certificates, token and the refusal of plaintext."""
     words = ("insecure_channel(", "secure_channel(", "insecure_port(", "secure_port(")
     wrong = [
         module

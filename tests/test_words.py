@@ -15,15 +15,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = (
-    "host",
-    "kv_transfer",
-    "decode_node",
-    "prefill_node",
-    "cli",
-    "edge",
     "bench",
+    "cli",
+    "decode_node",
+    "edge",
     "engine",
+    "host",
     "kernels",
+    "kv_transfer",
+    "prefill_node",
+    "router",
     "tests/bench",
     "tests/cli",
     "tests/decode_node",

@@ -33,7 +33,7 @@ from edge.http.headers import REQUEST_ID
 from edge.security.tls_files import certificate_names
 
 CALLER = "caller"
-"""In the state of each request: what `HeadCheck.admit` has returned."""
+"""The key under which each request's state holds what `HeadCheck.admit` has returned."""
 
 _LINGER_S = 1.0
 _FIRST_WORDS_S = 2.0

@@ -20,7 +20,7 @@ CACHE_SALT = "x-tandem-cache-salt"
 PREFIX = "x-tandem-prefix"
 """Hash of the prompt's longest prefix of whole blocks, in 16 hex digits."""
 JOURNAL = "x-tandem-journal"
-"""In a request: a journal is wanted. In an answer: the number of its first entry."""
+"""Says in a request that a journal is wanted, in an answer the number of its first entry."""
 RESUME = "x-tandem-resume"
 """Bytes of the client's own body; what exists of the answer already follows it."""
 

@@ -24,9 +24,9 @@ class LinePace:
 
     _smoothed_s: float = 0.0
     _weight: float = 0.0
-    """Of what was measured in `_smoothed_s`: the rest is the zero that it began with."""
+    """The weight of measurements in `_smoothed_s`: the rest is the zero that it began with."""
     _since: float = 0.0
-    """When the last slot came free, or the first one began to wait for it."""
+    """The time at which the last slot came free, or the first one began to wait for it."""
     _promised_until: float = 0.0
 
     def line_begins(self, now: float) -> None:

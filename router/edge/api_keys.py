@@ -33,7 +33,7 @@ class ApiKeys:
     """Knows the valid keys. `text` holds comma-separated ones of nobody in particular."""
 
     def __init__(self, text: str = "", file: Path | None = None) -> None:
-        """Raises `ConfigurationError`."""
+        """Reads the keys; raises `ConfigurationError` if they are malformed."""
         given = [key.strip() for key in text.split(",")]
         self._fixed = [Key(digest_of(key), ANYONE) for key in given if key]
         self._file = file
@@ -46,7 +46,7 @@ class ApiKeys:
 
     @property
     def asks(self) -> bool:
-        """Whether anybody has to show a key."""
+        """Returns whether anybody has to show a key."""
         return bool(self._fixed) or self._file is not None
 
     def admit(self, authorization: str) -> Tenant | None:

@@ -27,7 +27,7 @@ class ApiUnavailable(Exception):
 
 
 class VersionExpired(Exception):
-    """What happened since is no longer known to the API: list again."""
+    """Raised when the API no longer knows what happened since: list again."""
 
 
 class SliceList(msgspec.Struct):
@@ -95,7 +95,7 @@ class EndpointSliceApi:
         self._query = {"labelSelector": f"kubernetes.io/service-name={service}"}
 
     async def list(self) -> SliceList:
-        """Raises `ApiUnavailable`."""
+        """Lists the slices; raises `ApiUnavailable`."""
         timeout = aiohttp.ClientTimeout(total=_LIST_S, connect=_CONNECT_S)
         try:
             async with (

@@ -74,7 +74,7 @@ class Discovery:
             entry: {} for entry in (*self._names, *self._services)
         }
         self._present: dict[NodeEntry, set[NodeAddress]] = {}
-        """By the last answer."""
+        """The nodes by the last answer."""
         self._leaving: dict[NodeEntry, set[NodeAddress]] = {}
         self._announced: tuple[set[NodeAddress], set[NodeAddress]] | None = None
 

@@ -11,7 +11,7 @@ from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
 
 _MAX_NAME = 512
 _MAX_PREFIXES = 256
-"""In one report; a node tells no more."""
+"""Most prefixes in one report; a node tells no more."""
 _LEAST_RATE = 0.01
 """Tokens a second. With less, estimates would have no end."""
 

@@ -21,7 +21,7 @@ from router.request.info import RequestInfo
 
 _MANY_NODES = 32
 _TOKENS_PER_SEQUENCE = 1000
-"""Of context: about what an 8B model on one GPU takes longer for as for one sequence more."""
+"""Tokens of context that slow an 8B model on one GPU about as much as one sequence more."""
 _FIRST_GUESS = 400
 _QUANTILE = 0.75
 _STEP = 0.02

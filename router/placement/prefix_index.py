@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from router.nodes.node import Node
 
 _MAX_ENDS = 1000
-"""Of each node: more prompts than a cache of some millions of tokens holds."""
+"""Most ends remembered of each node: more prompts than a cache of some millions of tokens holds."""
 
 
 @dataclass(slots=True)

@@ -43,9 +43,9 @@ class ServiceTimeFit:
     tokens_per_s: float
     time: ServiceTime = field(init=False)
     mean_s: float = field(init=False)
-    """Of one prompt: what margins are measured in."""
+    """Seconds of one prompt, in which margins are measured."""
     s_per_token: float = field(init=False)
-    """Of a queue: seconds of work for each new token, all sizes together."""
+    """The pace of a queue: seconds of work for each new token, all sizes together."""
     num_observed: int = 0
     _mean_new: float = _PRIOR_PROMPT
     _matrix: list[list[float]] = field(init=False)

@@ -32,4 +32,4 @@ class SpillRule:
 
 
 MARGINS = SpillRule(first_turn=Margin(0.1, 0.1), later_turn=Margin(0.25, 0.25))
-"""What did best in simulation (docs/routing.md)."""
+"""The value that did best in simulation (docs/routing.md)."""

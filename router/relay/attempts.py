@@ -150,7 +150,7 @@ class Attempts:
         self.metrics.by_node.add((node.address.role, node.address.target), outcome)
 
     def place(self, request: ClientRequest, tried: Sequence[Node]) -> Placement:
-        """Raises `HttpError`."""
+        """Chooses nodes that were not tried yet; raises `HttpError`."""
         info = request.info
         placement = self.policy.place(info, tried)
         self.metrics.placements.labels(placement.choice, info.session_source).inc()
@@ -181,7 +181,7 @@ class Attempts:
         return headers
 
     async def _first_placement(self, request: ClientRequest, wait: NodeWait) -> Placement:
-        """Raises `HttpError`."""
+        """Chooses the first nodes, waiting for one if need be; raises `HttpError`."""
         while True:
             try:
                 return self.place(request, ())

@@ -28,7 +28,7 @@ that a node lost in the middle of it costs the client nothing."""
 _PASSED = frozenset(
     b"content-type content-length cache-control retry-after x-tandem-prefill-node".split()
 )
-"""What of a node's headers a client gets; the rest is between the node and us."""
+"""Headers of a node that a client gets; the rest is between the node and us."""
 
 
 class Exchange:

@@ -36,4 +36,4 @@ class Tenant:
 
 
 ANYONE = Tenant()
-"""Whose requests are when no keys are set up."""
+"""The tenant of all requests when no keys are set up."""

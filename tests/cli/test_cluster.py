@@ -1,4 +1,4 @@
-"""Which processes a cluster is made of."""
+"""Tests which processes a cluster is made of."""
 
 from __future__ import annotations
 

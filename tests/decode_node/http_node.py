@@ -63,7 +63,7 @@ class HttpNode:
     client: httpx.AsyncClient
 
     async def metrics(self) -> dict[str, float]:
-        """`name{"label": ...}` without the labels that all have, to value."""
+        """Maps `name{"label": ...}` without the labels that all have, to value."""
         text = (await self.client.get("/metrics")).text
         found = {}
         for family in text_string_to_metric_families(text):

@@ -353,7 +353,7 @@ async def handshake(address: str, us: KVPeer) -> prefill_pb2.HandshakeReply:
 
 
 async def status_of(call: Any) -> grpc.StatusCode:
-    """How a call ends, whatever it says before."""
+    """Returns how a call ends, whatever it says before."""
     try:
         if hasattr(call, "__aiter__"):
             async for _ in call:

@@ -151,7 +151,7 @@ class Victim:
 
 @pytest.fixture
 def victim(cluster: Any, find: Any) -> Any:
-    """`victim("prefill", 0, WORKER)`; None for the node's server."""
+    """Finds a process, as `victim("prefill", 0, WORKER)`; None stands for the node's server."""
 
     def choose(tier: str, index: int, pattern: str | None = None) -> Victim:
         node = (cluster.prefills if tier == "prefill" else cluster.decodes)[index]

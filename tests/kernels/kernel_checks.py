@@ -225,7 +225,7 @@ def make_inputs(device: str = "cpu") -> StepInputs:
 def prepare_inputs(
     op: Op, lengths: list[int], padding: int, seed: int, device: str = "cpu"
 ) -> None:
-    """`padding` requests behind those of `lengths`, at most `NUM_ROWS` in all."""
+    """Checks `padding` requests behind those of `lengths`, at most `NUM_ROWS` in all."""
     rows, inputs = make_rows(seed, device), make_inputs(device)
     mapping = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
     idx_mapping = torch.tensor(mapping + [-1] * padding, dtype=torch.int32, device=device)

@@ -1,4 +1,6 @@
-"""Which nodes there are: node lists as people write them, and names that change their mind."""
+"""Tests which nodes there are: node lists as people write them, and names that change their
+mind.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,9 @@ async def test_only_chosen_headers_reach_a_node(cluster: Cluster) -> None:
 
 
 async def send_until_retried(router: RunningRouter, reason: str, answer: bytes) -> int:
-    """How many requests it took, all answered: the choice between two idle nodes is drawn."""
+    """Returns how many requests it took, all answered: the choice between two idle nodes is
+    drawn.
+    """
     for num_sent in range(1, 65):
         assert (await router.text(BODY)).encode() == answer
         if router.metric("tandem_router_retries_total", reason=reason) >= 1:

@@ -43,7 +43,7 @@ class RemoteDecodeNode(FakeDecodeNode):
 
 
 async def stream(router: RunningRouter, seed: int, begun: asyncio.Semaphore) -> bool:
-    """Whether all of the answer is right. Releases `begun` at its first event."""
+    """Returns whether all of the answer is right. Releases `begun` at its first event."""
     wish = {"model": "demo", "prompt": "p", "seed": seed, "max_tokens": 20, "stream": True}
     async with router.post(wish) as response:
         first = await response.content.readuntil(b"\n\n")

@@ -1,4 +1,4 @@
-"""Which nodes a request gets, decided without any network."""
+"""Tests which nodes a request gets, decided without any network."""
 
 from __future__ import annotations
 

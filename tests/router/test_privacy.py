@@ -1,4 +1,4 @@
-"""Nothing that a client says, and no key, shows in logs, metrics or on the status page."""
+"""Tests that nothing a client says, and no key, shows in logs, metrics or on the status page."""
 
 from __future__ import annotations
 

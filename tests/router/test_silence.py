@@ -1,4 +1,4 @@
-"""Which silence means that a node hangs."""
+"""Tests which silence means that a node hangs."""
 
 from __future__ import annotations
 

@@ -39,8 +39,9 @@ class Letters:
     scope="module", loop_scope="module", params=[(1, False), (2, True)], ids=["tp1", "tp2-async"]
 )
 async def llm(request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
-    """Its core looks for leftovers whenever it is idle (a debug log level makes it do so), and
-    dies when it finds some."""
+    """Returns an engine whose core looks for leftovers whenever it is idle (a debug log level makes
+    it do so), and dies when it finds some.
+    """
     tp_size, async_scheduling = request.param
     config = tiny_config(tp_size, async_scheduling=async_scheduling)
     progress: list[LoadProgress] = []

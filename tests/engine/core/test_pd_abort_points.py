@@ -64,7 +64,7 @@ def counter(llm: AsyncLLM, name: str) -> float:
 
 
 async def nothing_is_left(pair: Pair, oracle: Oracle) -> None:
-    """Everything is free on both sides, and the next request is served."""
+    """Checks that everything is free on both sides, and the next request is served."""
     for llm in (pair.prefill, pair.decode):
         await until_empty(llm)
         for name in ("live_transfers", "staged_bytes", "leases", "open_pulls"):

@@ -210,7 +210,9 @@ async def test_killed_transfer_process(pair: Pair, oracle: Oracle, side: str) ->
 
 
 def _transfer_pid(llm: AsyncLLM) -> int:
-    """Restarted ones are not in `ready`: look below the core."""
+    """Returns its process id, which `ready` no longer names after a restart: looks below
+    the core.
+    """
     (pid,) = find_processes(llm.core_pid, "kv_transfer")
     return pid
 

@@ -142,8 +142,9 @@ def village_words() -> frozenset[str]:
 
 
 def test_stories_are_fluent_and_end(talk: Talk) -> None:
-    """Greedy, so nothing but the text itself brings them to an end. A short story is one day, a
-    long one three; no two days are the same, and no day says a thing twice."""
+    """The choice is greedy, so nothing but the text itself brings them to an end. A short story is
+    one day, a long one three; no two days are the same, and no day says a thing twice.
+    """
     names = [person.name for person in PEOPLE[:2]]
     asked = [f"Tell me a {kind} story about {who}." for who in names for kind in ("short", "long")]
     stories = [story.split("\n\n") for story in talk.answers(asked, max_new_tokens=900)]

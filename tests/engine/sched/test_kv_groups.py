@@ -95,7 +95,9 @@ def test_a_pull_takes_only_the_blocks_that_its_first_token_sees() -> None:
 
 
 def test_kv_of_a_window_is_computed_anew_when_a_pull_ends_before_its_first_token() -> None:
-    """Complete, but the last prompt token, which gives the first one, sees more than was sent."""
+    """The KV is complete, but the last prompt token, which gives the first one, sees more than was
+    sent.
+    """
     machine = StepMachine(two_groups(), 60)
     machine.add(make_request("a", list(range(1, 41)), kv=remote_prefill("t")))
     machine.step()
