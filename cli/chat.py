@@ -58,7 +58,7 @@ class Conversation:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     async def say(self, text: str) -> str:
-        """One turn: streams the answer to the terminal and returns it."""
+        """Takes one turn: streams the answer to the terminal and returns it."""
         self._messages.append({"role": "user", "content": text})
         stream = ChatStream(self._session, self._settings.url, self._session_id)
         answer = ""

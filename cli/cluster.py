@@ -100,8 +100,8 @@ def _hold(port: int) -> bool:
 
 
 def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpec]:
-    """The router, then decode nodes, then prefill nodes. They stop in this order: whoever takes
-    requests first.
+    """Lists the router, then decode nodes, then prefill nodes. They stop in this order: whoever
+    takes requests first.
 
     Ports are chosen here and stay the same when a process is started again.
 

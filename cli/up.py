@@ -51,7 +51,7 @@ class StopWish:
 async def running_cluster(
     settings: UpSettings, node_args: list[str], console: Console, wish: StopWish
 ) -> AsyncIterator[Supervisor]:
-    """A cluster that is ready; stopped cleanly on the way out, whatever happens.
+    """Yields a cluster that is ready; it is stopped cleanly on the way out, whatever happens.
 
     Raises:
         ServiceFailed: a process ended before it was ready.
@@ -82,7 +82,7 @@ async def _stop(supervisor: Supervisor, wish: StopWish) -> None:
 
 
 async def wait_routable(url: str, settings: UpSettings) -> None:
-    """The router has heard of every node."""
+    """Waits until the router has heard of every node."""
     wanted = {"prefill_nodes": settings.prefill, "decode_nodes": settings.decode}
     async with aiohttp.ClientSession() as session:
         while True:

@@ -43,12 +43,12 @@ class JoinState(Enum):
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is expected of prefill nodes."""
+        """Returns whether nothing more is expected of prefill nodes."""
         return not _TABLE[self]
 
     @property
     def is_waiting(self) -> bool:
-        """An attempt is under way."""
+        """Returns whether an attempt is under way."""
         return _In.TOO_SLOW in _TABLE[self]
 
     @property

@@ -97,12 +97,13 @@ class _GenerationBody(_Body):
     @property
     @abstractmethod
     def wanted_logprobs(self) -> int | None:
-        """The number of most likely tokens that are asked for; None when no log probabilities
-        are."""
+        """Returns the number of most likely tokens that are asked for; None when no log
+        probabilities are.
+        """
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """The same number for the prompt's tokens."""
+        """Returns the same number for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
@@ -192,7 +193,9 @@ class CompletionRequest(_GenerationBody):
 
     @property
     def num_prompts(self) -> int:
-        """The number of prompts, counted by the list alone, before anybody looks at its items."""
+        """Returns the number of prompts, counted by the list alone, before anybody looks at its
+        items.
+        """
         return len(self.prompt) if self._has_several else 1
 
     @property

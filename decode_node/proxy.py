@@ -79,12 +79,12 @@ class DisaggProxy:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no engine works on yet."""
+        """Returns the number of requests that no engine works on yet."""
         return self._credits.num_waiting + self._engine.stats.num_waiting
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait here for room."""
+        """Returns the number of requests that wait here for room."""
         return self._credits.num_waiting
 
     @property
@@ -94,7 +94,7 @@ class DisaggProxy:
 
     @property
     def num_remote(self) -> int:
-        """Requests with a prefill node involved."""
+        """Returns the number of requests with a prefill node involved."""
         return len(self._tasks)
 
     def check_room(self, num_requests: int) -> None:

@@ -114,7 +114,9 @@ class RequestRecord:
 
     @property
     def joined_at(self) -> float:
-        """The time when KV from elsewhere and token one were both here; 0.0 if no KV came."""
+        """Returns the time when KV from elsewhere and token one were both here; 0.0 if no
+        KV came.
+        """
         if self.kv is None or not self.kv.num_bytes:
             return 0.0
         return max(self.first_token_at, self.kv.last_byte_at)

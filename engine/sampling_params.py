@@ -173,7 +173,7 @@ def _check_allowed_token_ids(
 
 
 def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
-    """A word may be there twice: with a space before it, and without."""
+    """Checks the words. A word may be there twice: with a space before it, and without."""
     _check_count("bad_words", len(params.bad_words), 2 * MAX_BAD_WORDS)
     for word in params.bad_words:
         check(

@@ -17,8 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def _examples_without_luck() -> None:
-    """The same in every run, however slow the machine is; `HYPOTHESIS_PROFILE=search` draws new
-    ones, for whoever looks for faults. Where only GPU tests run there may be no Hypothesis."""
+    """Draws the same examples in every run, however slow the machine is;
+    `HYPOTHESIS_PROFILE=search` draws new ones, for whoever looks for faults. Where only GPU tests
+    run there may be no Hypothesis.
+    """
     try:
         from hypothesis import HealthCheck, settings
     except ModuleNotFoundError:
@@ -55,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _clusters_first(items: list[pytest.Item]) -> None:
-    """The longest piece of work. See `file_scheduling`."""
+    """Puts the longest piece of work first. See `file_scheduling`."""
     from tests.file_scheduling import starts_clusters
 
     items.sort(key=lambda item: not starts_clusters(item.path))
@@ -78,5 +80,5 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def demo_checkpoint() -> Path:
-    """The checkpoint that ships with the repository."""
+    """Returns the checkpoint that ships with the repository."""
     return ROOT / "cli" / "demo_checkpoint"

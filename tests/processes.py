@@ -9,7 +9,7 @@ import psutil
 
 
 def descendants(root: int) -> set[int]:
-    """All that live below `root`, without it; empty when `root` is gone."""
+    """Returns all that live below `root`, without it; empty when `root` is gone."""
     try:
         below = psutil.Process(root).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -18,7 +18,7 @@ def descendants(root: int) -> set[int]:
 
 
 def find_processes(root: int, pattern: str) -> list[int]:
-    """Those below `root` whose command line matches, in order of their ids."""
+    """Returns those below `root` whose command line matches, in order of their ids."""
     return sorted(pid for pid in descendants(root) if re.search(pattern, _command(pid)))
 
 

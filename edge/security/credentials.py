@@ -33,7 +33,7 @@ class CallerRefused(Exception):
 
     @property
     def code(self) -> grpc.StatusCode:
-        """The status with which a gRPC call is refused."""
+        """Returns the status with which a gRPC call is refused."""
         status = grpc.StatusCode
         return status.PERMISSION_DENIED if self.is_known else status.UNAUTHENTICATED
 

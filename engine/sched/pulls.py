@@ -145,7 +145,9 @@ class Pulls:
             self._requeue_as_local(pull)
 
     def prompt_computed(self, request: Request) -> None:
-        """The peer has computed the whole prompt: KV that is not here yet must be on its way."""
+        """Records that the peer has computed the whole prompt: KV that is not here yet must be on
+        its way.
+        """
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return

@@ -151,7 +151,9 @@ class Scheduler:
         return EngineCoreOutputs()
 
     def prompt_computed(self, request_id: str) -> None:
-        """The peer of a later attempt has computed the prompt; its first token is known already."""
+        """Records that the peer of a later attempt has computed the prompt; its first token is
+        known already.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             self._remote.pulls.prompt_computed(request)

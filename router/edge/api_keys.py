@@ -33,7 +33,7 @@ class ApiKeys:
     """Knows the valid keys. `text` holds comma-separated ones of nobody in particular."""
 
     def __init__(self, text: str = "", file: Path | None = None) -> None:
-        """Reads the keys; raises `ConfigurationError` if they are malformed."""
+        """Reads the keys; raises `ConfigurationError` if the file is wrong."""
         given = [key.strip() for key in text.split(",")]
         self._fixed = [Key(digest_of(key), ANYONE) for key in given if key]
         self._file = file

@@ -168,7 +168,7 @@ class FakeEngine:
         return fake
 
     async def added(self, count: int = 1) -> FakeRequest:
-        """The newest request, once there are `count`."""
+        """Returns the newest request, once there are `count`."""
         await until(lambda: len(self.requests) >= count, f"{count} requests in the engine")
         return list(self.requests.values())[-1]
 
@@ -184,7 +184,9 @@ class FakeEngine:
             self._join(fake)
 
     def produce(self, fake: FakeRequest, count: int = 1, **last: Any) -> None:
-        """The next `count` tokens of the fixed sequence; `last`: how the last one ends it."""
+        """Produces the next `count` tokens of the fixed sequence; `last`: how the last one
+        ends it.
+        """
         assert fake.has_kv, "no token without KV"
         processor = fake.state.processor
         for i in range(count):
@@ -321,7 +323,7 @@ class FakePrefillNodes:
                 yield event
 
     async def called(self, count: int = 1) -> FakeCall:
-        """The newest call, once there are `count`."""
+        """Returns the newest call, once there are `count`."""
         await until(lambda: len(self.calls) >= count, f"{count} calls to prefill nodes")
         return self.calls[-1]
 

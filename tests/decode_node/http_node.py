@@ -113,7 +113,7 @@ async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[Http
 
 @asynccontextmanager
 async def live(node: HttpNode) -> AsyncIterator[str]:
-    """The node's application behind a real uvicorn on loopback; its URL."""
+    """Serves the node's application behind a real uvicorn on loopback; yields its URL."""
     listener = listen("127.0.0.1", 0)
     protocol = guarded_protocol(connection_limits(node.settings), node.callers)
     config = uvicorn.Config(

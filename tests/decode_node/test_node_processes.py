@@ -46,7 +46,7 @@ async def tokens(client: httpx.AsyncClient, i: int, **headers: str) -> tuple[lis
 
 
 async def until_idle(client: httpx.AsyncClient) -> None:
-    """All blocks and rows are back."""
+    """Waits until all blocks and rows are back."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             lines = (await client.get("/metrics")).text.splitlines()

@@ -64,7 +64,9 @@ def test_what_cannot_come(inputs: str) -> None:
 
 
 async def chosen(engine: FakeEngine) -> tuple[RemotePrefill, RequestStream]:
-    """One that has called its first node, and its request's outputs; dropping them aborts it."""
+    """Returns one that has called its first node, and its request's outputs; dropping them aborts
+    it.
+    """
     request = GenerationRequest(
         "r", RequestSpec([5, 6, 7], SamplingParams(max_tokens=4)), eos_token_ids=(0,)
     )

@@ -69,8 +69,9 @@ class Cluster:
         return {pid for root in roots for pid in {root} | descendants(root)}
 
     async def wait_log(self, service: str, words: str) -> str:
-        """The first line of that service's log with these words; logs come a little later than
-        answers."""
+        """Returns the first line of that service's log with these words; logs come a little later
+        than answers.
+        """
         async with asyncio.timeout(SETTLE_TIMEOUT_S):
             while True:
                 for line in self.logs:
@@ -79,14 +80,18 @@ class Cluster:
                 await asyncio.sleep(0.05)
 
     async def wait_whole(self) -> None:
-        """Every service is ready, the restarted ones too, and the router knows of all nodes."""
+        """Waits until every service is ready, the restarted ones too, and the router knows of all
+        nodes.
+        """
         async with asyncio.timeout(START_TIMEOUT_S):
             while any(s.state is not ServiceState.READY for s in self.supervisor.services):
                 await asyncio.sleep(0.05)
         await _wait_routable(self)
 
     async def wait_empty(self) -> None:
-        """Every node has all blocks, rows and buffers back. Fails naming what is left."""
+        """Waits until every node has all blocks, rows and buffers back. Fails naming what
+        is left.
+        """
         left: list[str] = ["nothing asked yet"]
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S), aiohttp.ClientSession() as session:
@@ -108,7 +113,7 @@ async def _left_over(session: aiohttp.ClientSession, node: Node) -> list[str]:
 
 
 def find_process(root: int, pattern: str) -> int:
-    """The one descendant of `root` whose command line matches."""
+    """Returns the one descendant of `root` whose command line matches."""
     matches = find_processes(root, pattern)
     assert matches, f"no process below {root} matches {pattern}"
     return matches[0]
@@ -170,7 +175,7 @@ async def start_cluster(demo_checkpoint: Path) -> AsyncIterator[StartCluster]:
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def share_cluster(demo_checkpoint: Path) -> AsyncIterator[StartCluster]:
-    """The same factory; equal arguments give the same cluster."""
+    """Shares the factory; equal arguments give the same cluster."""
     clusters = _Clusters(demo_checkpoint)
     known: dict[str, Cluster] = {}
 
@@ -228,7 +233,7 @@ def _make_cluster(
 
 
 async def _wait_routable(cluster: Cluster) -> None:
-    """The router has seen a report of every node."""
+    """Waits until the router has seen a report of every node."""
     wanted = (len(cluster.prefills), len(cluster.decodes))
     async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
         while True:

@@ -61,7 +61,7 @@ class Bystander:
                 self.hurt.append(f"{result.status} {result.error} {result.text!r}")
 
     async def check(self) -> None:
-        """An answer that was begun after now is right, and so were all before."""
+        """Checks that an answer that was begun after now is right, and so were all before."""
         async with asyncio.timeout(60):
             goal = self.num_answers + 2
             while self.num_answers < goal:
@@ -159,7 +159,7 @@ RAW_BODIES: dict[str, bytes] = {
 
 
 async def check_error(response: aiohttp.ClientResponse, status: int) -> str:
-    """The API's error body, nothing else. Returns the message."""
+    """Expects the API's error body and nothing else. Returns the message."""
     text = await response.text()
     assert response.status == status, text
     error = json.loads(text)["error"]
@@ -333,13 +333,13 @@ async def test_clients_that_do_not_read(cluster: Any, target: Any, bystander: By
 
 
 def bytes_call(channel: Any, method: str, *, streams: bool = False) -> Any:
-    """A stub that sends and receives bytes as they are."""
+    """Returns a stub that sends and receives bytes as they are."""
     make = channel.unary_stream if streams else channel.unary_unary
     return make(f"/tandem.v1.{method}", request_serializer=None, response_deserializer=None)
 
 
 def stranger(model: Path) -> KVPeer:
-    """A decode node that fits, as far as anybody can tell."""
+    """Runs a decode node that fits, as far as anybody can tell."""
     settings = EngineSettings(model=str(model), served_model_name="demo", device="cpu")
     config = settings.to_engine_config("kv_consumer")
     return KVPeer(engine_id="stranger", epoch=1, layout=config.kv_layout)

@@ -47,7 +47,7 @@ async def cluster(share_cluster: Any) -> Any:
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def expected(share_cluster: Any, complete: Any) -> list[str]:
-    """The answers of one node to requests 0 to 49."""
+    """Returns the answers of one node to requests 0 to 49."""
     single = await share_cluster(prefill=0, decode=1)
     results = await asyncio.gather(*(complete(single.decodes[0].url, **body(i)) for i in range(50)))
     assert all(r.error is None for r in results)
@@ -98,7 +98,7 @@ async def test_fifty_streams_of_the_official_client_equal_one_node(
 
 
 async def call_or_leave(complete: Any, url: str, i: int) -> str | None:
-    """The text, or None when the client went away in the middle."""
+    """Returns the text, or None when the client went away in the middle."""
     rng = random.Random(i)
     task = asyncio.create_task(complete(url, **body(i)))
     if rng.random() < 0.3:

@@ -41,7 +41,7 @@ def start() -> Iterator[Start]:
 
 
 def wait_gone(pids: set[int], timeout_s: float = 30.0) -> set[int]:
-    """Those that live on after that time."""
+    """Returns those that live on after that time."""
     deadline = time.monotonic() + timeout_s
     while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -120,7 +120,9 @@ def rope_and_cache(
     keep_k: bool = False,
     device: str = "cpu",
 ) -> None:
-    """q, k and v are views of one projection; slots are scattered, one token writes nothing."""
+    """Checks with q, k and v as views of one projection; slots are scattered, one token writes
+    nothing.
+    """
     num_q_heads = num_kv_heads * group
     num_blocks = -(-2 * num_tokens // block_size)
     angles = oracle.rope_angles(64, head_dim)

@@ -56,14 +56,14 @@ async def read(call: Any) -> Any:
 async def accepted(
     node: ServedPrefill, metadata: Any = None, **fields: Any
 ) -> tuple[Any, FakePrompt]:
-    """A call that was accepted, and the prompt as the engine has it."""
+    """Returns a call that was accepted, and the prompt as the engine has it."""
     call = node.stub.Prefill(request(node, **fields), metadata=metadata)
     assert (await read(call)).WhichOneof("event") == "accepted"
     return call, await node.engine.added()
 
 
 async def refusal(node: ServedPrefill, **fields: Any) -> tuple[prefill_pb2.PrefillEvent, Any]:
-    """The `failed` event, and the status that follows."""
+    """Returns the `failed` event, and the status that follows."""
     call = node.stub.Prefill(request(node, **fields))
     event = await read(call)
     assert event.WhichOneof("event") == "failed"

@@ -60,7 +60,7 @@ class RunningRouter:
         return self.metric("tandem_router_open_requests")
 
     def assert_empty(self) -> None:
-        """Nothing of any request is left."""
+        """Checks that nothing of any request is left."""
         assert self.num_open == 0
         for node in self.services.registry.all_nodes():
             assert (node.work.num_requests, node.work.num_tokens) == (0, 0), node.address

@@ -95,7 +95,7 @@ class FakeNode:
         return port
 
     async def restart(self) -> None:
-        """The same addresses, another epoch."""
+        """Restarts at the same addresses with another epoch."""
         await self.stop()
         self.status.load.epoch = random.getrandbits(64)
         self.status.load.sequence = 0

@@ -40,7 +40,7 @@ def router_process(*args: str, port: int = 0) -> Any:
 
 
 async def ready_line(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    """The first line that a process prints."""
+    """Returns the first line that a process prints."""
     assert process.stdout is not None
     async with asyncio.timeout(TIMEOUT_S):
         line: dict[str, Any] = json.loads(await process.stdout.readline())

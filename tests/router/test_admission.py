@@ -52,7 +52,7 @@ class Gate:
         return self.gate.offer(info, lambda: self.started.append(name))
 
     def run(self, seconds: float = 0.0) -> str:
-        """The one that goes when a slot becomes free."""
+        """Returns the one that goes when a slot becomes free."""
         self.clock.now += seconds
         self.gate.free()
         return self.started[-1]

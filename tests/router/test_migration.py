@@ -49,7 +49,7 @@ def say_at(num_tokens: int, data: bytes) -> Fault:
 
 
 def once(fault: Fault) -> Fault:
-    """Only on the connection that it hits first."""
+    """Acts only on the connection that it hits first."""
     hit: list[Writer] = []
 
     async def limited(writer: Writer) -> None:

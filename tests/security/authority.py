@@ -24,7 +24,7 @@ class Authority:
     def service(
         self, name: str, role: Role | None = None, addresses: tuple[str, ...] = LOOPBACK
     ) -> Path:
-        """A folder with tls.crt, tls.key and ca.crt; written over what was there."""
+        """Writes a folder with tls.crt, tls.key and ca.crt, over what was there."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         names = [*addresses, *([role.certificate_name] if role else [])]

@@ -37,7 +37,7 @@ def _streams() -> Iterator[int]:
 
 
 def hpack_bombs() -> Iterator[bytes]:
-    """One field of 4 KB goes into the table; each byte after it means that field once more."""
+    """Puts one field of 4 KB into the table; each byte after it means that field once more."""
     stored = _literal("x", b"a" * 4000, 0x40)
     for stream in _streams():
         block = stored if stream == 1 else b""

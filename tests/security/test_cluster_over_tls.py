@@ -87,7 +87,7 @@ def is_open(port: int) -> bool:
 
 
 async def scrape_until(client: aiohttp.ClientSession, port: int, *wanted: re.Pattern[str]) -> None:
-    """Requests are counted a moment after their answers have ended."""
+    """Scrapes until it is there: requests are counted a moment after their answers have ended."""
     url = f"http://127.0.0.1:{port}"
     for path in ("health", "ready"):
         async with client.get(f"{url}/{path}") as probe:

@@ -29,7 +29,7 @@ class Target:
     port: int
 
     def peak_mb(self) -> int:
-        """The most memory that it has had."""
+        """Returns the most memory that it has had."""
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
         return int(line.split()[1]) >> 10

@@ -37,7 +37,9 @@ async def _yield_twice(request, context):
 
 @asynccontextmanager
 async def server_of(credentials: Credentials, host: str = "127.0.0.1"):
-    """Its address. It lets decode nodes call `guarded`, everybody `OPEN`, nobody `forgotten`."""
+    """Returns its address. It lets decode nodes call `guarded`, everybody `OPEN`, nobody
+    `forgotten`.
+    """
     server = grpc.aio.server(interceptors=[CallGuard(credentials, {"guarded": {Role.DECODE}})])
     methods = {
         "Echo": grpc.unary_unary_rpc_method_handler(_echo),

@@ -40,7 +40,7 @@ async def _who(scope: Scope, receive: Receive, send: Send) -> None:
 async def decode_api(
     credentials: Credentials, *keys: str, host: str = "127.0.0.1", **options: float
 ):
-    """Its address. It says whom it takes the caller for."""
+    """Returns its address. It says whom it takes the caller for."""
     callers = CallerCheck(ApiKeys(keys), credentials)
     tls = credentials.server_context(demands_certificate=not callers.has_keys)
     listener = listen(host, 0)

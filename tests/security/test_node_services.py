@@ -31,7 +31,7 @@ UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 @asynccontextmanager
 async def prefill_node(credentials: Credentials, host: str = "127.0.0.1"):
-    """Its address."""
+    """Returns its address."""
     engine = FakePrefillEngine()
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, 60)
     server = NodeGrpcServer(host, 0, credentials, CALLERS)
