@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class NodeState:
+class ApiState:
     """Says whether this node takes requests. `unhealthy` holds why it cannot serve, and is empty
     when it can."""
 
@@ -64,7 +64,7 @@ class Api:
     model: ModelConfig
     serving: OpenAIServing
     metrics: DecodeMetrics
-    state: NodeState
+    state: ApiState
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:

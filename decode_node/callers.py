@@ -29,7 +29,7 @@ class Caller(Enum):
     API_CLIENT = "api client"
 
 
-class ApiKeys:
+class CallerKeys:
     """Holds the keys that clients may use; without any, everybody may. Only digests are kept."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -58,7 +58,7 @@ def _digest(key: str) -> bytes:
 class CallerCheck:
     """Judges every request by its head, as a `HeadCheck`."""
 
-    def __init__(self, keys: ApiKeys, credentials: Credentials) -> None:
+    def __init__(self, keys: CallerKeys, credentials: Credentials) -> None:
         self._keys = keys
         self._credentials = credentials
 

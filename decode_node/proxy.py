@@ -23,9 +23,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from decode_node.cached_prefixes import CachedPrefixes
 from decode_node.credits import Claim, KVCredits
 from decode_node.errors import Overloaded, Unavailable
-from decode_node.prefix_index import PrefixIndex
 from decode_node.remote_prefill import (
     PrefillNodes,
     RemoteEngine,
@@ -58,7 +58,7 @@ class DisaggProxy:
         nodes: PrefillNodes,
         credits: KVCredits,
         *,
-        prefix_index: PrefixIndex,
+        prefix_index: CachedPrefixes,
         limits: RemotePrefillLimits,
         default_prefill_nodes: Sequence[str] = (),
         local_prefill_threshold: int = 0,

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from decode_node.api import Api, NodeState
+from decode_node.api import Api, ApiState
 from decode_node.app import create_app
-from decode_node.callers import ApiKeys, CallerCheck
+from decode_node.cached_prefixes import CachedPrefixes
+from decode_node.callers import CallerCheck, CallerKeys
 from decode_node.config import DecodeNodeSettings
 from decode_node.credits import KVCredits
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefill_client import PrefillClient
-from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
 from decode_node.router_headers import prefill_nodes
@@ -67,7 +67,7 @@ class DecodeNode:
         self._settings = settings
         self._engine = engine
         self._ports = ports
-        self._state = NodeState()
+        self._state = ApiState()
         self._status = NodeStatus(
             engine, node_pb2.NODE_ROLE_DECODE, settings.stuck_after_s, settings.frozen_after_s
         )
@@ -217,7 +217,7 @@ def create_proxy(
         engine,
         client,
         KVCredits(num_blocks, block_size, config.scheduler.max_num_seqs),
-        prefix_index=PrefixIndex(num_remembered, block_size),
+        prefix_index=CachedPrefixes(num_remembered, block_size),
         limits=RemotePrefillLimits(
             max_attempts=settings.max_prefill_attempts,
             first_token_s=settings.first_token_timeout_s,
@@ -243,7 +243,7 @@ def create_node_app(
     tokenizer: Tokenizer,
     proxy: DisaggProxy,
     metrics: DecodeMetrics,
-    state: NodeState,
+    state: ApiState,
     callers: CallerCheck,
 ) -> ASGIApp:
     serving = OpenAIServing(
@@ -267,10 +267,10 @@ def connection_limits(settings: DecodeNodeSettings) -> ConnectionLimits:
     )
 
 
-def read_api_keys(settings: DecodeNodeSettings) -> ApiKeys:
+def read_api_keys(settings: DecodeNodeSettings) -> CallerKeys:
     """Returns the keys of clients. Raises OSError when the key file cannot be read: no node starts
     open by accident."""
     keys = settings.api_keys.get_secret_value().split(",")
     if settings.api_key_file is not None:
         keys += settings.api_key_file.read_text(encoding="utf-8").splitlines()
-    return ApiKeys(key.strip() for key in keys)
+    return CallerKeys(key.strip() for key in keys)

@@ -470,3 +470,19 @@ def test_environment_is_read_only_by_settings() -> None:
         if "os.environ" in path.read_text(encoding="utf-8") and module not in allowed
     ]
     assert not wrong, wrong
+
+
+def test_a_name_is_one_class() -> None:
+    """Two services may both be `Overloaded`, and see an `Engine` each; all other names are one."""
+    of_each_service = {"Engine", "Overloaded"}
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, path in modules().items():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef) and not _is_generated(path):
+                homes[node.name].append(module)
+    twice = {
+        name: found
+        for name, found in homes.items()
+        if len(found) > 1 and name[0] != "_" and name not in of_each_service
+    }
+    assert not twice, twice

@@ -32,7 +32,7 @@ LATENCY_BUCKETS = _bounds(
 TOKEN_BUCKETS = tuple(float(1 << i) for i in range(18))
 
 
-class EngineLike(Protocol):
+class MeasuredEngine(Protocol):
     """The part of `AsyncLLM` that is needed here."""
 
     @property
@@ -49,7 +49,7 @@ class EngineCollector(Collector):
     """Collects one engine's metrics, with labels `model_name` and `engine` (always 0: one a
     process)."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine
         self._labels = metric_labels(engine.config)
 

@@ -38,7 +38,7 @@ _MAX_PREFIXES = 256
 """Prefixes told to a watcher at most; a new one hears of the last so many."""
 
 
-class EngineLike(Protocol):
+class WatchedEngine(Protocol):
     """The part of `AsyncLLM` that is needed here."""
 
     @property
@@ -77,7 +77,7 @@ class NodeStatus:
 
     def __init__(
         self,
-        engine: EngineLike,
+        engine: WatchedEngine,
         role: node_pb2.NodeRole,
         stuck_after_s: float,
         frozen_after_s: float = 3.0,

@@ -23,7 +23,7 @@ from kv_transfer.metadata import KVPeer, is_transfer_id
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.producer.sender import KVSender
 from kv_transfer.state import LateMessage
-from kv_transfer.transports.pull import Pull
+from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.wire.chunk import ChunkKind, mark
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from kv_transfer.wire.out_message import OutMessage
@@ -106,7 +106,7 @@ class PullService:
                 await self._wait(exported, *name, call)
         return transfer
 
-    def _open(self, transfer: SendTransfer, request: pb.PullRequest) -> Pull:
+    def _open(self, transfer: SendTransfer, request: pb.PullRequest) -> OpenPull:
         wish = PullWish(
             rank=request.rank,
             tp_size=request.tp_size,
@@ -119,7 +119,7 @@ class PullService:
         )
         return self._sender.open_pull(transfer, wish)
 
-    async def _write_stream(self, transfer: SendTransfer, pull: Pull, call: ServerCall) -> None:
+    async def _write_stream(self, transfer: SendTransfer, pull: OpenPull, call: ServerCall) -> None:
         while True:
             pull.wake.clear()
             while message := pull.next_message():
@@ -133,7 +133,7 @@ class PullService:
             await self._wait(pull.wake, transfer.transfer_id, transfer.attempt, call)
         await self._mark(ChunkKind.END, transfer.transfer_id, transfer.attempt, call)
 
-    async def _write(self, pull: Pull, call: ServerCall, message: OutMessage) -> None:
+    async def _write(self, pull: OpenPull, call: ServerCall, message: OutMessage) -> None:
         pull.is_writing = True
         try:
             await call.write(message)

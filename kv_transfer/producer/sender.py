@@ -39,7 +39,7 @@ from kv_transfer.producer.early_pulls import EarlyPulls
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
 from kv_transfer.transports.base import Export, ExportOwner, TransportId
-from kv_transfer.transports.pull import Pull, PullTerms
+from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.transports.registry import producer_transports
 from kv_transfer.wire.chunk_grid import ChunkGrid
 from kv_transfer.wire.pull_wish import PullWish
@@ -165,7 +165,7 @@ class KVSender(ExportOwner):
             raise LateMessage(f"transfer {transfer_id} attempt {attempt} has ended")
         return self._transfers.find(transfer_id, attempt)
 
-    def open_pull(self, transfer: SendTransfer, wish: PullWish) -> Pull:
+    def open_pull(self, transfer: SendTransfer, wish: PullWish) -> OpenPull:
         """Raises KVTransferError when this process does not hold what is asked for."""
         wish.check(self._layout, self._index, self._config.num_processes, transfer.num_tokens)
         share = self._layout.share(self._rank, wish.rank, wish.tp_size)
@@ -189,7 +189,7 @@ class KVSender(ExportOwner):
         self.changed()
         return pull
 
-    def close_pull(self, transfer: SendTransfer, pull: Pull) -> None:
+    def close_pull(self, transfer: SendTransfer, pull: OpenPull) -> None:
         transfer.pulls.discard(pull)
         part = transfer.parts.get(pull.wish.transport)
         if part is not None:

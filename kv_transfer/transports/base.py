@@ -9,7 +9,7 @@
         ready, blocks_are_free                       accept, check, num_tokens_complete
         open_pull                                    ▲
           ▼                                          │
-        Pull ───────── messages of a PullKV call ──▶ PullStream
+        OpenPull ───── messages of a PullKV call ──▶ PullStream
 
 `KVSender` and `KVReceiver` keep the table of transfers, leases, readiness and the watch for
 silence. A PullKV call is how the two sides of every transport talk: its messages carry KV itself,
@@ -31,7 +31,7 @@ from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import ExportMeta
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
-from kv_transfer.transports.pull import Pull, PullTerms
+from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk_grid import ChunkGrid, ChunkPlace
 
 
@@ -62,7 +62,7 @@ class Export:
         self.grid = ChunkGrid.of(layout, chunk_bytes, 0, meta.num_tokens)
         self.share = share
         self.block_ids: BlockIds = ()
-        self.pulls: set[Pull] = set()
+        self.pulls: set[OpenPull] = set()
         """Open now, over any transport."""
         self.is_staged = False
         self.keeps_blocks = False
@@ -121,11 +121,11 @@ class ProducerTransfer(ABC):
         """A puller has come, and the export's grid lost what it holds already."""
 
     @abstractmethod
-    def open_pull(self, terms: PullTerms) -> Pull:
+    def open_pull(self, terms: PullTerms) -> OpenPull:
         """Raises KVTransferError; `NotServed` if another transport may do it."""
 
     @abstractmethod
-    def close_pull(self, pull: Pull) -> None:
+    def close_pull(self, pull: OpenPull) -> None:
         """Its call has ended."""
 
     @abstractmethod

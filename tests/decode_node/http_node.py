@@ -15,11 +15,11 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
-from decode_node.api import NodeState
+from decode_node.api import ApiState
+from decode_node.cached_prefixes import CachedPrefixes
 from decode_node.callers import CallerCheck
 from decode_node.config import DecodeNodeSettings
 from decode_node.credits import KVCredits
-from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
 from decode_node.server import connection_limits, create_metrics, create_node_app, read_api_keys
@@ -55,7 +55,7 @@ class HttpNode:
     engine: FakeEngine
     nodes: FakePrefillNodes
     proxy: DisaggProxy
-    state: NodeState
+    state: ApiState
     tokenizer: Tokenizer
     app: ASGIApp
     callers: CallerCheck
@@ -93,11 +93,11 @@ async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[Http
         engine,
         nodes,
         KVCredits(NUM_BLOCKS, config.cache.block_size, 64),
-        prefix_index=PrefixIndex(NUM_BLOCKS, config.cache.block_size),
+        prefix_index=CachedPrefixes(NUM_BLOCKS, config.cache.block_size),
         limits=RemotePrefillLimits(),
         max_waiting_requests=node_settings.max_waiting_requests,
     )
-    state = NodeState()
+    state = ApiState()
     callers = CallerCheck(
         read_api_keys(node_settings), Credentials(node_settings.security_config())
     )

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from decode_node.cached_prefixes import CachedPrefixes
 from decode_node.credits import KVCredits
 from decode_node.errors import Overloaded
 from decode_node.prefill_headers import prefill_headers
-from decode_node.prefix_index import PrefixIndex
 from decode_node.proxy import DisaggProxy
 from decode_node.remote_prefill import RemotePrefillLimits
 from decode_node.timeline import RequestRecord
@@ -60,7 +60,7 @@ class Bench:
             self.engine,
             self.nodes,
             self.credits,
-            prefix_index=PrefixIndex(NUM_BLOCKS, 8),
+            prefix_index=CachedPrefixes(NUM_BLOCKS, 8),
             limits=self.limits,
             default_prefill_nodes=(A, B),
             local_prefill_threshold=self.threshold,

@@ -27,7 +27,7 @@ from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
 from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
 from kv_transfer.transports.fetch_job import FetchJob, PullSource
-from kv_transfer.transports.pull import PullTerms
+from kv_transfer.transports.open_pull import PullTerms
 from kv_transfer.transports.stream.chunk_messages import ChunkMessages
 from kv_transfer.transports.stream.consumer import StreamAssembler
 from kv_transfer.transports.stream.stream_export import StreamExport, StreamPull

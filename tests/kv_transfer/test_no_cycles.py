@@ -17,7 +17,7 @@ from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import TransferEventKind
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
-from kv_transfer.transports.pull import Pull
+from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.transports.pull_stream import PullStream
 from kv_transfer.transports.stream.h2.connection import H2Connection
 from kv_transfer.transports.stream.stream_export import SentChunk, StreamExport
@@ -26,7 +26,7 @@ from kv_transfer.wire.out_message import OutMessage
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
 HEAVY = (
-    RecvTransfer, PullStream, ChunkAssembler, H2Connection, SendTransfer, StreamExport, Pull,
+    RecvTransfer, PullStream, ChunkAssembler, H2Connection, SendTransfer, StreamExport, OpenPull,
     SentChunk,
     StagedChunk, OutMessage,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from kv_transfer.errors import KVTransferError
 from kv_transfer.metadata import ExportMeta, SendMeta, StepProgress
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.base import ProducerTransfer
-from kv_transfer.transports.pull import Pull, PullTerms
+from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk_grid import ChunkGrid
 
 NONE_YET = StepProgress(0, 0)
@@ -36,10 +36,10 @@ class Heard(ProducerTransfer):
     def narrow(self) -> None:
         self.num_narrowed += 1
 
-    def open_pull(self, terms: PullTerms) -> Pull:
+    def open_pull(self, terms: PullTerms) -> OpenPull:
         raise NotImplementedError
 
-    def close_pull(self, pull: Pull) -> None:
+    def close_pull(self, pull: OpenPull) -> None:
         raise NotImplementedError
 
     def end(self, then: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from kv_caches import layout
 from kv_transfer.memory.staging import StagedChunk, StagingPool
 from kv_transfer.metadata import ExportMeta
 from kv_transfer.transports.base import Export
-from kv_transfer.transports.pull import PullTerms
+from kv_transfer.transports.open_pull import PullTerms
 from kv_transfer.transports.stream.stream_export import StreamExport, StreamPull
 from kv_transfer.wire.chunk_grid import ChunkGrid
 from kv_transfer.wire.out_message import OutMessage

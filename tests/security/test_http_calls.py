@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from decode_node.callers import ApiKeys, CallerCheck
+from decode_node.callers import CallerCheck, CallerKeys
 from decode_node.edge import EdgeMiddleware
 from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
@@ -41,7 +41,7 @@ async def decode_api(
     credentials: Credentials, *keys: str, host: str = "127.0.0.1", **options: float
 ):
     """Returns its address. It says whom it takes the caller for."""
-    callers = CallerCheck(ApiKeys(keys), credentials)
+    callers = CallerCheck(CallerKeys(keys), credentials)
     tls = credentials.server_context(demands_certificate=not callers.has_keys)
     listener = listen(host, 0)
     app = EdgeMiddleware(_who, callers)

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from decode_node.callers import ApiKeys, Caller, CallerCheck
+from decode_node.callers import Caller, CallerCheck, CallerKeys
 from edge.http.errors import Unauthorized
 from edge.security.cluster_token import TOKEN_HEADER
 from edge.security.config import Role, SecurityConfig, SecurityError
@@ -59,7 +59,7 @@ def test_a_wrong_token_is_refused_in_between(stages: list[Credentials]) -> None:
 
 def test_api_clients_need_their_key_in_between(stages: list[Credentials]) -> None:
     """They show no token either, and must not be taken for a router because of that."""
-    check = CallerCheck(ApiKeys(["key"]), stages[1])
+    check = CallerCheck(CallerKeys(["key"]), stages[1])
     with pytest.raises(Unauthorized):
         check.admit("/v1/completions", {})
     key = {"authorization": "Bearer key"}

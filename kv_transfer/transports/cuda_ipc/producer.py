@@ -29,7 +29,7 @@ from kv_transfer.transports.base import (
 )
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
 from kv_transfer.transports.cuda_ipc.read_leases import ReadLease, ReadLeases
-from kv_transfer.transports.pull import Pull, PullTerms
+from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk import HEADER, ChunkHeader, ChunkKind, encode_chunk, shape_code
 from kv_transfer.wire.handshake import host_id
 from kv_transfer.wire.out_message import OutMessage
@@ -83,7 +83,7 @@ class NamedExport(ProducerTransfer):
     def narrow(self) -> None:
         return
 
-    def open_pull(self, terms: PullTerms) -> Pull:
+    def open_pull(self, terms: PullTerms) -> OpenPull:
         if self.lease is None:
             if self.export.is_staged:
                 raise NotServed("the blocks serve others already: all of it was copied out")
@@ -93,7 +93,7 @@ class NamedExport(ProducerTransfer):
         self._pulls.append(pull)
         return pull
 
-    def close_pull(self, pull: Pull) -> None:
+    def close_pull(self, pull: OpenPull) -> None:
         self._pulls = [other for other in self._pulls if other is not pull]
 
     def end(self, then: Callable[[], None]) -> None:
@@ -102,7 +102,7 @@ class NamedExport(ProducerTransfer):
         then()
 
 
-class NamesPull(Pull):
+class NamesPull(OpenPull):
     """A call whose messages name chunks."""
 
     def __init__(self, part: NamedExport, lease: ReadLease, terms: PullTerms) -> None:

@@ -17,7 +17,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.staging import StagingPool
 from kv_transfer.transports.base import Export, ExportOwner, ProducerTransport, TransportId
-from kv_transfer.transports.pull import PullTerms
+from kv_transfer.transports.open_pull import PullTerms
 from kv_transfer.transports.stream.chunk_messages import ChunkMessages
 from kv_transfer.transports.stream.stager import Stager
 from kv_transfer.transports.stream.stream_export import SentChunk, StreamExport, StreamPull
@@ -88,7 +88,7 @@ class StreamProducer(ProducerTransport):
         self._stager.wake()
 
     def next_message(self, pull: StreamPull) -> OutMessage | None:
-        """Does what `Pull.next_message` asks."""
+        """Does what `OpenPull.next_message` asks."""
         entry = pull.next_staged()
         if entry is None:
             return self.zero_copy.next_message(pull)

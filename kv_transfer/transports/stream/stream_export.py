@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kv_transfer.memory.staging import StagedChunk, StagingPool
 from kv_transfer.transports.base import Export, ProducerTransfer
-from kv_transfer.transports.pull import Pull, PullTerms
+from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk_grid import ChunkPlace
 from kv_transfer.wire.out_message import OutMessage
 
@@ -99,13 +99,13 @@ class StreamExport(ProducerTransfer):
             if entry.index not in wanted:
                 self._owner.pool.mark_sent(entry.chunk)
 
-    def open_pull(self, terms: PullTerms) -> Pull:
+    def open_pull(self, terms: PullTerms) -> OpenPull:
         pull = StreamPull(self._owner, self, terms)
         self.pulls.add(pull)
         self._owner.wake()
         return pull
 
-    def close_pull(self, pull: Pull) -> None:
+    def close_pull(self, pull: OpenPull) -> None:
         self.pulls = {other for other in self.pulls if other is not pull}
 
     def end(self, then: Callable[[], None]) -> None:
@@ -184,7 +184,7 @@ class StreamExport(ProducerTransfer):
                 pull.wake.set()
 
 
-class StreamPull(Pull):
+class StreamPull(OpenPull):
     """One pull of an export over the stream.
 
     `is_zero_copy`: it alone wants its chunks, and as they lie in the blocks.

@@ -23,7 +23,7 @@ from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.staging import StagingPool
 from kv_transfer.transports.base import ExportOwner
-from kv_transfer.transports.pull import PullTerms
+from kv_transfer.transports.open_pull import PullTerms
 from kv_transfer.transports.stream.chunk_messages import ChunkMessages
 from kv_transfer.transports.stream.stream_export import (
     SentChunk,

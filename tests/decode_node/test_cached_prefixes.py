@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.prefix_index import PrefixIndex
+from decode_node.cached_prefixes import CachedPrefixes
 from engine.request_spec import RequestSpec
 
 BLOCK = 4
@@ -25,7 +25,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 def test_it_finds_the_longest_common_prefix_in_full_blocks(
     past: list[tuple[list[int], str]], prompt: list[int], salt: str
 ) -> None:
-    index = PrefixIndex(1000, BLOCK)
+    index = CachedPrefixes(1000, BLOCK)
     for tokens, their_salt in past:
         index.add(tokens, RequestSpec(cache_salt=their_salt))
     longest = max((common_prefix(t, prompt) for t, s in past if s == salt), default=0)
@@ -34,7 +34,7 @@ def test_it_finds_the_longest_common_prefix_in_full_blocks(
 
 
 def test_the_oldest_blocks_are_forgotten() -> None:
-    index = PrefixIndex(4, BLOCK)
+    index = CachedPrefixes(4, BLOCK)
     first, second = list(range(8)), list(range(100, 108))
     index.add(first, SPEC)
     index.add(second, SPEC)
@@ -46,6 +46,6 @@ def test_the_oldest_blocks_are_forgotten() -> None:
 
 
 def test_without_a_cache_nothing_is_remembered() -> None:
-    index = PrefixIndex(0, BLOCK)
+    index = CachedPrefixes(0, BLOCK)
     index.add(list(range(8)), SPEC)
     assert (len(index), index.num_cached_tokens(list(range(8)), SPEC)) == (0, 0)

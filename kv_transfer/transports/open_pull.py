@@ -28,7 +28,7 @@ class PullTerms:
     grid: ChunkGrid
 
 
-class Pull(ABC):
+class OpenPull(ABC):
     """Knows what the call still wants. `wake` is set when there is more to see."""
 
     def __init__(self, terms: PullTerms) -> None:

@@ -17,7 +17,7 @@ from engine.kv_cache.block_hash import root_hash
 from engine.request_spec import RequestSpec
 
 
-class PrefixIndex:
+class CachedPrefixes:
     """Remembers blocks by the hash of all tokens up to their end. With `capacity` 0 nothing is
     remembered."""
 
