@@ -23,10 +23,8 @@ from typing import Protocol
 
 import grpc
 
-from engine.config import EngineConfig
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.messages import EngineReady
-from engine.outputs import SchedulerStats
+from engine.node.metrics import MeasuredEngine
 from host.life_signs import Silence
 from kv_transfer.layout import KVLayout
 from tandem_pb import node_pb2, node_pb2_grpc
@@ -38,17 +36,9 @@ _MAX_PREFIXES = 256
 """Prefixes told to a watcher at most; a new one hears of the last so many."""
 
 
-class WatchedEngine(Protocol):
+class WatchedEngine(MeasuredEngine, Protocol):
     """The part of `AsyncLLM` that is needed here."""
 
-    @property
-    def config(self) -> EngineConfig: ...
-    @property
-    def stats(self) -> SchedulerStats: ...
-    @property
-    def ready(self) -> EngineReady: ...
-    @property
-    def is_dead(self) -> bool: ...
     @property
     def dead_reason(self) -> str: ...
     @property
