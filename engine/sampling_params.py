@@ -11,6 +11,7 @@ A new parameter is named in three places: where the HTTP body becomes these
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 
 import msgspec
@@ -27,6 +28,11 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 """Characters of a bad word."""
 MAX_BAD_WORD_TOKENS = 32
+MAX_GRAMMAR_BYTES = 1 << 18
+"""The size of a grammar's text. It may hold the schemas of many tools."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Characters that UTF-8 cannot write."""
 
 
 class SamplingParams(
@@ -60,6 +66,8 @@ class SamplingParams(
         allowed_token_ids: The only tokens that may be chosen; None allows all.
         bad_words: Words that the output must not hold, each as its tokens. Where a request has
             nothing else left to choose from, they do not apply.
+        grammar: Text of an llguidance grammar (Lark, or its JSON form) that the output follows; ""
+            for none. When it is complete the output ends, whatever `min_tokens` says.
     """
 
     max_tokens: int = msgspec.field(default=16, name="1")
@@ -80,6 +88,7 @@ class SamplingParams(
     prompt_logprobs: int | None = msgspec.field(default=None, name="16")
     allowed_token_ids: tuple[int, ...] | None = msgspec.field(default=None, name="17")
     bad_words: tuple[tuple[int, ...], ...] = msgspec.field(default=(), name="18")
+    grammar: str = msgspec.field(default="", name="19")
 
     @property
     def needs_penalties(self) -> bool:
@@ -114,6 +123,7 @@ def check_sampling(
     _check_logit_bias(params, vocab_size)
     _check_allowed_token_ids(params, vocab_size, eos_token_ids)
     _check_bad_words(params, vocab_size)
+    _check_grammar(params)
 
 
 def _check_ranges(params: SamplingParams) -> None:
@@ -182,6 +192,20 @@ def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
             f"has a word of {len(word)} tokens; 1 to {MAX_BAD_WORD_TOKENS} are possible",
         )
         _check_token_ids("bad_words", word, vocab_size)
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    """Checks the size of a grammar; whoever wrote its text has checked that it compiles."""
+    if not params.grammar:
+        return
+    check(not _SURROGATE.search(params.grammar), "grammar", "holds half of a surrogate pair")
+    size = len(params.grammar.encode())
+    check(size <= MAX_GRAMMAR_BYTES, "grammar", f"has {size} bytes, more than {MAX_GRAMMAR_BYTES}")
+    check(
+        not params.ignore_eos,
+        "ignore_eos",
+        "cannot be combined with structured output: a complete document has to end",
+    )
 
 
 def _check_count(param: str, count: int, limit: int) -> None:

@@ -54,6 +54,7 @@ SEVERAL_USES = {
         "engine/sched/scheduler.py",
     },
     "seed": {"decode_node/serving.py", "engine/sample"},
+    "grammar": set(),  # carried to the workers
     "logprobs": {"decode_node/prefill_events.py", "engine/sample"},  # a peer gives as many
     "prompt_logprobs": {
         "decode_node/answer.py",  # an answer that echoes waits for them

@@ -14,7 +14,7 @@ from engine.config import SchedulerConfig
 from engine.errors import InvalidRequest
 from engine.frontend.input_processor import InputProcessor, choose_seed
 from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
 
 PROCESSOR = InputProcessor(tiny_config())
@@ -103,6 +103,9 @@ def test_numbers_out_of_range(name: str, value: float) -> None:
         {"bad_words": ((1, VOCAB),)},
         {"bad_words": ((1,),) * 513},
         {"bad_words": ((1,) * 33,)},
+        {"grammar": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)},
+        {"grammar": "start: \ud800"},
+        {"ignore_eos": True, "grammar": "start: /a/"},
     ],
 )
 def test_wrong_sampling_names_its_field(sampling: dict[str, Any]) -> None:
