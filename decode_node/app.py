@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from decode_node.api import Api, create_router
-from decode_node.callers import CallerCheck
-from decode_node.edge import EdgeMiddleware
 from decode_node.errors import MethodNotAllowed, NotFound
+from decode_node.http.callers import CallerCheck
+from decode_node.http.middleware import EdgeMiddleware
+from decode_node.http.routes import Api, create_router
 from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import BadRequest, HttpError
 

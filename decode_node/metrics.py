@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from decode_node.generation import Choice
-from decode_node.proxy import DisaggProxy
-from decode_node.request_spans import spans_of
-from decode_node.timeline import RequestRecord
+from decode_node.answer.generation import Choice
+from decode_node.disagg.proxy import DisaggProxy
+from decode_node.observe.request_spans import spans_of
+from decode_node.observe.timeline import RequestRecord
 from edge.tracing.file import TraceFile
 from engine.config import EngineConfig
 from engine.node.metrics import (

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from decode_node.api import Api, ApiState
 from decode_node.app import create_app
-from decode_node.cached_prefixes import CachedPrefixes
-from decode_node.callers import CallerCheck, CallerKeys
 from decode_node.config import DecodeNodeSettings
-from decode_node.credits import KVCredits
+from decode_node.disagg.cached_prefixes import CachedPrefixes
+from decode_node.disagg.credits import KVCredits
+from decode_node.disagg.prefill_client import PrefillClient
+from decode_node.disagg.proxy import DisaggProxy
+from decode_node.disagg.remote_prefill import RemotePrefillLimits
+from decode_node.http.callers import CallerCheck, CallerKeys
+from decode_node.http.router_headers import prefill_nodes
+from decode_node.http.routes import Api, ApiState
 from decode_node.metrics import DecodeMetrics
-from decode_node.prefill_client import PrefillClient
-from decode_node.proxy import DisaggProxy
-from decode_node.remote_prefill import RemotePrefillLimits
-from decode_node.router_headers import prefill_nodes
-from decode_node.serving import OpenAIServing
+from decode_node.serving.openai_serving import OpenAIServing
 from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.security.certificate_metrics import CertificateCollector

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from decode_node.openapi import openapi_document
+from decode_node.http.openapi import openapi_document
 
 if __name__ == "__main__":
     path = Path(__file__).with_name("openapi.json")

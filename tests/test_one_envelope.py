@@ -18,7 +18,7 @@ from engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("decode_node", "prefill_node", "engine", "kv_transfer", "cli")
-EDGE = "decode_node/protocol.py"
+EDGE = "decode_node/protocol/"
 ENVELOPE = "engine/sampling_params.py"
 SAMPLER = "engine/sample"
 """One place of use, whatever its files."""
@@ -27,8 +27,8 @@ WARM_UP = "engine/worker/dummy_steps.py"
 
 SEVERAL_USES = {
     "max_tokens": {
-        "decode_node/proxy.py",  # room for the answer
-        "decode_node/serving.py",  # for the request's record
+        "decode_node/disagg/proxy.py",  # room for the answer
+        "decode_node/serving/openai_serving.py",  # for the request's record
         "engine/frontend/input_processor.py",  # what is left of the context
         "engine/frontend/output_processor.py",  # the first token may be the last
         "engine/request_spec.py",
@@ -53,14 +53,14 @@ SEVERAL_USES = {
         "engine/sched/row.py",
         "engine/sched/scheduler.py",
     },
-    "seed": {"decode_node/serving.py", "engine/sample"},
+    "seed": {"decode_node/serving/openai_serving.py", "engine/sample"},
     "grammar": set(),  # carried to the workers
-    "logprobs": {"decode_node/prefill_events.py", "engine/sample"},  # a peer gives as many
+    "logprobs": {"decode_node/disagg/prefill_events.py", "engine/sample"},  # a peer gives as many
     "prompt_logprobs": {
-        "decode_node/answer.py",  # an answer that echoes waits for them
-        "decode_node/prefill_events.py",  # a peer gives as many
-        "decode_node/proxy.py",  # nothing of the prompt comes from a cache
-        "decode_node/serving.py",  # a client that has them is resumed without
+        "decode_node/answer/answer.py",  # an answer that echoes waits for them
+        "decode_node/disagg/prefill_events.py",  # a peer gives as many
+        "decode_node/disagg/proxy.py",  # nothing of the prompt comes from a cache
+        "decode_node/serving/openai_serving.py",  # a client that has them is resumed without
         "engine/request.py",
         "engine/sample",
     },
@@ -97,7 +97,7 @@ def users_of_fields() -> dict[str, frozenset[str]]:
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
             place = SAMPLER if name.startswith(SAMPLER + "/") else name
-            if name not in (EDGE, ENVELOPE, WARM_UP):
+            if not name.startswith(EDGE) and name not in (ENVELOPE, WARM_UP):
                 for field in _named(ast.parse(path.read_text(encoding="utf-8"))):
                     found[field].add(place)
     return {field: frozenset(names) for field, names in found.items()}
@@ -122,4 +122,4 @@ def test_the_envelope_is_made_in_one_place() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == RequestSpec.__name__
     }
-    assert makers == {"decode_node/serving.py"}
+    assert makers == {"decode_node/serving/openai_serving.py"}

@@ -76,6 +76,19 @@ ROUTER_ORDER = [
     {"__main__"},
 ]
 
+DECODE_NODE_ORDER = [
+    {"errors", "config"},
+    {"observe"},
+    {"disagg", "protocol"},
+    {"parsers", "grammar"},
+    {"answer", "metrics"},
+    {"serving"},
+    {"http"},
+    {"app"},
+    {"server"},
+    {"__main__"},
+]
+
 KV_TRANSFER_ORDER = [
     {
         "base",
@@ -264,7 +277,10 @@ def test_header_names_stand_in_one_place() -> None:
                 assert not own_headers.search(path.read_text()), path
 
 
-@pytest.mark.parametrize(("package", "order"), [("engine", ENGINE_ORDER), ("router", ROUTER_ORDER)])
+@pytest.mark.parametrize(
+    ("package", "order"),
+    [("engine", ENGINE_ORDER), ("router", ROUTER_ORDER), ("decode_node", DECODE_NODE_ORDER)],
+)
 def test_folders_import_in_one_direction(package: str, order: list[set[str]]) -> None:
     level = {name: i for i, names in enumerate(order) for name in names}
     wrong = []

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode_node.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvent
+from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvent
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.frontend.detokenizer import Decoder

@@ -15,13 +15,13 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
-from decode_node.api import ApiState
-from decode_node.cached_prefixes import CachedPrefixes
-from decode_node.callers import CallerCheck
 from decode_node.config import DecodeNodeSettings
-from decode_node.credits import KVCredits
-from decode_node.proxy import DisaggProxy
-from decode_node.remote_prefill import RemotePrefillLimits
+from decode_node.disagg.cached_prefixes import CachedPrefixes
+from decode_node.disagg.credits import KVCredits
+from decode_node.disagg.proxy import DisaggProxy
+from decode_node.disagg.remote_prefill import RemotePrefillLimits
+from decode_node.http.callers import CallerCheck
+from decode_node.http.routes import ApiState
 from decode_node.server import connection_limits, create_metrics, create_node_app, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials

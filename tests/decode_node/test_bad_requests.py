@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import decode_node.answer
-import decode_node.api
-import decode_node.response_format
-from decode_node.protocol import ChatCompletionRequest, CompletionRequest, parse_body
+import decode_node.answer.answer
+import decode_node.answer.format
+import decode_node.http.routes
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.completions import CompletionRequest
+from decode_node.protocol.parse_body import parse_body
 from edge.http.errors import HttpError
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.decode_fakes import until
@@ -453,7 +455,7 @@ def test_huge_objects_are_refused_by_their_size(body: dict[str, Any]) -> None:
 async def test_bodies_that_would_keep_the_node_busy_reach_no_parser(
     path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_node.api.parse_body", None)
+    monkeypatch.setattr("decode_node.http.routes.parse_body", None)
     async with http_node() as node:
         error = check_error(await node.client.post(path, content=body), 400)
         assert error["code"] == "request_too_complex"
@@ -471,7 +473,7 @@ async def test_prompts_are_counted_before_anybody_looks_at_them(
 async def test_a_prompt_beyond_the_context_is_refused_by_its_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("decode_node.protocol._is_token_ids", None)
+    monkeypatch.setattr("decode_node.protocol.completions._is_token_ids", None)
     async with http_node() as node:
         body = {"prompt": [5] * 500_000}
         error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "prompt")
@@ -497,11 +499,11 @@ async def test_what_is_done_to_a_long_body_leaves_the_event_loop_alone(
 
         monkeypatch.setattr(owner, name, watched)
 
-    watch(decode_node.api, "parse_body")
+    watch(decode_node.http.routes, "parse_body")
     watch(Tokenizer, "encode")
     watch(Tokenizer, "apply_chat_template")
-    watch(decode_node.response_format, "prompt_logprobs")
-    monkeypatch.setattr(decode_node.answer, "_MANY_LOGPROBS", 4)
+    watch(decode_node.answer.format, "prompt_logprobs")
+    monkeypatch.setattr(decode_node.answer.answer, "_MANY_LOGPROBS", 4)
     async with http_node() as node:
         padding = {"user": "x" * 20_000}
         for url, body in (

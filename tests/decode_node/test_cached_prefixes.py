@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.cached_prefixes import CachedPrefixes
+from decode_node.disagg.cached_prefixes import CachedPrefixes
 from engine.request_spec import RequestSpec
 
 BLOCK = 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.credits import Claim, KVCredits
+from decode_node.disagg.credits import Claim, KVCredits
 from tests.decode_node.decode_fakes import until
 
 

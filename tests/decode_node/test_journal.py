@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node import answer
-from decode_node.journal import read_resume
+from decode_node.answer import answer
+from decode_node.answer.journal import read_resume
 from edge.http.errors import BadRequest
 from tests.decode_node.http_node import HttpNode, http_node
 

@@ -12,8 +12,8 @@ import grpc
 import msgspec
 import pytest
 
-from decode_node.prefill_client import PrefillClient
-from decode_node.prefill_events import FirstToken, KVTaken, PrefillError
+from decode_node.disagg.prefill_client import PrefillClient
+from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError
 from edge.security.credentials import Credentials
 from edge.tracing.context import TraceContext
 from engine.frontend.input_processor import GenerationRequest

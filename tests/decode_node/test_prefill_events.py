@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvents
+from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvents
 from engine.outputs import PromptLogprobs
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams

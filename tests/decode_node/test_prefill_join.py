@@ -6,10 +6,10 @@ from functools import reduce
 
 import pytest
 
-from decode_node.prefill_events import FirstToken, KVTaken, PrefillError
-from decode_node.prefill_join import JoinInput, JoinState, following
-from decode_node.remote_prefill import RemotePrefill, RemotePrefillLimits
-from decode_node.timeline import RequestRecord
+from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError
+from decode_node.disagg.prefill_join import JoinInput, JoinState, following
+from decode_node.disagg.remote_prefill import RemotePrefill, RemotePrefillLimits
+from decode_node.observe.timeline import RequestRecord
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.request_stream import RequestStream
 from engine.messages import KVTransferResult

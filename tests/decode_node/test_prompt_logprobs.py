@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_node.logprobs import echoed_logprobs
+from decode_node.answer.logprobs import echoed_logprobs
 from tests.decode_node.http_node import HttpNode, chunks_of, http_node
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

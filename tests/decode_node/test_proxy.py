@@ -16,13 +16,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decode_node.cached_prefixes import CachedPrefixes
-from decode_node.credits import KVCredits
+from decode_node.disagg.cached_prefixes import CachedPrefixes
+from decode_node.disagg.credits import KVCredits
+from decode_node.disagg.prefill_headers import prefill_headers
+from decode_node.disagg.proxy import DisaggProxy
+from decode_node.disagg.remote_prefill import RemotePrefillLimits
 from decode_node.errors import Overloaded
-from decode_node.prefill_headers import prefill_headers
-from decode_node.proxy import DisaggProxy
-from decode_node.remote_prefill import RemotePrefillLimits
-from decode_node.timeline import RequestRecord
+from decode_node.observe.timeline import RequestRecord
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from decode_node.metrics import DecodeMetrics
-from decode_node.request_spans import spans_of
-from decode_node.timeline import RequestRecord
+from decode_node.observe.request_spans import spans_of
+from decode_node.observe.timeline import RequestRecord
 from edge.tracing.context import TraceContext
 from edge.tracing.file import Span, TraceFile
 from kv_transfer.metadata import TransferStats

@@ -16,7 +16,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-from decode_node.openapi import openapi_document
+from decode_node.http.openapi import openapi_document
 from tests.decode_node.http_node import HttpNode, http_node, live
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
 from tests.router.fakes import FakeDecodeNode

@@ -12,8 +12,8 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from decode_node.callers import CallerCheck, CallerKeys
-from decode_node.edge import EdgeMiddleware
+from decode_node.http.callers import CallerCheck, CallerKeys
+from decode_node.http.middleware import EdgeMiddleware
 from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.security.config import Role, SecurityConfig

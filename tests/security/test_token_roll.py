@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from decode_node.callers import Caller, CallerCheck, CallerKeys
+from decode_node.http.callers import Caller, CallerCheck, CallerKeys
 from edge.http.errors import Unauthorized
 from edge.security.cluster_token import TOKEN_HEADER
 from edge.security.config import Role, SecurityConfig, SecurityError

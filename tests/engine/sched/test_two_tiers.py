@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import decode_node.credits as credits_module
-from decode_node.credits import KVCredits
+import decode_node.disagg.credits as credits_module
+from decode_node.disagg.credits import KVCredits
 from engine.request import Request
 from tests.engine.sched.factories import (
     BLOCK_SIZE,

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from decode_node.prefill_events import (
+from decode_node.disagg.prefill_events import (
     WRONG_ANSWER,
     PrefillError,
     PrefillEvent,

@@ -10,10 +10,10 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
+from decode_node.disagg.proxy import DisaggProxy
 from decode_node.errors import GenerationFailed, Unavailable
-from decode_node.proxy import DisaggProxy
-from decode_node.responses import PromptTokensDetails, Usage
-from decode_node.timeline import RequestRecord, Timeline
+from decode_node.observe.timeline import RequestRecord, Timeline
+from decode_node.protocol.usage import PromptTokensDetails, Usage
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput

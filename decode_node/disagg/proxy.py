@@ -23,16 +23,16 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from decode_node.cached_prefixes import CachedPrefixes
-from decode_node.credits import Claim, KVCredits
-from decode_node.errors import Overloaded, Unavailable
-from decode_node.remote_prefill import (
+from decode_node.disagg.cached_prefixes import CachedPrefixes
+from decode_node.disagg.credits import Claim, KVCredits
+from decode_node.disagg.remote_prefill import (
     PrefillNodes,
     RemoteEngine,
     RemotePrefill,
     RemotePrefillLimits,
 )
-from decode_node.timeline import RequestRecord
+from decode_node.errors import Overloaded, Unavailable
+from decode_node.observe.timeline import RequestRecord
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputStream, RequestOutput
 from engine.node.open_requests import OpenRequests

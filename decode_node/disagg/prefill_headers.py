@@ -9,7 +9,7 @@ From the work the router learns how fast prefill nodes are, from the failures wh
 
 from __future__ import annotations
 
-from decode_node.timeline import RequestRecord
+from decode_node.observe.timeline import RequestRecord
 from edge.http import headers as names
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from decode_node.timeline import RequestRecord
+from decode_node.observe.timeline import RequestRecord
 from edge.tracing.file import Span
 
 

@@ -8,7 +8,7 @@
     data: {"error": {...}}       instead of [DONE] when the answer breaks off; then the end
 
 A router that keeps a journal also hears how errors are meant, and a heartbeat when an answer has
-nothing new for a while (`decode_node.journal`).
+nothing new for a while (`decode_node.answer.journal`).
 
 A client that reads slowly holds up only itself: its chunks wait in the socket, and after
 `send_timeout_s` without progress it is disconnected. When a client hangs up, the work is cancelled.
@@ -24,8 +24,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from decode_node.answer.heartbeats import Heartbeats, Pulse
 from decode_node.errors import GenerationFailed, Unavailable
-from decode_node.heartbeats import Heartbeats, Pulse
 from edge.http.client_connection import ClientDisconnected, ClientGuard
 from edge.http.errors import HttpError, send_error
 

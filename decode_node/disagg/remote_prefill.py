@@ -2,7 +2,7 @@
 failures.
 
 Each attempt has two sources of news, the `Prefill` call and the KV transfer, in any order;
-`decode_node/prefill_join.py` draws what they lead to.
+`decode_node/disagg/prefill_join.py` draws what they lead to.
 
 If it is known before that the first token ends the answer (one token is asked for), no KV is asked
 for, and the engine is left out of it.
@@ -27,10 +27,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode_node.prefill_client import AVOIDED
-from decode_node.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvent
-from decode_node.prefill_join import JoinInput, JoinState, following
-from decode_node.timeline import RequestRecord
+from decode_node.disagg.prefill_client import AVOIDED
+from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvent
+from decode_node.disagg.prefill_join import JoinInput, JoinState, following
+from decode_node.observe.timeline import RequestRecord
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.messages import KVTransferResult

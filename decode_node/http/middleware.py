@@ -1,6 +1,7 @@
 """Every HTTP request passes here first: a request id, who asks, a net for what was missed.
 
-Every path is for those who may (`decode_node.callers`), but for the few that probes and scrapers
+Every path is for those who may (`decode_node.http.callers`), but for the few that probes and
+scrapers
 ask. The path of the request decides, never a header. The connection has judged before, where it is
 a guarded one (`edge.http.guarded_protocol`).
 """
@@ -11,7 +12,7 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from decode_node.callers import CallerCheck
+from decode_node.http.callers import CallerCheck
 from edge.http import headers as names
 from edge.http.client_connection import ClientDisconnected, request_headers, request_id
 from edge.http.errors import HttpError, send_error

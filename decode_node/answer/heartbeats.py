@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 from starlette.types import Send
 
-from decode_node.journal import HEARTBEAT
+from decode_node.answer.journal import HEARTBEAT
 
 _SEND_TIMEOUT_S = 0.05
 """A client that takes nothing for so many seconds has a full buffer, and needs no sign of life."""

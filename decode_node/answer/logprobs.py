@@ -7,14 +7,9 @@ from typing import Protocol, cast
 
 import msgspec
 
-from decode_node.responses import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobList,
-    TokenLogprob,
-    TopLogprob,
-)
+from decode_node.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from decode_node.protocol.completions import CompletionLogprobs
+from decode_node.protocol.usage import PromptLogprob, PromptLogprobList
 from engine.outputs import TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode

@@ -17,12 +17,12 @@ from functools import partial
 
 from msgspec import UNSET, UnsetType
 
-from decode_node.generation import Choice, ChoiceResult, Generation
-from decode_node.journal import JournalWriter
+from decode_node.answer.format import ResponseFormat
+from decode_node.answer.generation import Choice, ChoiceResult, Generation
+from decode_node.answer.journal import JournalWriter
+from decode_node.answer.sse import event
 from decode_node.metrics import DecodeMetrics
-from decode_node.response_format import ResponseFormat
-from decode_node.sse import event
-from decode_node.timeline import Timeline
+from decode_node.observe.timeline import Timeline
 from edge.http import long_work
 from engine.frontend.output_processor import RequestOutput
 

@@ -17,18 +17,22 @@ from functools import partial
 
 from starlette.responses import Response
 
-from decode_node.answer import Answer
+from decode_node.answer.answer import Answer
+from decode_node.answer.chat_format import ChatFormat
+from decode_node.answer.completion_format import CompletionFormat
+from decode_node.answer.format import FormatOptions, ResponseFormat
+from decode_node.answer.generation import Choice, Generation
+from decode_node.answer.heartbeats import Heartbeats
+from decode_node.answer.journal import JournalWriter, Resume, ResumedChoice
+from decode_node.answer.sse import EventStreamResponse, JournaledResponse, JsonResponse
+from decode_node.disagg.prefill_headers import prefill_headers
+from decode_node.disagg.proxy import DisaggProxy
 from decode_node.errors import NotFound
-from decode_node.generation import Choice, Generation
-from decode_node.heartbeats import Heartbeats
-from decode_node.journal import JournalWriter, Resume, ResumedChoice
 from decode_node.metrics import DecodeMetrics
-from decode_node.prefill_headers import prefill_headers
-from decode_node.protocol import ChatCompletionRequest, CompletionRequest, too_long
-from decode_node.proxy import DisaggProxy
-from decode_node.response_format import ChatFormat, CompletionFormat, FormatOptions, ResponseFormat
-from decode_node.sse import EventStreamResponse, JournaledResponse, JsonResponse
-from decode_node.timeline import RequestRecord
+from decode_node.observe.timeline import RequestRecord
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.completions import CompletionRequest
+from decode_node.protocol.generation_body import too_long
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.errors import BadRequest

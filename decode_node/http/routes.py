@@ -11,24 +11,21 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from decode_node.callers import Caller
-from decode_node.config import DecodeNodeSettings
-from decode_node.errors import Unavailable
-from decode_node.heartbeats import Heartbeats
-from decode_node.journal import (
+from decode_node.answer.heartbeats import Heartbeats
+from decode_node.answer.journal import (
     MAX_RESUME_BYTES,
     read_resume,
 )
+from decode_node.config import DecodeNodeSettings
+from decode_node.errors import Unavailable
+from decode_node.http.callers import Caller
+from decode_node.http.router_headers import prefill_nodes, prefix_hash, resume_offset
 from decode_node.metrics import DecodeMetrics
-from decode_node.protocol import (
-    BodyT,
-    ChatCompletionRequest,
-    CompletionRequest,
-    parse_body,
-)
-from decode_node.responses import Model, ModelList
-from decode_node.router_headers import prefill_nodes, prefix_hash, resume_offset
-from decode_node.serving import OpenAIServing, RequestContext
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.completions import CompletionRequest
+from decode_node.protocol.models import Model, ModelList
+from decode_node.protocol.parse_body import BodyT, parse_body
+from decode_node.serving.openai_serving import OpenAIServing, RequestContext
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import BodyLimits, read_json_body, request_headers

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from decode_node.protocol import ChatCompletionRequest, CompletionRequest
-from decode_node.responses import ChatChunk, ChatCompletion, Completion, Model, ModelList
+from decode_node.protocol.chat import ChatChunk, ChatCompletion, ChatCompletionRequest
+from decode_node.protocol.completions import Completion, CompletionRequest
+from decode_node.protocol.models import Model, ModelList
 from edge.http.errors import ErrorBody
 
 Json = dict[str, Any]

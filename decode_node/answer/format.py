@@ -1,0 +1,87 @@
+"""Forms outputs of a generation into the bodies of one API: whole, or chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from decode_node.answer.generation import Choice, ChoiceResult
+from decode_node.answer.logprobs import TokenTexts, prompt_logprobs
+from decode_node.observe.timeline import Timeline
+from decode_node.protocol.usage import PromptLogprobList, Usage
+from engine.frontend.output_processor import RequestOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatOptions:
+    """Options of a request: what it wants to be told besides its text."""
+
+    include_usage: bool
+    return_token_ids: bool
+    return_prompt_logprobs: bool
+
+
+class ResponseFormat(ABC):
+    """Forms the bodies of one HTTP request, and keeps what later chunks depend on.
+
+    `chunk` gives None when an output has nothing to show. The last chunk of a choice has its
+    finish reason.
+    """
+
+    id_prefix: str
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions
+    ) -> None:
+        self.id = f"{self.id_prefix}-{request_id}"
+        self.model = model
+        self.created = int(time.time())
+        """The Unix seconds at which the answer was created. An answer that is resumed keeps its
+        own.
+        """
+        self._tokenizer = tokenizer
+        self._options = options
+        self._no_usage: UnsetType | None = None if options.include_usage else UNSET
+        self._encoder = msgspec.json.Encoder()
+
+    @abstractmethod
+    def chunk(
+        self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
+    ) -> bytes | None: ...
+
+    @abstractmethod
+    def resume(self, choice: Choice, output: RequestOutput) -> None:
+        """Notes that another node has sent chunks for all of `output`."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes: ...
+
+    @abstractmethod
+    def body(
+        self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
+    ) -> bytes: ...
+
+    def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        return token_ids if self._options.return_token_ids else UNSET
+
+    def _prompt_logprobs(self, result: ChoiceResult) -> PromptLogprobList | UnsetType:
+        if not self._options.return_prompt_logprobs:
+            return UNSET
+        return prompt_logprobs(self._tokenizer, result.prompt_logprobs)
+
+    def _has_news(self, output: RequestOutput) -> bool:
+        return bool(
+            output.text
+            or output.logprobs
+            or output.finished
+            or (self._options.return_token_ids and output.token_ids)
+        )
+
+
+def unset(value: int | str | None) -> int | str | UnsetType:
+    return UNSET if value is None else value

@@ -1,0 +1,130 @@
+"""Reads and writes the bodies of /v1/completions.
+
+In answers, fields set to UNSET are left out; None is written as null, where the API has null.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from decode_node.observe.timeline import Timeline
+from decode_node.protocol.generation_body import GenerationBody, Int, too_long
+from decode_node.protocol.usage import PromptLogprobList, Usage
+from edge.http.errors import BadRequest
+
+
+class CompletionRequest(GenerationBody):
+    """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+    suffix: str | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Says whether `max_tokens` is 0, which asks about the prompt alone."""
+        return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
+
+    @property
+    def wanted_max_tokens(self) -> int | None:
+        """Returns `max_tokens`, but at least the one token that engines always give."""
+        return 1 if self.is_prompt_only else self.max_tokens
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        if self.best_of not in (None, 1):
+            raise BadRequest("best_of is not supported; use n", param="best_of")
+        if self.suffix:
+            raise BadRequest("suffix is not supported", param="suffix")
+
+    @property
+    def num_prompts(self) -> int:
+        """Returns the number of prompts, counted by the list alone, before anybody looks at its
+        items.
+        """
+        return len(self.prompt) if self._has_several else 1
+
+    @property
+    def _has_several(self) -> bool:
+        prompt = self.prompt
+        return isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is not int
+
+    def prompts(self, max_tokens: int) -> list[str | list[int]]:
+        """Returns the texts, or the ids of `max_tokens` tokens at most. Raises `BadRequest` for
+        everything but the four allowed shapes."""
+        prompt = self.prompt
+        parts = prompt if self._has_several else [prompt]
+        for part in parts:
+            if isinstance(part, list) and len(part) > max_tokens:
+                raise too_long(max_tokens, len(part))
+        if all(part and isinstance(part, str) for part in parts):
+            return list(parts)
+        if all(_is_token_ids(part) for part in parts):
+            return list(parts)
+        if prompt in (None, "", []) or "" in parts:
+            raise BadRequest("prompt is missing or empty", param="prompt")
+        raise BadRequest(
+            "prompt must be a string, a list of token ids, or a list of either", param="prompt"
+        )
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Each list has one entry a token. `text_offset` says where its text begins in the answer. With
+    `echo` the first token is the prompt's first, of which nothing is known: null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+    def extend(self, others: CompletionLogprobs) -> None:
+        self.tokens += others.tokens
+        self.token_logprobs += others.token_logprobs
+        self.top_logprobs += others.top_logprobs
+        self.text_offset += others.text_offset
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The body of a whole answer, or of one chunk of it."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    timeline: Timeline | UnsetType = UNSET

@@ -1,0 +1,92 @@
+"""Turns the bytes of a body into a checked request, or into an error that names the place.
+
+Sizes are looked at before types, so that no body keeps the validator busy for seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+
+from decode_node.protocol.generation_body import MAX_STRING, GenerationBody
+from edge.http.errors import BadRequest, HttpError
+
+MAX_MESSAGES = 4096
+_MAX_PARTS = 4096
+"""Limit of text parts of all messages together."""
+_MAX_KEYS = 2048
+"""Limit of keys of any object in a body."""
+_MAX_ITEMS = 4096
+"""Limit of items of any list in a body but messages and prompts."""
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
+    """Parses a body. Raises `BadRequest` for what is no JSON, NaN, half characters, what is nested
+    too deeply, wrong types and unknown names."""
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        message = f"the body is not valid JSON: {_one_line(error)}"
+        raise BadRequest(message, code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise BadRequest("the body must be a JSON object", code="invalid_json")
+    _check_sizes(content)
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise _describe(error) from None
+
+
+def _check_sizes(content: dict[str, Any]) -> None:
+    """Refuses what would keep the validator busy for seconds, in a look at the lengths alone."""
+    objects = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for name, value in content.items():
+        is_list = isinstance(value, list) and name not in ("messages", "prompt")
+        if is_list and len(value) > _MAX_ITEMS:
+            raise BadRequest(f"more than {_MAX_ITEMS} items", param=name[:MAX_STRING])
+    messages = content.get("messages")
+    if isinstance(messages, list):
+        if len(messages) > MAX_MESSAGES:
+            raise BadRequest(f"more than {MAX_MESSAGES} messages", param="messages")
+        contents = [m.get("content") for m in messages if isinstance(m, dict)]
+        parts = [part for parts in contents if isinstance(parts, list) for part in parts]
+        if len(parts) > _MAX_PARTS:
+            raise BadRequest(f"more than {_MAX_PARTS} text parts", param="messages")
+        objects += [item for item in (*messages, *parts) if isinstance(item, dict)]
+    if any(len(item) > _MAX_KEYS for item in objects):
+        raise BadRequest(f"an object has more than {_MAX_KEYS} keys")
+
+
+def _describe(error: ValidationError) -> HttpError:
+    """Returns the most exact fault, in the API's own words; values of the client are not
+    repeated."""
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    unknown = sorted(_param(f["loc"]) for f in faults if f["type"] == "extra_forbidden")
+    if unknown:
+        return BadRequest(
+            f"unknown parameter: {', '.join(unknown[:10])}",
+            param=unknown[0],
+            code="unknown_parameter",
+        )
+    fault = max(faults, key=lambda fault: len(fault["loc"]))
+    param = _param(fault["loc"])
+    code = "missing_required_parameter" if fault["type"] == "missing" else "invalid_type"
+    return BadRequest(f"{param}: {fault['msg']}", param=param, code=code)
+
+
+def _param(loc: tuple[int | str, ...]) -> str:
+    """Returns a place as `messages.0.content`. Pydantic also names the members of unions that it
+    tried."""
+    parts = [str(part) for part in loc]
+    return ".".join(part for part in parts if not _UNION_MEMBER.fullmatch(part))[:MAX_STRING]
+
+
+_UNION_MEMBER = re.compile(r"str|int|float|bool|constrained-\w+|(list|dict)\[.*\]|function-.*")
+
+
+def _one_line(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
