@@ -34,7 +34,7 @@ from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.gate_metrics import GateCollector
 from router.config import RouterSettings
 from router.edge.admin_api import admin_routes, probe_routes, readiness
-from router.edge.api import PROXIED_PATHS, ProxyEndpoint, model_routes
+from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
 from router.kubernetes.api_client import EndpointSliceApi, KubernetesAccess
 from router.kubernetes.endpoint_slices import Endpoints
@@ -59,6 +59,7 @@ from router.relay.forward import Forwarder
 from router.relay.migration import Migrations
 from router.relay.retry_budget import RetryBudget
 from router.relay.silence_watch import SilenceWatch
+from router.request.proxied_path import PROXIED_PATHS
 from router.request.tenants import ANYONE
 
 

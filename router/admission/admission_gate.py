@@ -89,7 +89,7 @@ class AdmissionGate:
             Overloaded: the line is full, or too long for the request's deadline or class.
         """
         now = self.clock()
-        self._take_from_tenant(request, now)
+        self.check_rates(request)
         self._check_shedding(request)
         if self.num_started < self.num_slots() and not len(self.line):
             self._start(admit)
@@ -100,6 +100,14 @@ class AdmissionGate:
         waiting = Waiting(request, now, now + self.deadline_s(request), admit)
         self.line.add(waiting)
         return waiting
+
+    def check_rates(self, request: RequestInfo) -> None:
+        """Takes what the request costs from its tenant's rates. Raises `RateLimited`."""
+        try:
+            self._tenants.take(request, self.clock())
+        except RateLimited:
+            self.refusals[Refusal.RATE_LIMITED] += 1
+            raise
 
     def free(self) -> None:
         """Takes back the slot of a request that has its first byte, or has ended without one."""
@@ -150,13 +158,6 @@ class AdmissionGate:
     def retry_after_s(self) -> int:
         """Returns when somebody who cannot even be let into the line should come back."""
         return self._retry_after.seconds(self.drain_s())
-
-    def _take_from_tenant(self, request: RequestInfo, now: float) -> None:
-        try:
-            self._tenants.take(request, now)
-        except RateLimited:
-            self.refusals[Refusal.RATE_LIMITED] += 1
-            raise
 
     def _check_shedding(self, request: RequestInfo) -> None:
         fill = len(self.line) / self.limits.max_waiting

@@ -70,4 +70,6 @@ class TenantLimits:
 
 def token_cost(request: RequestInfo) -> int:
     """Returns the tokens of the prompt and of the longest answer that it may get."""
+    if not request.generates:
+        return 0
     return request.num_prompt_tokens + (request.max_tokens or _DEFAULT_ANSWER)

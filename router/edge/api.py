@@ -1,11 +1,11 @@
 """Serves the router's HTTP interface: what it answers itself, and what it passes on.
 
-    POST /v1/completions, /v1/chat/completions    passed on to a decode node
-    GET  /v1/models, /v1/models/{id}              put together from the decode nodes
+    POST (router.request.proxied_path)     passed on to a decode node
+    GET  /v1/models, /v1/models/{id}       put together from the decode nodes
 
 What operators ask is in `router.edge.admin_api`.
 
-The two POST paths are a plain ASGI endpoint, because they carry every streamed byte.
+The POST paths are a plain ASGI endpoint, because they carry every streamed byte.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ from router.request.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 
-PROXIED_PATHS = ("/v1/completions", "/v1/chat/completions")
-
 _CLIENT_LEFT = 499
 """Never sent; counted for requests whose client hung up."""
 
@@ -82,8 +80,12 @@ class ProxyEndpoint:
         """Returns the status that the client got, or would have got."""
         try:
             request = await self._read(scope, receive, trace)
-            async with ClientGuard(receive), Ticket(self.gate, request.info) as ticket:
-                return await self.forwarder.forward(request, ticket, send)
+            async with ClientGuard(receive):
+                if not request.info.generates:
+                    self.gate.check_rates(request.info)
+                    return await self.forwarder.ask(request, send)
+                async with Ticket(self.gate, request.info) as ticket:
+                    return await self.forwarder.forward(request, ticket, send)
         except HttpError as error:
             await send_error(send, error, trace.request_id)
             return int(error.status)

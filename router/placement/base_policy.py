@@ -62,10 +62,12 @@ class BasePolicy(ABC):
         """Ranks the prefill nodes of `group`, which is not empty."""
 
     def place(self, request: RequestInfo, tried: Collection[Node] = ()) -> Placement:
-        num_kv_tokens = request.num_prompt_tokens + self.outputs.expected(request)
+        num_kv_tokens = 0
+        if request.generates:
+            num_kv_tokens = request.num_prompt_tokens + self.outputs.expected(request)
         decode = self._pick_decode(request, tried, num_kv_tokens)
         group = self.pool.partners(decode)
-        if group.nodes:
+        if group.nodes and request.generates:
             ranked = self.rank(request, group, decode)
         else:
             ranked = RankedPrefills((), PrefillChoice.NONE)

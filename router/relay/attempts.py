@@ -164,7 +164,7 @@ class Attempts:
         headers = {k: request.headers[k] for k in _PASSED_HEADERS if k in request.headers}
         headers |= request.trace.context.child_headers()
         headers[names.REQUEST_ID] = info.request_id
-        if self.wants_journal:
+        if self.wants_journal and info.generates:
             headers[names.JOURNAL] = "1"
         if info.prefix_blocks:
             headers[names.PREFIX] = f"{info.prefix_blocks[-1]:016x}"

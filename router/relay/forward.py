@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.types import Send
 
 from router.admission.ticket import Ticket
 from router.observe.metrics import RouterMetrics
+from router.placement.policy import Placement
 from router.relay.attempts import Attempts
+from router.relay.exchange import Exchange
 from router.relay.journaled_relay import JournaledRelay
 from router.relay.migration import Migrations
 from router.relay.node_wait import NodeWait
@@ -46,17 +49,29 @@ class Forwarder:
             HttpError: nothing has been sent yet; the caller answers with it.
             AnswerBroken: the client's connection must be cut.
         """
-        trace = request.trace
-        trace.admitted_at = time.monotonic()
-        wait_s = min(self.no_node_wait_s, ticket.time_left_s())
-        wait = NodeWait(self.attempts.registry, trace.admitted_at + wait_s, self.rng)
-        exchange = await self.attempts.begin(request, ticket.check, wait)
+        exchange = await self._begin(request, ticket.check, ticket.time_left_s())
         ticket.first_byte()
-        trace.answered_at = time.monotonic()
-        trace.decode_node = str(exchange.placement.decode.address)
-        self.metrics.first_byte.observe(trace.answered_at - trace.admitted_at)
+        self.metrics.first_byte.observe(request.trace.answered_at - request.trace.admitted_at)
         client = Client(send, request.info.request_id, self.send_timeout_s)
         if exchange.is_journaled:
             relay = JournaledRelay(self.attempts, self.migrations, self.metrics, request, client)
             return await relay.run(exchange)
         return await PlainRelay(self.attempts, self.metrics, request.info, client).run(exchange)
+
+    async def ask(self, request: ClientRequest, send: Send) -> int:
+        """Has a request answered that generates nothing. Raises as `forward` does."""
+        exchange = await self._begin(request, lambda placement: None, self.no_node_wait_s)
+        client = Client(send, request.info.request_id, self.send_timeout_s)
+        return await PlainRelay(self.attempts, self.metrics, request.info, client).run(exchange)
+
+    async def _begin(
+        self, request: ClientRequest, check: Callable[[Placement], None], time_left_s: float
+    ) -> Exchange:
+        trace = request.trace
+        trace.admitted_at = time.monotonic()
+        wait_s = min(self.no_node_wait_s, time_left_s)
+        wait = NodeWait(self.attempts.registry, trace.admitted_at + wait_s, self.rng)
+        exchange = await self.attempts.begin(request, check, wait)
+        trace.answered_at = time.monotonic()
+        trace.decode_node = str(exchange.placement.decode.address)
+        return exchange

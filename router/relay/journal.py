@@ -6,6 +6,8 @@ entries of a journal, numbered over the whole life of the answer, whichever node
     : 17 ["tokens",0,[345]]      entry 17                              kept here
     data: {...}                  what the entry became                 goes to the client
     :                            a sign of life                        dropped
+    :.                           the answer is complete with the data that follow, if any; `data:
+                                 [DONE]` says the same, in APIs that end so
     :! 503 / :x 500              an error follows: another node can go on / nobody can
 
 Life of a journal:
@@ -26,6 +28,7 @@ from edge.http import headers as names
 MAX_JOURNAL_BYTES = 4 << 20
 
 _DONE = b"data: [DONE]"
+_COMPLETE = b":."
 
 
 class JournalEnd(StrEnum):
@@ -75,7 +78,9 @@ class Journal:
             line, _, event = event.partition(b"\n")
             if line.startswith((b":!", b":x")):
                 return self._take_error(line, event)
-            if len(line) > 1:
+            if line == _COMPLETE:
+                self.end = self.end or JournalEnd.COMPLETE
+            elif len(line) > 1:
                 is_new = self._take_entry(line) and is_new
         if event == _DONE:
             self.end = JournalEnd.COMPLETE

@@ -95,8 +95,8 @@ class BodyOutlet(Outlet):
         self._body += events
 
     async def end(self, error: bytes, status: int) -> int:
-        body = error or self._body.removesuffix(_DONE)
-        body = body.removeprefix(_DATA).rstrip(b"\n")
+        _, _, body = (error or self._body.removesuffix(_DONE)).partition(_DATA)
+        body = body.rstrip(b"\n")
         headers = [*self._headers, (b"content-length", str(len(body)).encode())]
         if status == _UNAVAILABLE:
             headers.append((b"retry-after", b"1"))

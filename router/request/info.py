@@ -16,6 +16,7 @@ import xxhash
 from edge.http import headers as names
 from edge.http.errors import BadRequest
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
+from router.request.proxied_path import PROXIED_PATHS
 from router.request.tenants import ANYONE, Priority, Tenant
 
 _MAX_KEY_LENGTH = 256
@@ -59,6 +60,7 @@ class RequestInfo:
     """Holds what places a request.
 
     Attributes:
+        generates: False for a question that any decode node answers at once.
         session_key: Empty when nothing tells the session.
         session_id: What the client called the session, if it did.
         is_later_turn: The conversation has gone on after its first question.
@@ -72,6 +74,7 @@ class RequestInfo:
 
     path: str
     request_id: str
+    generates: bool = True
     model: str = ""
     session_key: bytes = b""
     session_source: SessionSource = SessionSource.NONE
@@ -93,17 +96,24 @@ def read_request_info(
     body: bytes,
     tenant: Tenant = ANYONE,
 ) -> RequestInfo:
-    """Reads it. Raises `BadRequest` when the body is not a JSON object."""
+    """Reads it. `path` is one of `PROXIED_PATHS`. Raises `BadRequest` when the body is not a JSON
+    object."""
     fields = _read_body(body)
     model = _text(fields.get("model"))
-    prompt = bytes(fields.get("messages") or fields.get("prompt") or b"").lstrip(_LIST_START)
-    opening, is_later_turn = _opening(fields.get("messages"))
-    first = b"\n".join(opening) if "messages" in fields else prompt[:_PREFIX_BYTES]
-    source, session = _session(headers, fields, first)
+    form = PROXIED_PATHS[path]
+    given = fields.get(form.prompt)
+    preamble = bytes(fields.get(form.preamble, b"") if form.preamble else b"")
+    prompt = preamble + bytes(given or b"").lstrip(_LIST_START)
+    opening, is_later_turn = _opening(given)
+    first = b"\n".join(opening)
+    if not first and form.takes_text:
+        first = prompt[len(preamble) :][:_PREFIX_BYTES]
+    source, session = _session(headers, fields, preamble + first if first else b"")
     num_tokens = estimate_tokens(prompt)
     return RequestInfo(
         path=path,
         request_id=request_id,
+        generates=form.generates,
         model=model,
         session_key=_session_key(tenant, model, source, session),
         session_source=source,
@@ -112,7 +122,7 @@ def read_request_info(
         num_prompt_tokens=num_tokens,
         prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, model)),
         tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
-        max_tokens=_count(fields.get("max_completion_tokens") or fields.get("max_tokens")),
+        max_tokens=_count(next((fields[k] for k in form.max_tokens if k in fields), None)),
         tenant=tenant,
         priority=_priority(headers, tenant),
         ttft_deadline_s=_milliseconds(headers.get(names.TTFT_DEADLINE, "")) / 1000,

@@ -12,6 +12,7 @@ from typing import Any, Self
 import grpc
 from aiohttp import web
 
+from router.request.proxied_path import PROXIED_PATHS
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad, WatchRequest
 from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_to_server
 
@@ -140,8 +141,8 @@ class FakeDecodeNode(FakeNode):
     async def start(self) -> Self:
         await super().start()
         app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        for path in PROXIED_PATHS:
+            app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.relay.retry_budget import RetryBudget
+from router.request.proxied_path import PROXIED_PATHS
 from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.fakes import (
     answer_json,
@@ -55,6 +58,57 @@ async def test_a_plain_answer_and_its_status_pass_unchanged(cluster: Cluster) ->
         assert got.headers["x-tandem-prefill-node"] == "local"
         assert "x-secret" not in got.headers
     assert "x-prefiller-host-port" not in decode.requests[0][0]
+
+
+@pytest.mark.parametrize(
+    "path", [entry.path for entry in PROXIED_PATHS.values() if entry.generates]
+)
+async def test_whatever_generates_is_placed_and_journaled(cluster: Cluster, path: str) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(handler=stream_tokens(3))
+    router = await cluster.router(prefill, decode)
+    async with router.post({"model": "demo"}, path=path) as got:
+        assert (got.status, await got.read()) == (200, FULL)
+    headers = decode.requests[0][0]
+    assert headers["x-prefiller-host-port"] == prefill.target
+    assert headers["x-tandem-journal"] == "1"
+    assert router.metric("tandem_router_requests_total", path=path, status="200") == 1
+
+
+@pytest.mark.parametrize(
+    "path", [entry.path for entry in PROXIED_PATHS.values() if not entry.generates]
+)
+async def test_what_generates_nothing_takes_no_slot(cluster: Cluster, path: str) -> None:
+    """Even while all slots are taken it is answered, by a decode node alone, another one if the
+    first is lost."""
+    answer = {"tokens": [1, 2]}
+    prefill, decode = await cluster.prefill(), await cluster.decode("a", handler=never_answer())
+    router = await cluster.router(prefill, decode, max_prefills_per_node=1)
+    blocked = asyncio.create_task(router.text(BODY))
+    await eventually(lambda: decode.num_open == 1)
+    decode.handler = answer_json(200, answer)
+    async with router.post({"model": "demo", "prompt": "hello"}, path=path) as got:
+        assert (got.status, await got.json()) == (200, answer)
+    headers = decode.requests[-1][0]
+    assert not {"x-prefiller-host-port", "x-tandem-journal"} & headers.keys()
+    blocked.cancel()
+
+
+async def test_what_generates_nothing_counts_as_a_request_of_its_tenant(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"key").hexdigest()
+    file.write_text(
+        f'[[tenants]]\nname = "one"\nkeys = ["sha256:{digest}"]\nrequests_per_s = 0.01\n'
+    )
+    decode = await cluster.decode(handler=answer_json(200, {}))
+    router = await cluster.router(decode, api_key_file=file)
+    key = {"authorization": "Bearer key"}
+    statuses = []
+    for _ in range(4):
+        async with router.post({"model": "demo"}, path="/tokenize", **key) as got:
+            statuses.append(got.status)
+    assert statuses == [200, 200, 429, 429], "the second one goes into debt"
 
 
 async def test_only_chosen_headers_reach_a_node(cluster: Cluster) -> None:

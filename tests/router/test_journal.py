@@ -66,6 +66,20 @@ def test_the_next_node_gets_the_body_and_all_entries(count: int) -> None:
     assert json.loads(body[offset:]) == [["tokens", 0, [100 + n]] for n in range(count)]
 
 
+def test_an_api_without_done_says_that_its_last_event_is_the_last() -> None:
+    journal, last = Journal(), b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    assert journal.take(event(0)) == data(0)
+    assert journal.end is None
+    assert journal.take(b":.\n" + last + event(1)) == last
+    assert (journal.end, journal.next_number) == (JournalEnd.COMPLETE, 1)
+
+
+def test_the_end_of_an_answer_with_a_gap_is_not_believed() -> None:
+    journal = Journal()
+    journal.take(event(0) + entry(2) + b":.\n" + DONE)
+    assert journal.end is JournalEnd.GAP
+
+
 def test_nothing_behind_a_gap_is_passed_or_kept() -> None:
     journal = Journal()
     assert journal.take(event(0) + event(2) + event(3)) == data(0)

@@ -104,7 +104,9 @@ HELLO = {"role": "user", "content": "Hello"}
 
 def test_the_header_wins_over_the_cache_key_and_that_over_the_prompt() -> None:
     body = {"model": "m", "messages": [HELLO], "prompt_cache_key": "k"}
-    by_header = read_request_info("/", "r", {"x-session-id": "s"}, json.dumps(body).encode())
+    by_header = read_request_info(
+        "/v1/chat/completions", "r", {"x-session-id": "s"}, json.dumps(body).encode()
+    )
     assert (by_header.session_source, by_header.session_id) == (SessionSource.HEADER, "s")
     by_key = _read(body)
     assert (by_key.session_source, by_key.session_id) == (SessionSource.CACHE_KEY, "k")
@@ -116,7 +118,7 @@ def test_the_header_wins_over_the_cache_key_and_that_over_the_prompt() -> None:
 @pytest.mark.parametrize("header", ["", "x" * 257, "line\nbreak", "ünï", "nul\0"])
 def test_a_session_id_that_cannot_be_a_header_is_not_used(header: str) -> None:
     body = json.dumps({"messages": [HELLO]}).encode()
-    info = read_request_info("/", "r", {"x-session-id": header}, body)
+    info = read_request_info("/v1/chat/completions", "r", {"x-session-id": header}, body)
     assert info.session_source is SessionSource.PROMPT
 
 
@@ -259,3 +261,36 @@ def test_a_later_turn_has_the_blocks_of_the_earlier_one() -> None:
 )
 def test_the_longest_answer_is_read(body: dict[str, Any], count: int) -> None:
     assert _read(body).max_tokens == count
+
+
+# Other APIs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "preamble", "prompt"),
+    [("/v1/responses", "instructions", "input"), ("/v1/messages", "system", "messages")],
+)
+def test_other_apis_place_conversations_as_chat_does(path: str, preamble: str, prompt: str) -> None:
+    opening = {"model": "m", preamble: "Be brief."}
+    answer = {"role": "assistant", "content": "Hi"}
+    long = {"role": "user", "content": "tell me more " * 2000}
+    first = _read({**opening, prompt: [long]}, path)
+    later = _read({**opening, prompt: [long, answer, HELLO]}, path)
+    assert first.session_key == later.session_key
+    assert (first.is_later_turn, later.is_later_turn) == (False, True)
+    assert later.prefix_blocks[: len(first.prefix_blocks)] == first.prefix_blocks != ()
+    changed = _read({**opening, preamble: "Be long.", prompt: [long]}, path)
+    assert changed.session_key != first.session_key
+    assert changed.prefix_blocks[0] != first.prefix_blocks[0]
+
+
+def test_a_response_to_a_text_is_placed_as_a_completion_is() -> None:
+    info = _read({"model": "m", "input": "x" * 4000, "max_output_tokens": 5}, "/v1/responses")
+    assert info.session_source is SessionSource.PROMPT
+    assert info.num_prompt_tokens == pytest.approx(1000, rel=0.01)
+    assert info.max_tokens == 5
+
+
+def test_a_question_to_the_tokenizer_is_no_prompt() -> None:
+    info = _read({"model": "m", "prompt": "x" * 4000, "messages": [HELLO]}, "/tokenize")
+    assert (info.generates, info.num_prompt_tokens, info.session_key) == (False, 0, b"")

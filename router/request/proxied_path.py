@@ -1,0 +1,48 @@
+"""Lists the paths that decode nodes answer, and says where their bodies have what places a request.
+
+A path that generates is admitted, placed with prefill nodes, and journaled: when its node is lost,
+another one goes on with its answer. The others are short questions to any decode node. A new path
+is one entry here, whether nodes have it yet or not: their own 404 is passed on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxiedPath:
+    """Describes one POST path.
+
+    Attributes:
+        generates: Its answer is computed token by token.
+        preamble: Field that stands in front of the prompt, such as a system prompt.
+        prompt: Field of the prompt: turns of a conversation.
+        takes_text: It may also be text or token ids.
+        max_tokens: Fields of the longest answer; of several that are given the first counts.
+    """
+
+    path: str
+    generates: bool = True
+    preamble: str = ""
+    prompt: str = ""
+    takes_text: bool = False
+    max_tokens: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
+
+
+_ALL = (
+    ProxiedPath(path="/v1/completions", prompt="prompt", takes_text=True),
+    ProxiedPath(path="/v1/chat/completions", prompt="messages"),
+    ProxiedPath(
+        path="/v1/responses",
+        preamble="instructions",
+        prompt="input",
+        takes_text=True,
+        max_tokens=("max_output_tokens",),
+    ),
+    ProxiedPath(path="/v1/messages", preamble="system", prompt="messages"),
+    ProxiedPath(path="/v1/messages/count_tokens", generates=False),
+    ProxiedPath(path="/tokenize", generates=False),
+    ProxiedPath(path="/detokenize", generates=False),
+)
+PROXIED_PATHS = {entry.path: entry for entry in _ALL}
