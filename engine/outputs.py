@@ -59,6 +59,22 @@ class RowPromptLogprobs(msgspec.Struct, array_like=True):
     logprobs: PromptLogprobs
 
 
+class SiblingTokens(msgspec.Struct, array_like=True):
+    """The first tokens of a prompt's answers beyond the first, in the order of their seeds.
+    `logprobs` is empty when nobody asked."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] = []
+
+
+class RowSiblings(msgspec.Struct, array_like=True):
+    """Names (row, epoch), and what it drew for further answers with its own token."""
+
+    row: int
+    epoch: int
+    tokens: SiblingTokens
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """One step's result, of the requests that sampled in it.
 
@@ -79,6 +95,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     that asked."""
     counts: list[int] = []
     """The number of tokens that each request has, at least 1. Empty when each has one."""
+    siblings: list[RowSiblings] = []
+    """Tokens of requests that draw for several answers, beyond their own."""
 
     def tokens_by_request(self) -> list[list[int]]:
         """Returns the tokens of each request, in new lists."""

@@ -45,6 +45,19 @@ class LogprobsTensors:
             ranks=self.ranks.to("cpu", non_blocking=True),
         )
 
+    @staticmethod
+    def joined(parts: list[LogprobsTensors]) -> LogprobsTensors | None:
+        """Returns parts that asked for equally many, one behind the other; None for no parts."""
+        if not parts:
+            return None
+        return LogprobsTensors(
+            cells=[cell for part in parts for cell in part.cells],
+            num_top=[num for part in parts for num in part.num_top],
+            token_ids=torch.cat([part.token_ids for part in parts]),
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            ranks=torch.cat([part.ranks for part in parts]),
+        )
+
     def by_cell(self) -> dict[int, TokenLogprobs]:
         """Returns what each place asked for. Call it after the copies have ended."""
         token_ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
@@ -68,6 +81,7 @@ class LogprobsRequest:
         """Keeps raw logits. `wanted` [L] is `NO_LOGPROBS` or how many. `keep`: `logits` [L, V] will
         be changed."""
         chosen = np.flatnonzero(wanted != NO_LOGPROBS)
+        self._chosen = chosen
         self._cells: list[int] = cells[chosen].tolist()
         self._num_top: list[int] = wanted[chosen].tolist()
         self._index = to_device(chosen, logits.device)
@@ -80,3 +94,20 @@ class LogprobsRequest:
             self._logits, token_ids.index_select(0, self._index), max(self._num_top)
         )
         return LogprobsTensors(self._cells, self._num_top, ids, logprobs, ranks)
+
+    def compute_at(
+        self, places: Int32Array, token_ids: torch.Tensor, first_cell: int
+    ) -> list[LogprobsTensors]:
+        """Returns the same for other tokens [D] chosen at `places` [D], which may repeat: in one
+        part, or in none where nobody asked. Their cells are numbered from `first_cell` on."""
+        kept = np.searchsorted(self._chosen, places)
+        asked = np.flatnonzero(self._chosen[np.minimum(kept, len(self._chosen) - 1)] == places)
+        if not len(asked):
+            return []
+        device = self._logits.device
+        logits = self._logits.index_select(0, to_device(kept[asked], device))
+        chosen = token_ids.index_select(0, to_device(asked, device))
+        ids, logprobs, ranks = ops.topk_logprobs(logits, chosen, max(self._num_top))
+        num_top = [self._num_top[place] for place in kept[asked].tolist()]
+        cells = (first_cell + asked).tolist()
+        return [LogprobsTensors(cells, num_top, ids, logprobs, ranks)]

@@ -9,6 +9,7 @@ Rows come and go with the same verbs as all state of the worker. One step:
     5. temperature, min-p, top-k, top-p, and the draw keyed by (seed, position): one operation
     6. count the new tokens of requests with penalties: drafts that were right, and one more
     7. log probabilities
+    8. first tokens of further answers to the same prompt, drawn from the same logits
 
 Steps 1 to 5 choose a token at each place (see `engine.batch.places`). Steps 1 to 4, 6 and 7 cost
 nothing in a batch where no request needs them. The host decides that from its own copy of the
@@ -18,6 +19,7 @@ parameters. `draw` alone is step 5: it needs nothing of the host, so a CUDA grap
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from engine.sample.bad_words import BadWordStates
 from engine.sample.logit_bias import LogitBiasStates
 from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
 from engine.sample.penalties import PenaltyStates
+from engine.sample.siblings import SiblingStates, SiblingTensors
 from engine.sample.states import NO_LOGPROBS, SamplingStates
 from engine.sched.output import NewRequestData
 from tandem_kernels import ops
@@ -43,6 +46,8 @@ class SamplerOutput:
     """[S, W] int64, what each of them gets, then -1. W is `decode_query_len`."""
     logprobs: LogprobsTensors | None
     """Log probabilities, or None when nobody asked."""
+    siblings: SiblingTensors | None = None
+    """Tokens of further answers, where rows draw for several."""
 
 
 class Sampler:
@@ -66,6 +71,7 @@ class Sampler:
         self._logit_bias = LogitBiasStates(max_num_reqs, device)
         self._allowed = AllowedTokenStates(max_num_reqs, vocab_size, device)
         self._bad_words = BadWordStates(max_num_reqs, token_ids)
+        self._siblings = SiblingStates(device)
 
     def add_request(self, new: NewRequestData) -> None:
         tokens = np.frombuffer(new.prefill_token_ids, "<i4")
@@ -75,6 +81,7 @@ class Sampler:
         self._logit_bias.add_request(new.row, new.sampling, new.prompt_len, new.eos_token_ids)
         self._allowed.add_request(new.row, new.sampling)
         self._bad_words.add_request(new.row, new.sampling, new.prompt_len)
+        self._siblings.add_request(new)
 
     @property
     def carried(self) -> list[CarriedTensor]:
@@ -87,6 +94,7 @@ class Sampler:
         self._logit_bias.remove_request(row)
         self._allowed.remove_request(row)
         self._bad_words.remove_request(row)
+        self._siblings.remove_request(row)
 
     def __call__(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
         """Chooses tokens. `logits` [L, V] are float32 of the places of `batch`; may be changed."""
@@ -101,15 +109,23 @@ class Sampler:
             self._change_logits(logits, places)
         has_filters = self._params.has_filters(rows)
         chosen = self.draw(logits, places.idx_mapping, places.seq_lens, has_filters)
+        siblings = None
+        if self._siblings.needed_by(rows):
+            siblings = self._siblings.draw(
+                logits, places, partial(self._draw_for, has_filters), logprobs
+            )
         token_ids = places.accept(chosen)
         if self.penalties.needed_by(rows):
             self.penalties.count(token_ids, batch.idx_mapping[: len(token_ids)])
-        return SamplerOutput(token_ids, None if logprobs is None else logprobs.compute(chosen))
+        found = None if logprobs is None else logprobs.compute(chosen)
+        return SamplerOutput(token_ids, found, siblings)
 
     def only_draws(self, rows: Int32Array) -> bool:
         """Returns whether `draw` is all that `rows` need."""
         return not (
-            self._changes_logits(rows) or (self._params.logprobs_wanted(rows) != NO_LOGPROBS).any()
+            self._changes_logits(rows)
+            or self._siblings.needed_by(rows)
+            or (self._params.logprobs_wanted(rows) != NO_LOGPROBS).any()
         )
 
     def _changes_logits(self, rows: Int32Array) -> bool:
@@ -138,6 +154,17 @@ class Sampler:
         """Returns [L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], with `seq_lens` [L]
         tokens before each place: a new token's index. `has_filters`: False promises that no row
         cuts its distribution."""
+        return self._draw_for(has_filters, logits, idx_mapping, seq_lens)
+
+    def _draw_for(
+        self,
+        has_filters: bool,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Draws with `seeds` [L] in place of the rows' own, if given."""
         params = self._params.gather(idx_mapping)
         return ops.sample(
             logits,
@@ -145,7 +172,7 @@ class Sampler:
             params.top_k,
             params.top_p,
             params.min_p,
-            params.seeds,
+            params.seeds if seeds is None else seeds,
             seq_lens.long(),
             has_filters,
             self._deterministic,

@@ -13,7 +13,8 @@ Order in which a worker applies a step:
     2. `new_reqs` enter.
     3. `new_block_ids` are appended.
     4. `decode_add` and `decode_remove` change the set of rows that compute one token.
-    5. The step computes `prefill_chunks` and one token for each row of the decode set.
+    5. `block_copies` are made, behind all earlier steps.
+    6. The step computes `prefill_chunks` and one token for each row of the decode set.
 
 A row whose chunk completes its prefill samples a token in that step. It does not decode until
 `decode_add` names it in a later step.
@@ -41,6 +42,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
             follow in `new_block_ids` of the same step.
         max_len: Tokens at which the row stops writing KV, whatever happens.
         eos_token_ids: Masked before `sampling.min_tokens`, with the request's stop tokens.
+        sibling_seeds: With its own token, the row draws one for each of these, from the same
+            logits.
     """
 
     row: int
@@ -52,6 +55,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     max_len: int
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    sibling_seeds: tuple[int, ...] = ()
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
@@ -67,3 +71,5 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     decode_add: list[int] = []
     decode_remove: list[int] = []
     kv: KVConnectorMetadata | None = None
+    block_copies: list[tuple[int, int]] = []
+    """Pairs (source, target) of blocks to copy, over all layers. No target is a source."""

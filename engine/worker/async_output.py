@@ -17,6 +17,7 @@ from engine.outputs import ModelRunnerOutput
 from engine.sample.logprobs import LogprobsTensors
 from engine.sample.prompt_logprobs import PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
+from engine.sample.siblings import SiblingTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class StepTensors:
     """[num_sampled, W] int64, of each request, then -1; None when nobody sampled."""
     logprobs: LogprobsTensors | None
     prompt_logprobs: list[PromptLogprobsTensors]
+    siblings: SiblingTensors | None
 
     def to_host(self) -> StepTensors:
         """Starts the copies, without waiting."""
@@ -34,6 +36,7 @@ class StepTensors:
             None if self.token_ids is None else self.token_ids.to("cpu", non_blocking=True),
             None if self.logprobs is None else self.logprobs.to_host(),
             [part.to_host() for part in self.prompt_logprobs],
+            None if self.siblings is None else self.siblings.to_host(),
         )
 
 
@@ -90,6 +93,7 @@ class AsyncOutput:
                 None if sampled is None else sampled.token_ids,
                 None if sampled is None else sampled.logprobs,
                 prompt_logprobs,
+                None if sampled is None else sampled.siblings,
             )
             self._copy = copier.start_copy(self._found)
 
@@ -109,6 +113,9 @@ class AsyncOutput:
         self._found = None
         if on_host.token_ids is not None:
             _add_tokens(output, on_host.token_ids, on_host.logprobs)
+        if on_host.siblings is not None:
+            epochs = dict(zip(self._rows, self._epochs, strict=True))
+            output.siblings = on_host.siblings.by_row(epochs)
         output.prompt_logprobs = [part.packed() for part in on_host.prompt_logprobs]
         return output
 

@@ -23,11 +23,13 @@ _SMALL_BATCHES = (1, 2, 4, 8)
 
 
 class DummyStep(NamedTuple):
-    """A step by the lengths of its prompts. `num_cached` tokens before each have KV already."""
+    """A step by the lengths of its prompts. `num_cached` tokens before each have KV already. The
+    first prompt has answers with `sibling_seeds` as well."""
 
     lengths: list[int]
     sampling: SamplingParams
     num_cached: int = 0
+    sibling_seeds: tuple[int, ...] = ()
 
 
 def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> list[int]:

@@ -110,8 +110,9 @@ def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
 
 
 class KVCache:
-    """`memory` has the bytes of all slots; `layers[i]`, the cache of layer i, is a view of it.
-    Zeroed at first: what was never written is never NaN."""
+    """`memory` has the bytes of all slots; `layers[i]`, the cache of layer i, and `pages`
+    [slots, num_blocks, page bytes] are views of it. Zeroed at first: what was never written is
+    never NaN."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device, name: str = "kv-cache"
@@ -125,10 +126,11 @@ class KVCache:
         else:
             self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.layers = layer_views(self.memory, layout)
+        self.pages = self.memory.view(layout.num_slots, num_blocks, layout.page_bytes)
 
     def close(self) -> None:
         """Closes the cache; its memory goes when nobody maps it any more. Idempotent."""
         self.layers.clear()
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = self.pages = torch.empty(0, dtype=torch.uint8)
         if self._file is not None:
             self._file.close()

@@ -2,7 +2,8 @@
 
 One step, in this order (see also `engine.sched.output`):
 
-    1. rows that ended leave, new requests enter, blocks are appended, the decode set changes
+    1. rows that ended leave, new requests enter, blocks are appended, the decode set changes, and
+       blocks that requests no longer share are copied
     2. staged writes go to the device, once for all of them
     3. the batch is gathered from rows
     4. the model runs; after each layer the connector may hand its KV on
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from engine.batch.block_table import BlockTables
@@ -35,6 +37,7 @@ from engine.layers.attention.selection import choose_attention
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
+from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.sampling_params import MAX_LOGPROBS
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.worker.async_output import AsyncOutput, ResultCopier
@@ -107,6 +110,8 @@ class ModelRunner:
         """Asked after each step, if decodes have more than one token."""
         self.kv_caches: list[torch.Tensor] = []
         """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
+        self.kv_pages = torch.empty(0)
+        """All of them by block, as `engine.worker.kv_cache.KVCache` has them."""
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> AsyncOutput:
@@ -190,7 +195,10 @@ class ModelRunner:
         lengths = dummy_lengths(
             num_tokens, self.states.max_num_reqs, self._config.model.max_model_len
         )
-        self._dummy_step(DummyStep(lengths, everything(MAX_LOGPROBS, MAX_LOGPROBS)))
+        seeds = tuple(range(DRAWS_AT_ONCE))
+        self._dummy_step(
+            DummyStep(lengths, everything(MAX_LOGPROBS, MAX_LOGPROBS), sibling_seeds=seeds)
+        )
 
     def _dummy_step(self, dummy: DummyStep) -> None:
         num_cached = dummy.num_cached
@@ -204,6 +212,7 @@ class ModelRunner:
                 block_ids=[0] * self._groups[0].num_blocks_for(num_cached + length),
                 max_len=num_cached + length,
                 sampling=dummy.sampling,
+                sibling_seeds=dummy.sibling_seeds if row == 0 else (),
             )
             for row, length in enumerate(dummy.lengths)
         ]
@@ -215,7 +224,11 @@ class ModelRunner:
             for index, group in others
         ]
         step = SchedulerOutput(
-            step_id=0, new_reqs=requests, new_block_ids=tables, prefill_chunks=chunks
+            step_id=0,
+            new_reqs=requests,
+            new_block_ids=tables,
+            prefill_chunks=chunks,
+            block_copies=[(0, 0)],
         )
         self.execute_model(step).get_output()
         self.execute_model(SchedulerOutput(step_id=0, finished_rows=[row for row, _ in chunks]))
@@ -234,6 +247,9 @@ class ModelRunner:
         for row in step.decode_add:
             self._start_decoding(row)
         carry_over(self._carried, self._device)
+        if step.block_copies:
+            copies = to_device(np.array(step.block_copies, np.int32), self._device)
+            ops.copy_blocks(self.kv_pages, copies)
 
     def _add_request(self, new: NewRequestData) -> None:
         self.states.add_request(new)

@@ -165,7 +165,7 @@ class Worker:
             kv_cache = KVCache(config.kv_layout, num_blocks, self._device, name)
         logger.info("KV cache: %s", describe_capacity(config, num_blocks))
         self._closers.callback(kv_cache.close)
-        self.runner.kv_caches = kv_cache.layers
+        self.runner.kv_caches, self.runner.kv_pages = kv_cache.layers, kv_cache.pages
         return self._connector.register_kv_cache(config.kv_layout, kv_cache.memory)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
@@ -247,7 +247,7 @@ class Worker:
     def _profile_run(self) -> None:
         """Runs the largest step there can be, over a cache of one block."""
         with closing(KVCache(self.config.kv_layout, 1, self._device)) as profile_cache:
-            self.runner.kv_caches = profile_cache.layers
+            self.runner.kv_caches, self.runner.kv_pages = profile_cache.layers, profile_cache.pages
             self.runner.dummy_run(self.config.scheduler.max_num_batched_tokens)
 
 

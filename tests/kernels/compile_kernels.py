@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from tandem_kernels import (
     batch_prep,
+    block_copies,
     decode_attention,
     filter_floor,
     fused_gate_up,
@@ -267,6 +268,12 @@ def batch_cases(capability: int) -> Iterator[Case]:
             {**types, **named(f"*{dtype}", "base", "values")},
             {"CHUNK": staged_writes.CHUNK},
         )
+    yield Case(
+        block_copies.block_copies_kernel,
+        "i64",
+        {**named("*i64", "pages"), **named("*i32", "copies")},
+        {"CHUNK": block_copies.CHUNK},
+    )
 
 
 def sampling_cases(capability: int) -> Iterator[Case]:

@@ -123,6 +123,7 @@ def test_batch_tables(seed: int) -> None:
     check.write_drafts(ops.write_drafts.kernel, 4, seed)
     pieces = [(0, 7), (3, 0), (100, 2500)]
     check.apply_staged_writes(ops.apply_staged_writes.kernel, pieces, 2700, seed)
+    check.copy_blocks(ops.copy_blocks.kernel, [24, 4100, 34][seed], seed)
 
 
 @triton.jit

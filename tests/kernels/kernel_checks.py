@@ -329,6 +329,21 @@ def apply_staged_writes(
     assert base.tolist() == expected
 
 
+def copy_blocks(op: Op, page_bytes: int, num_copies: int, device: str = "cpu") -> None:
+    """Copies blocks of all slots. Sources repeat, as the one that several requests copy does."""
+    num_slots, num_targets = 3, 2 * num_copies
+    pages = torch.randint(0, 256, (num_slots, num_targets + 3, page_bytes), dtype=torch.uint8)
+    targets = torch.randperm(num_targets)[:num_copies]
+    sources = num_targets + torch.randint(0, 3, (num_copies,))
+    expected = pages.clone()
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        for slot in range(num_slots):
+            expected[slot, target] = pages[slot, source]
+    pages = pages.to(device)
+    op(pages, torch.stack([sources, targets], dim=1).int().to(device))
+    assert torch.equal(pages.cpu(), expected)
+
+
 def sampling_parameters(rows: int, device: str = "cpu") -> list[Tensor]:
     """Every combination of filters occurs; a quarter of the rows is greedy."""
     temperature = 0.2 + torch.rand(rows) * 1.5

@@ -47,3 +47,9 @@ def test_a_sampled_token_is_the_next_step_input() -> None:
 @given(pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6), seed=seeds)
 def test_apply_staged_writes(pieces: list[tuple[int, int]], seed: int) -> None:
     check.apply_staged_writes(ops.apply_staged_writes, pieces, 24, seed)
+
+
+@settings(max_examples=20, deadline=None)
+@given(page_bytes=st.integers(1, 40), num_copies=st.integers(0, 5))
+def test_copy_blocks(page_bytes: int, num_copies: int) -> None:
+    check.copy_blocks(ops.copy_blocks, page_bytes, num_copies)

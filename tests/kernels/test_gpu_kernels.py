@@ -208,6 +208,12 @@ def test_batch_tables(seed: int) -> None:
     check.apply_staged_writes(ops.apply_staged_writes, pieces, 70000, seed, "cuda")
 
 
+@pytest.mark.parametrize("page_bytes", [64, 98, 36864, 524288])
+@pytest.mark.parametrize("num_copies", [0, 1, 7])
+def test_copy_blocks(page_bytes: int, num_copies: int) -> None:
+    check.copy_blocks(ops.copy_blocks, page_bytes, num_copies, "cuda")
+
+
 def test_staged_writes_read_pinned_host_memory() -> None:
     base = torch.zeros(3, 5000, dtype=torch.int32, device="cuda")
     values = torch.arange(4000, dtype=torch.int32).pin_memory()

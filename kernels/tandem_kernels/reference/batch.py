@@ -124,3 +124,15 @@ def apply_staged_writes(
     edit = torch.repeat_interleave(lens, output_size=values.shape[0])
     column = torch.arange(values.shape[0], device=base.device) - cu_lens[edit] + starts[edit]
     base[row_ids[edit].long(), column] = values
+
+
+def copy_blocks(pages: Tensor, copies: Tensor) -> None:
+    """Copy blocks of the KV cache: `pages[:, target] = pages[:, source]` for each of C pairs.
+
+    Args:
+        pages: [slots, blocks, bytes of a page] uint8, contiguous; written.
+        copies: [C, 2] int32, pairs (source, target). No target is a source or a target of another
+            pair.
+    """
+    source, target = copies.long().unbind(1)
+    pages[:, target] = pages[:, source]

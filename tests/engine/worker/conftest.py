@@ -80,6 +80,7 @@ class StepDriver:
         computed: int = 0,
         blocks: list[int] | None = None,
         eos: tuple[int, ...] = (),
+        sibling_seeds: tuple[int, ...] = (),
     ) -> None:
         """Adds a request, which enters with the next step. `blocks` hold `computed` tokens
         already.
@@ -100,7 +101,23 @@ class StepDriver:
                 max_len=MAX_LEN,
                 sampling=sampling,
                 eos_token_ids=eos,
+                sibling_seeds=sibling_seeds,
             )
+        )
+
+    def fork(
+        self, name: str, row: int, parent: str, first_token: int, sampling: SamplingParams
+    ) -> None:
+        """Adds an answer to the prompt of `parent`, which has computed it: full blocks are shared,
+        and the last one is copied if it is partial."""
+        num_tokens = self.computed[parent]
+        blocks = self.blocks[parent][: -(-num_tokens // BLOCK_SIZE)]
+        if num_tokens % BLOCK_SIZE:
+            self._pending.block_copies.append((blocks[-1], self._free_blocks.pop()))
+            blocks[-1] = self._pending.block_copies[-1][1]
+        tokens = [*self.tokens[parent][:num_tokens], first_token]
+        self.add(
+            name, row, tokens, sampling, prompt_len=num_tokens, computed=num_tokens, blocks=blocks
         )
 
     def remove(self, name: str, keep_blocks: bool = False) -> list[int]:
@@ -284,7 +301,7 @@ def make_runner(checkpoint: Path) -> Iterator[Callable[..., ModelRunner]]:
             load_weights(model, config, lambda fraction: None)
             runner = ModelRunner(config, model, connector or KVConnector(NoConnectorWorker(0)), cpu)
             kv_cache = closers.enter_context(closing(KVCache(config.kv_layout, NUM_BLOCKS, cpu)))
-            runner.kv_caches = kv_cache.layers
+            runner.kv_caches, runner.kv_pages = kv_cache.layers, kv_cache.pages
             return runner
 
         yield make
