@@ -1,0 +1,60 @@
+"""A model's tokenizer as llguidance reads it, and the limits that every grammar is held to.
+
+The node server checks a grammar with both before anything is computed, and every worker compiles it
+with the same: what one accepts, the others do.
+
+Making the tokenizer of 128k tokens takes about a second, 90 MB and, all that time, the interpreter
+lock, whichever thread does it: make it at the start of a process, before anybody waits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import llguidance
+
+from engine.config import ModelConfig
+
+
+class GrammarUnavailable(Exception):
+    """This model can follow no grammar. Says why and what to do."""
+
+
+def load_grammar_tokenizer(model: ModelConfig) -> llguidance.LLTokenizer:
+    """Returns the checkpoint's tokenizer, with all of the model's ends and as many tokens as the
+    model has logits. Raises `GrammarUnavailable`."""
+    file = Path(model.path) / "tokenizer.json"
+    if not model.eos_token_ids:
+        raise GrammarUnavailable(
+            "the model names no token that ends its output, so a grammar could not end either; "
+            "add eos_token_id to its generation_config.json"
+        )
+    try:
+        return llguidance.LLTokenizer(
+            file.read_text(encoding="utf-8"),
+            n_vocab=model.vocab_size,
+            eos_token=list(model.eos_token_ids),
+        )
+    except (OSError, ValueError) as error:
+        raise GrammarUnavailable(
+            f"grammars need the model's tokenizer, and {file} cannot be used: {error}"[:400]
+        ) from error
+
+
+@cache
+def parser_limits() -> llguidance.LLParserLimits:
+    """Returns what compiling a grammar, and one mask of it, may cost.
+
+    All limits count operations. A clock would let ranks disagree on whether a grammar is refused,
+    and ranks must always agree. Errors do not repeat the grammar or the output.
+    """
+    return llguidance.LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=250_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )

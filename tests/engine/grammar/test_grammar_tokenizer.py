@@ -1,0 +1,76 @@
+"""The tokenizer that grammars are compiled with: all ends of the model, and a reason if none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llguidance
+import numpy as np
+import pytest
+
+from engine.config import ModelConfig
+from engine.grammar.tokenizer import GrammarUnavailable, load_grammar_tokenizer, parser_limits
+from tests.engine.frontend.small_tokenizers import (
+    byte_fallback_backend,
+    byte_level_backend,
+    save,
+)
+from tests.engine.tiny_model import tiny_model
+
+PADDED_VOCAB = 411
+"""Models often have more logits than their tokenizer has tokens."""
+
+
+def model_with(folder: Path, **changes: object) -> ModelConfig:
+    fields = {"path": str(folder), "vocab_size": PADDED_VOCAB, "eos_token_ids": (1, 3), **changes}
+    return tiny_model(**fields)
+
+
+def allowed_after(tokenizer: llguidance.LLTokenizer, grammar: str, tokens: list[int]) -> set[int]:
+    matcher = llguidance.LLMatcher(tokenizer, grammar, limits=parser_limits(), log_level=0)
+    assert matcher.consume_tokens(tokens), matcher.get_error()
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+@pytest.mark.parametrize("backend", [byte_level_backend, byte_fallback_backend])
+def test_every_end_of_the_model_ends_a_grammar(tmp_path: Path, backend) -> None:
+    save(tmp_path, backend())
+    tokenizer = load_grammar_tokenizer(model_with(tmp_path))
+    assert tokenizer.vocab_size == PADDED_VOCAB
+    token = backend().token_to_id("a")
+    assert allowed_after(tokenizer, "start: /a/", []) == {token}
+    assert allowed_after(tokenizer, "start: /a/", [token]) == {1, 3}
+
+
+def test_no_token_beyond_the_tokenizers_is_ever_allowed(tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend())
+    tokenizer = load_grammar_tokenizer(model_with(tmp_path))
+    allowed = allowed_after(tokenizer, r"start: /(.|\n)*/", [])
+    assert len(allowed) > 200 and max(allowed) < 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"eos_token_ids": ()}, "generation_config.json"),
+        ({"path": "/nowhere"}, "tokenizer.json"),
+        ({"vocab_size": 300}, "vocab size too small"),
+    ],
+)
+def test_a_model_that_cannot_says_why(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    save(tmp_path, byte_level_backend())
+    with pytest.raises(GrammarUnavailable, match=says):
+        load_grammar_tokenizer(model_with(tmp_path, **changes))
+
+
+def test_errors_do_not_repeat_what_the_grammar_says(tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend())
+    tokenizer = load_grammar_tokenizer(model_with(tmp_path))
+    matcher = llguidance.LLMatcher(
+        tokenizer, "start: /secret/", limits=parser_limits(), log_level=0
+    )
+    assert not matcher.consume_token(7)
+    assert "secret" not in matcher.get_error()
