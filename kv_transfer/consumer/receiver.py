@@ -16,15 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.joint_tasks import all_or_none
 from kv_transfer.consumer.peer_client import PeerClient
 from kv_transfer.consumer.recv_transfer import RecvTransfer
-from kv_transfer.consumer.stream_plan import plan_streams
+from kv_transfer.consumer.stream_plan import PlannedStreams, plan_streams
 from kv_transfer.errors import KVTransferError, NotServed, PeerLost, TransferTimeout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
@@ -37,12 +38,14 @@ from kv_transfer.metadata import (
     TransferEventKind,
 )
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
-from kv_transfer.transports.fetch_job import FetchJob
+from kv_transfer.transports.base import ConsumerTransport
+from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.pull_stream import PullStream
 from kv_transfer.transports.registry import consumer_transports
 from kv_transfer.transports.stream.ends import new_pull_client
 from kv_transfer.wire.channels import slot_of
 from kv_transfer.wire.handshake import check_endpoints
+from kv_transfer.wire.pull_client import PullClient
 
 _IDLE_S = 600.0
 """Connections that were not used for so long are closed; longer than a transfer can take."""
@@ -54,6 +57,15 @@ _EVENT_OF = {
     KVTransferState.FAILED: TransferEventKind.FAILED,
     KVTransferState.ABORTED: TransferEventKind.ABORTED,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenStream:
+    """A stream, the plan that it is of, and the transports that are tried if its own is refused."""
+
+    stream: PullStream
+    planned: PlannedStreams
+    others: Sequence[ConsumerTransport]
 
 
 class KVReceiver:
@@ -163,8 +175,7 @@ class KVReceiver:
         await self._cache.copies.settled()
         is_done = state is KVTransferState.DONE
         num_tokens_kept = transfer.meta.num_tokens if is_done else transfer.num_tokens_complete
-        for stream in transfer.streams:
-            stream.close()
+        transfer.close_streams()
         self._end(transfer, state, reason, retryable, num_tokens_kept)
 
     async def _outcome(self, transfer: RecvTransfer) -> tuple[KVTransferState, str, bool]:
@@ -194,16 +205,14 @@ class KVReceiver:
             raise KVTransferError(str(error)) from error
         self._me.layout.check_compatible(meta.peer.layout)
         check_endpoints(meta.peer)
-        jobs = plan_streams(meta, self._config, self._me.layout, self._rank, self._index)
-        transfer.num_planned = len(jobs)
-        await self._handshake(meta.peer, {address for _, address in jobs})
-        for job, address in jobs:
-            transfer.streams.append(self._stream(transfer, job, address))
+        plan = plan_streams(meta, self._config, self._me.layout, self._rank, self._index)
+        transfer.num_planned = len(plan)
+        await self._handshake(meta.peer, {planned.address for planned in plan})
+        opened = [one for each in plan for one in self._open(transfer, each, self._transports)]
         transfer.is_planned = True
         self._on_change()
         transfer.excuse_silence()
-        pulls = [stream.run(self._client) for stream in transfer.streams]
-        await all_or_none(pulls, self._watch(transfer))
+        await all_or_none([self._complete(transfer, one) for one in opened], self._watch(transfer))
         transfer.received_at = time.monotonic()
         await self._cache.copies.settled()
         transfer.last_byte_at = time.monotonic()
@@ -215,21 +224,54 @@ class KVReceiver:
         if new:
             await all_or_none([self._peers.handshake(peer, address) for address in new])
 
-    def _stream(self, transfer: RecvTransfer, job: FetchJob, address: str) -> PullStream:
-        """Raises KVTransferError when the peer can be read over no transport of ours."""
-        said = self._peers.transports_of(job.meta.peer, address)
-        ways = [
-            way
-            for transport in self._transports
-            if transport.id in said and (way := transport.fetch(job, said[transport.id]))
-        ]
-        if not ways:
-            raise NotServed(f"{address} serves none of the transports that we know")
-        num_addresses = len(job.meta.peer.endpoints[job.source.peer_rank])
+    def _open(
+        self,
+        transfer: RecvTransfer,
+        planned: PlannedStreams,
+        choices: Sequence[ConsumerTransport],
+    ) -> list[_OpenStream]:
+        """Opens streams over the first of `choices` that works with the peer. Raises `NotServed`
+        when there is none."""
+        said = self._peers.transports_of(planned.job.meta.peer, planned.address)
+        for number, transport in enumerate(choices):
+            if transport.id not in said:
+                continue
+            jobs = [planned.job] if transport.is_one_stream_enough else planned.cut()
+            ways = [transport.fetch(job, said[transport.id]) for job in jobs]
+            assemblers = [way for way in ways if way is not None]
+            client = transport.caller(said[transport.id], self._client)
+            streams = [self._stream(transfer, planned, way, client) for way in assemblers]
+            transfer.streams += streams
+            if len(assemblers) == len(jobs):
+                others = choices[number + 1 :]
+                return [_OpenStream(stream, planned, others) for stream in streams]
+            transfer.replace(streams)
+        raise NotServed(f"{planned.address} serves none of the transports that we know")
+
+    async def _complete(self, transfer: RecvTransfer, opened: _OpenStream) -> None:
+        """Runs a stream; what the peer cannot serve that way now comes over another transport."""
+        try:
+            await opened.stream.run()
+        except NotServed:
+            if not opened.others:
+                raise
+            transfer.replace([opened.stream])
+            planned = opened.planned.only(opened.stream.job)
+            again = self._open(transfer, planned, opened.others)
+            await all_or_none([self._complete(transfer, one) for one in again])
+
+    def _stream(
+        self,
+        transfer: RecvTransfer,
+        planned: PlannedStreams,
+        assembler: ChunkAssembler,
+        client: PullClient,
+    ) -> PullStream:
         return PullStream(
-            ways,
-            address,
-            slot_of(job.stream, num_addresses),
+            assembler,
+            client,
+            planned.address,
+            slot_of(assembler.job.stream, planned.num_addresses),
             lambda num_bytes: self._count(transfer, num_bytes),
             self._refused,
         )

@@ -15,6 +15,8 @@ class RecvTransfer:
     def __init__(self, meta: RecvMeta) -> None:
         self.meta = meta
         self.streams: list[PullStream] = []
+        self._replaced: list[PullStream] = []
+        """Were not served; copies that they issued may be on their way."""
         self.num_planned = 0
         """Streams that there will be, once the peer has answered."""
         self.is_planned = False
@@ -69,10 +71,20 @@ class RecvTransfer:
         )
         return min(complete, default=self.meta.num_tokens)
 
+    def replace(self, streams: list[PullStream]) -> None:
+        """These have come to nothing: others bring what they should have brought."""
+        self._replaced += streams
+        self.streams = [stream for stream in self.streams if stream not in streams]
+
+    def close_streams(self) -> None:
+        """No copy is on its way."""
+        for stream in (*self.streams, *self._replaced):
+            stream.close()
+
     def let_go(self) -> None:
         """It has ended. Streams know their transfer, and what they received into would stay until
         garbage is collected, which is seldom."""
-        self.streams = []
+        self.streams, self._replaced = [], []
         self.task = None
 
     def excuse_silence(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from math import lcm
+
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import RecvMeta
@@ -9,22 +12,53 @@ from kv_transfer.transports.fetch_job import FetchJob, PullSource
 from kv_transfer.wire.chunk_grid import ChunkGrid, num_streams_for, streams_of
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedStreams:
+    """The part of a transfer that one of our processes has from one process of the peer.
+
+    Attributes:
+        job: All of it, as one stream.
+        num_streams: Of the transfer, when it is cut into as many as the settings want.
+        num_addresses: Processes of the peer's rank.
+    """
+
+    job: FetchJob
+    num_streams: int
+    address: str
+    num_addresses: int
+
+    def only(self, job: FetchJob) -> PlannedStreams:
+        """Returns the plan for one of its streams alone."""
+        return replace(self, job=job)
+
+    def cut(self) -> list[FetchJob]:
+        """Returns the same part as several streams: together they carry the chunks of `job`."""
+        whole = self.job
+        numbers = range(whole.stream, self.num_streams, whole.num_streams)
+        return [FetchJob(whole.meta, whole.source, i, self.num_streams) for i in numbers]
+
+
 def plan_streams(
     meta: RecvMeta, config: KVTransferConfig, ours: KVLayout, rank: int, index: int
-) -> list[tuple[FetchJob, str]]:
-    """Returns the streams of process `index` of `rank`, from every rank of the peer that holds what
-    we need, and the address of each."""
-    jobs = []
+) -> list[PlannedStreams]:
+    """Returns what process `index` of `rank` has from every process of every rank of the peer that
+    holds what we need. Other processes of the rank may cut theirs or not, as they like."""
+    planned = []
     for peer_rank, addresses in enumerate(meta.peer.endpoints):
         share = meta.peer.layout.share(peer_rank, rank, ours.tp_size)
         if not any(page.num_bytes for page in share):
             continue
         source = PullSource(rank, ours.tp_size, peer_rank, share)
         num_streams = _num_streams(meta, config, source, len(addresses))
-        for number in streams_of(num_streams, index, config.num_processes):
-            job = FetchJob(meta, source, number, num_streams)
-            jobs.append((job, addresses[number % len(addresses)]))
-    return jobs
+        # Stream i belongs to process i % ours and is asked of process i % theirs. Streams that
+        # agree in both are one, unless so few are wanted that some processes would have none.
+        num_pairs = lcm(len(addresses), config.num_processes)
+        joined = num_pairs if num_streams % num_pairs == 0 else num_streams
+        for number in streams_of(joined, index, config.num_processes):
+            job = FetchJob(meta, source, number, joined)
+            address = addresses[number % len(addresses)]
+            planned.append(PlannedStreams(job, num_streams, address, len(addresses)))
+    return planned
 
 
 def _num_streams(

@@ -22,7 +22,7 @@ A pull names its transport. A producer that cannot serve it that way (any more) 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 
 from kv_transfer.layer_times import LayerTimes
@@ -33,6 +33,8 @@ from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk_grid import ChunkGrid, ChunkPlace
+from kv_transfer.wire.pull_client import PullClient
+from kv_transfer.wire.rpc_method import RpcMethod
 
 
 class TransportId(IntEnum):
@@ -151,6 +153,15 @@ class ProducerTransport(ABC):
     def open(self, export: Export) -> ProducerTransfer:
         """An export begins."""
 
+    async def listen(self, methods: Mapping[str, RpcMethod]) -> None:
+        """Serves `methods`, by path, to pullers that call in a way of this transport's own, if it
+        has one, until `close`. Pullers may call over the network all the same."""
+        return
+
+    async def close(self) -> None:
+        """Calls in motion that it carries are cancelled."""
+        return
+
     async def run(self) -> None:
         """Works until cancelled; most transports have nothing to do beside their calls."""
         return
@@ -160,9 +171,16 @@ class ConsumerTransport(ABC):
     """One transport of one transfer process, which writes into `cache`."""
 
     id: TransportId
+    is_one_stream_enough = False
+    """Several streams between two processes gain nothing."""
 
     def __init__(self, cache: KVCacheView) -> None:
         self._cache = cache
+
+    def caller(self, advertised: bytes, network: PullClient) -> PullClient:
+        """Returns what carries the calls to a peer that said this of the transport; `network` can
+        call every peer."""
+        return network
 
     @abstractmethod
     def fetch(self, job: FetchJob, advertised: bytes) -> ChunkAssembler | None:

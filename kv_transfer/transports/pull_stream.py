@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from kv_transfer.errors import CorruptChunk, NotServed, PeerLost
+from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
+from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.wire.chunk import (
     ByteArray,
     Checksum,
@@ -35,14 +36,15 @@ _MAX_REFUSED = 16
 class PullStream:
     """Pulls one stream of a transfer.
 
-    `assemblers`: the ways in which the chunks can come, best first. `last_heard_at`: when the
-    peer last said anything; `last_kv_at`: when a part of a message with KV last came. `on_bytes`
-    is told of every payload.
+    `assembler`: where its chunks belong, and over which transport they come; `client` makes the
+    calls. `last_heard_at`: when the peer last said anything; `last_kv_at`: when a part of a message
+    with KV last came. `on_bytes` is told of every payload.
     """
 
     def __init__(
         self,
-        assemblers: Sequence[ChunkAssembler],
+        assembler: ChunkAssembler,
+        client: PullClient,
         address: str,
         slot: int,
         on_bytes: Callable[[int], None],
@@ -55,7 +57,8 @@ class PullStream:
         self._connection = slot
         self._slot: StagedChunk | None = None
         """Memory of the message that is arriving."""
-        self._assemblers = list(assemblers)
+        self._assembler = assembler
+        self._client = client
         self._on_bytes = on_bytes
         self._on_refused = on_refused
         self._num_refused = 0
@@ -67,13 +70,14 @@ class PullStream:
         self._in_place: tuple[ChunkHeader, list[memoryview]] | None = None
 
     @property
-    def _assembler(self) -> ChunkAssembler:
-        return self._assemblers[0]
+    def job(self) -> FetchJob:
+        """Returns what it shall bring."""
+        return self._assembler.job
 
     @property
     def peer_rank(self) -> int:
         """Returns the rank of the peer that it reads from."""
-        return self._assembler.job.source.peer_rank
+        return self.job.source.peer_rank
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -86,7 +90,7 @@ class PullStream:
         try:
             self.check()
         except PeerLost:
-            return self._assembler.job.meta.first_token
+            return self.job.meta.first_token
         return self._assembler.num_tokens_complete(chunk_bytes)
 
     def check(self) -> None:
@@ -98,32 +102,25 @@ class PullStream:
 
     def close(self) -> None:
         """No copy of this stream is on its way."""
-        for assembler in self._assemblers:
-            assembler.close()
+        self._assembler.close()
 
-    async def run(self, client: PullClient) -> None:
-        """Raises a KVTransferError that says why the stream could not be completed."""
-        while True:
-            try:
-                missing = await self._receive(client, [])
-                break
-            except NotServed:
-                if len(self._assemblers) == 1:
-                    raise
-                self._assemblers.pop(0).close()
+    async def run(self) -> None:
+        """Raises a KVTransferError that says why the stream could not be completed; `NotServed`:
+        before any of it came."""
+        missing = await self._receive([])
         if missing:
-            missing = await self._receive(client, missing)
+            missing = await self._receive(missing)
         if missing:
             raise CorruptChunk(f"{len(missing)} chunks arrived damaged twice")
         self.is_done = True
 
-    async def _receive(self, client: PullClient, repeat: list[int]) -> list[int]:
+    async def _receive(self, repeat: list[int]) -> list[int]:
         """Makes one call. Returns chunks that are missing after it."""
         self.last_heard_at = time.monotonic()
         self._num_refused = 0
         self._has_ended = False
         try:
-            await client.pull(self.address, self._connection, self._request(repeat), self)
+            await self._client.pull(self.address, self._connection, self._request(repeat), self)
         finally:
             self._give_back()
         missing = self._assembler.missing
@@ -211,7 +208,7 @@ class PullStream:
             raise CorruptChunk("a sign of life that carries bytes")
 
     def _request(self, repeat: list[int]) -> pb.PullRequest:
-        job, meta = self._assembler.job, self._assembler.job.meta
+        job, meta = self.job, self.job.meta
         return pb.PullRequest(
             transfer_id=meta.transfer_id,
             attempt=meta.attempt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from unittest.mock import create_autospec
 
 import pytest
 from kv_caches import RankCache, layout
@@ -16,6 +17,7 @@ from kv_transfer.transports.pull_stream import PullStream
 from kv_transfer.transports.stream.consumer import StreamAssembler
 from kv_transfer.wire.chunk import HEADER
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
+from kv_transfer.wire.pull_client import PullClient
 
 SHAPE = layout(num_layers=2)
 
@@ -28,7 +30,8 @@ def stream() -> Iterator[PullStream]:
     meta = RecvMeta("ab" * 16, 2, peer, ([7, 3, 5, 1],), 0, 60)
     source = PullSource(0, 1, 0, SHAPE.share(0, 0, 1))
     assembler = StreamAssembler(FetchJob(meta, source, 0, 1), view)
-    yield PullStream([assembler], "peer:1", 0, lambda _: None, lambda: None)
+    client = create_autospec(PullClient, instance=True)
+    yield PullStream(assembler, client, "peer:1", 0, lambda _: None, lambda: None)
     view.close()
     cache.close()
 

@@ -37,6 +37,7 @@ class CudaIpcConsumer(ConsumerTransport):
     """Works with peers on this host whose cache lies in memory of the same kind as ours."""
 
     id = TransportId.CUDA_IPC
+    is_one_stream_enough = True
 
     def __init__(self, cache: KVCacheView) -> None:
         super().__init__(cache)
