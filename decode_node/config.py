@@ -6,10 +6,11 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
+from edge.http.settings import HttpEdgeSettings
 from engine.node.settings import EngineSettings
 
 
-class DecodeNodeSettings(EngineSettings):
+class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
     """Serves the OpenAI API: streams tokens, lets prefill nodes compute prompts, or computes them
     itself when there are none."""
 
@@ -65,29 +66,6 @@ class DecodeNodeSettings(EngineSettings):
     )
     api_key_file: Path | None = Field(
         default=None, description="File with one key per line, in addition to the others."
-    )
-    max_body_bytes: int = Field(
-        default=8 << 20,
-        ge=1024,
-        description="Largest request body; longer ones are refused unread.",
-    )
-    body_timeout_s: float = Field(
-        default=30.0, gt=0, description="Seconds that a client has to send its request."
-    )
-    header_timeout_s: float = Field(
-        default=10.0, gt=0, description="Seconds that a client has to send the head of a request."
-    )
-    max_header_bytes: int = Field(
-        default=16 << 10,
-        ge=1024,
-        description="Largest request line and headers together; more is answered with 431.",
-    )
-    max_connections_without_key: int = Field(
-        default=256,
-        ge=0,
-        description="Where a key, a certificate or the cluster token is required: connections "
-        "that have not presented one yet. To admit one more, the oldest is closed once it has had "
-        "two seconds. 0: any number.",
     )
     send_timeout_s: float = Field(
         default=30.0,

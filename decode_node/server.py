@@ -28,7 +28,7 @@ from decode_node.http.routes import Api, ApiState
 from decode_node.metrics import DecodeMetrics
 from decode_node.serving.openai_serving import OpenAIServing
 from edge.address import join_address
-from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.guarded_protocol import guarded_protocol
 from edge.security.certificate_metrics import CertificateCollector
 from edge.security.credentials import Credentials
 from edge.security.tls_http import TlsConfig
@@ -94,7 +94,7 @@ class DecodeNode:
                 app,
                 self._tls,
                 handshake_timeout_s=settings.header_timeout_s,
-                http=guarded_protocol(connection_limits(settings), callers),
+                http=guarded_protocol(settings.connection_limits(), callers),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -257,14 +257,6 @@ def create_node_app(
     )
     api = Api(settings, engine.config.model, serving, metrics, state)
     return create_app(api, callers)
-
-
-def connection_limits(settings: DecodeNodeSettings) -> ConnectionLimits:
-    return ConnectionLimits(
-        header_timeout_s=settings.header_timeout_s,
-        max_header_bytes=settings.max_header_bytes,
-        max_without_key=settings.max_connections_without_key,
-    )
 
 
 def read_api_keys(settings: DecodeNodeSettings) -> CallerKeys:

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from edge.http import headers as names
-from edge.http.client_connection import BodyLimits, request_headers, request_id
+from edge.http.client_connection import request_headers, request_id
 from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import HttpError, error_body
 from edge.security.certificate_metrics import CertificateCollector
@@ -112,7 +112,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         forwarder=services.forwarder,
         gate=services.gate,
         metrics=services.metrics,
-        body_limits=BodyLimits(settings.max_body_bytes, settings.body_timeout_s),
+        body_limits=settings.body_limits(),
         max_open_requests=settings.max_open_requests,
         traces=TraceFile.open(settings.trace_file, "tandem-router", socket.gethostname()),
     )

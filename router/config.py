@@ -8,10 +8,11 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
+from edge.http.settings import HttpEdgeSettings
 from edge.security.settings import SecuritySettings
 
 
-class RouterSettings(SecuritySettings):
+class RouterSettings(SecuritySettings, HttpEdgeSettings):
     """Takes OpenAI requests, chooses a decode node and prefill nodes for each, streams the answer.
 
     Node lists are comma separated. One node is written `host:port` (prefill: its gRPC port) or
@@ -244,31 +245,11 @@ class RouterSettings(SecuritySettings):
         "(header x-slo-ttft-ms). 0: none are.",
     )
 
-    max_body_bytes: int = Field(
-        default=8 << 20, gt=0, description="Largest request body; more is answered with 413."
-    )
-    body_timeout_s: float = Field(
-        default=30.0, gt=0, description="Seconds that a client has to send its request body."
-    )
-    header_timeout_s: float = Field(
-        default=10.0, gt=0, description="Seconds that a client has to send the head of a request."
-    )
-    max_header_bytes: int = Field(
-        default=16 << 10,
-        ge=1024,
-        description="Largest request line and headers together; more is answered with 431.",
-    )
     max_connections_per_address: int = Field(
         default=0,
         ge=0,
         description="Connections that one client address may have open. 0: any number, as is "
         "right behind a load balancer.",
-    )
-    max_connections_without_key: int = Field(
-        default=256,
-        ge=0,
-        description="Where keys are required: connections that have not presented a valid one "
-        "yet. To admit one more, the oldest is closed once it has had two seconds. 0: any number.",
     )
     max_open_requests: int = Field(
         default=4096, ge=1, description="Requests in flight; more are answered with 503."

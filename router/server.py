@@ -76,13 +76,14 @@ class RouterServer(TlsServer):
         admin_listener: socket.socket | None = None,
     ) -> None:
         app = create_app(settings, world)
+        limits = settings.connection_limits(settings.max_connections_per_address)
         super().__init__(
             TlsConfig(
                 app,
                 _https_context(settings),
                 handshake_timeout_s=settings.header_timeout_s,
                 loop="uvloop",
-                http=guarded_protocol(_limits(settings), app.state.key_check),
+                http=guarded_protocol(limits, app.state.key_check),
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -151,15 +152,6 @@ def _https_context(settings: RouterSettings) -> ssl.SSLContext | None:
     """Returns the TLS context. Raises `ConfigurationError`, `SecurityError`."""
     files = https_files(settings)
     return None if files is None else TlsFiles(*files).server_context(ssl.CERT_NONE)
-
-
-def _limits(settings: RouterSettings) -> ConnectionLimits:
-    return ConnectionLimits(
-        header_timeout_s=settings.header_timeout_s,
-        max_header_bytes=settings.max_header_bytes,
-        max_per_address=settings.max_connections_per_address,
-        max_without_key=settings.max_connections_without_key,
-    )
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -28,7 +28,7 @@ from decode_node.protocol.parse_body import BodyT, parse_body
 from decode_node.serving.openai_serving import OpenAIServing, RequestContext
 from edge.http import headers as names
 from edge.http import long_work
-from edge.http.client_connection import BodyLimits, read_json_body, request_headers
+from edge.http.client_connection import read_json_body, request_headers
 from edge.tracing.context import TraceContext
 from engine.config import ModelConfig
 from engine.node.http_server import METRICS_TYPE
@@ -72,10 +72,7 @@ class Api:
         is_router = request.state.caller is Caller.TRUSTED
         if not (is_router and self.settings.trust_router_headers):
             headers = {k: v for k, v in headers.items() if k not in names.FROM_ROUTERS}
-        limit = self.settings.max_body_bytes
-        if names.RESUME in headers:
-            limit += MAX_RESUME_BYTES
-        limits = BodyLimits(limit, self.settings.body_timeout_s)
+        limits = self.settings.body_limits(MAX_RESUME_BYTES if names.RESUME in headers else 0)
         offset = resume_offset(headers)
         raw = await read_json_body(headers, request.receive, limits, offset)
         resume = None if offset is None else read_resume(raw[offset:])

@@ -22,7 +22,7 @@ from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
 from decode_node.http.callers import CallerCheck
 from decode_node.http.routes import ApiState
-from decode_node.server import connection_limits, create_metrics, create_node_app, read_api_keys
+from decode_node.server import create_metrics, create_node_app, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
 from edge.tracing.file import TraceFile
@@ -115,7 +115,7 @@ async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[Http
 async def live(node: HttpNode) -> AsyncIterator[str]:
     """Serves the node's application behind a real uvicorn on loopback; yields its URL."""
     listener = listen("127.0.0.1", 0)
-    protocol = guarded_protocol(connection_limits(node.settings), node.callers)
+    protocol = guarded_protocol(node.settings.connection_limits(), node.callers)
     config = uvicorn.Config(
         node.app, http=protocol, lifespan="off", log_config=None, access_log=False
     )
