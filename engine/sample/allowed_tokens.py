@@ -10,25 +10,30 @@ borrow an entry of a pool, which grows by doubling and starts empty.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 
-from engine.batch.buffer_utils import to_device, to_device_together, with_rows
+from engine.batch.buffer_utils import to_device, upload, with_rows
 from engine.batch.input_batch import Int32Array
 from engine.sampling_params import SamplingParams
+from tandem_kernels import ops
 
 _NO_ENTRY = -1
 _FIRST_CAPACITY = 4
 
 
 class AllowedTokenStates:
-    """P entries of `[V]` bool on the device: True where a token is forbidden."""
+    """P entries of `[ceil(V / 32)]` int32 on the device: one bit a token, as `ops.mask_logits`
+    reads it."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
+        self._vocab_size = vocab_size
         self._entries = np.full(max_num_reqs, _NO_ENTRY, np.int32)  # [row]
         self._free: list[int] = []
-        self._forbidden = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._masks = torch.zeros((0, -(-vocab_size // 32)), dtype=torch.int32, device=device)
 
     def add_request(self, row: int, sampling: SamplingParams) -> None:
         """Adds a request; one that may use every token changes nothing."""
@@ -38,9 +43,7 @@ class AllowedTokenStates:
             self._grow()
         entry = self._free.pop()
         self._entries[row] = entry
-        forbidden = np.ones(self._forbidden.shape[1], np.bool_)
-        forbidden[list(sampling.allowed_token_ids)] = False
-        self._forbidden[entry] = to_device(forbidden, self._device)
+        upload(bit_mask(sampling.allowed_token_ids, self._vocab_size), self._masks[entry])
 
     def remove_request(self, row: int) -> None:
         """Removes a request; a row without an entry is left alone."""
@@ -50,19 +53,22 @@ class AllowedTokenStates:
 
     def needed_by(self, rows: Int32Array) -> bool:
         """Returns whether any of `rows` may use some tokens only."""
-        is_used = len(self._free) < len(self._forbidden)
+        is_used = len(self._free) < len(self._masks)
         return is_used and bool((self._entries[rows] != _NO_ENTRY).any())
 
     def apply(self, logits: torch.Tensor, rows: Int32Array) -> None:
         """Sets the forbidden tokens of `logits` [S, V] to -inf; `rows` is [S]."""
-        places = np.flatnonzero(self._entries[rows] != _NO_ENTRY).astype(np.int32)
-        index, entries = to_device_together([places, self._entries[rows[places]]], self._device)
-        chosen = logits.index_select(0, index)
-        chosen.masked_fill_(self._forbidden.index_select(0, entries), -torch.inf)
-        logits.index_copy_(0, index.long(), chosen)
+        ops.mask_logits(logits, self._masks, to_device(self._entries[rows], self._device))
 
     def _grow(self) -> None:
-        used = len(self._forbidden)
+        used = len(self._masks)
         capacity = min(max(_FIRST_CAPACITY, 2 * used), len(self._entries))
-        self._forbidden = with_rows(self._forbidden, capacity)
+        self._masks = with_rows(self._masks, capacity)
         self._free.extend(range(capacity - 1, used - 1, -1))
+
+
+def bit_mask(token_ids: Collection[int] | Int32Array, vocab_size: int) -> Int32Array:
+    """Returns [ceil(V / 32)] int32 with bit `v % 32` of word `v // 32` set for each token v."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[np.asarray(token_ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

@@ -18,6 +18,7 @@ import torch
 
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, to_device, with_rows
 from engine.batch.places import Int32Array, Places
+from engine.sample.allowed_tokens import bit_mask
 from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
 
@@ -60,7 +61,7 @@ class PenaltyStates:
             (slice(None), row),
             (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty),
         )
-        self._prompt_mask[entry] = to_device(_bit_mask(prompt, self._vocab_size), self._device)
+        self._prompt_mask[entry] = to_device(bit_mask(prompt, self._vocab_size), self._device)
         counts = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
         self._output_counts[entry] = to_device(counts, self._device)
 
@@ -112,10 +113,3 @@ class PenaltyStates:
         self._prompt_mask = with_rows(self._prompt_mask, capacity)
         self._output_counts = with_rows(self._output_counts, capacity)
         self._free.extend(range(capacity - 1, used - 1, -1))
-
-
-def _bit_mask(token_ids: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Sets bit `v % 32` of word `v // 32` for each token v."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-    bits[token_ids] = True
-    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

@@ -37,6 +37,7 @@ from tandem_kernels import (
     silu_and_mul,
     small_m_gemm,
     staged_writes,
+    token_masks,
 )
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -290,7 +291,16 @@ def sampling_cases(capability: int) -> Iterator[Case]:
             "logprobs",
         ),
         **named(
-            "*i32", "top_k", "best_ids", "rows", "cols", "penalty_rows", "prompt_mask", "drafts"
+            "*i32",
+            "top_k",
+            "best_ids",
+            "rows",
+            "cols",
+            "penalty_rows",
+            "prompt_mask",
+            "drafts",
+            "masks",
+            "entries",
         ),
         **named("*i64", "seeds", "positions", "sampled", "ids", "ranks", "token_ids"),
         "output_counts": "*i32",
@@ -303,6 +313,7 @@ def sampling_cases(capability: int) -> Iterator[Case]:
     floors = {"HAS_FLOORS": True}
     yield Case(sampling.block_argmax_kernel, "", types, {"BLOCK": 4096, **floors}, {"num_warps": 8})
     yield Case(sampling.row_argmax_kernel, "", types, {"BLOCKS": 128}, {"num_warps": 1})
+    yield Case(token_masks.mask_logits_kernel, "", types, {"BLOCK": 4096}, {"num_warps": 8})
     yield Case(penalties.add_sparse_kernel, "", types, {"ENTRIES": 256})
     yield Case(penalties.count_tokens_kernel, "", types, {"REQUESTS": 256})
     for num_drafts in (0, 3):

@@ -156,6 +156,11 @@ def test_sample_among_equal_and_masked_logits() -> None:
     check.sample(ops.sample.kernel, torch.where(torch.rand(8, 300) < 0.5, -3e38, torch.ones(1)))
 
 
+@pytest.mark.parametrize("vocab_size", [50, 4200])
+def test_mask_logits(vocab_size: int) -> None:
+    check.mask_logits(ops.mask_logits.kernel, 6, vocab_size)
+
+
 def test_logprobs_and_penalties() -> None:
     check.topk_logprobs(ops.topk_logprobs.kernel, torch.randn(3, 5000), 4)
     check.topk_logprobs(ops.topk_logprobs.kernel, torch.randn(3, 50).half(), 0)

@@ -412,10 +412,7 @@ def apply_penalties(
     counts = torch.randint(0, 4, (tables, vocab_size), dtype=torch.int32)
     counts[torch.rand(tables, vocab_size) < 0.8] = 0
     in_prompt = torch.rand(tables, vocab_size) < 0.1
-    padded = torch.zeros(tables, -(-vocab_size // 32), 32, dtype=torch.int64)
-    padded.flatten(1)[:, :vocab_size] = in_prompt.long()
-    words = (padded << torch.arange(32)).sum(-1)
-    mask = torch.where(words >= 2**31, words - 2**32, words).int()
+    mask = _packed(in_prompt)
     logits = torch.randn(rows, vocab_size)
     chosen = torch.randint(-1, tables, (rows,), dtype=torch.int32)
     repetition, presence, frequency = torch.rand(3, rows) + torch.tensor([[0.6], [-0.3], [-0.2]])
@@ -434,6 +431,30 @@ def apply_penalties(
     given = [t.to(device) for t in (logits, mask, counts, chosen, *params, drafts)]
     op(*given)
     assert oracle.relative_error(given[0].cpu(), expected) < 1e-6
+
+
+def _packed(bits: torch.Tensor) -> torch.Tensor:
+    """Returns [N, ceil(V / 32)] int32 of `bits` [N, V]."""
+    padded = torch.zeros(len(bits), -(-bits.shape[1] // 32), 32, dtype=torch.int64)
+    padded.flatten(1)[:, : bits.shape[1]] = bits.long()
+    words = (padded << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def mask_logits(op: Op, rows: int, vocab_size: int, device: str = "cpu") -> None:
+    """Masks of any density, one that allows nothing, and rows without one. Logits are a slice of a
+    wider table, as those that a graph writes are."""
+    density = torch.tensor([0.0, 0.001, 0.5, 1.0])
+    allowed = torch.rand(4, vocab_size) < density[:, None]
+    entries = torch.arange(rows, dtype=torch.int32) % 5 - 1
+    wide = torch.randn(rows, vocab_size + 16)
+    expected = wide.clone()
+    for row, entry in enumerate(entries.tolist()):
+        if entry >= 0:
+            expected[row, :vocab_size][~allowed[entry]] = -torch.inf
+    given = wide.to(device)
+    op(given[:, :vocab_size], _packed(allowed).to(device), entries.to(device))
+    assert torch.equal(given.cpu(), expected)
 
 
 def sparse_additions(add_sparse: Op, count_tokens: Op, device: str = "cpu") -> None:

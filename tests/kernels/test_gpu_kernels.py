@@ -275,6 +275,11 @@ def test_logprobs_and_penalties(rows: int) -> None:
     check.sparse_additions(ops.add_sparse, ops.count_tokens, "cuda")
 
 
+@pytest.mark.parametrize("vocab_size", [300, 4096, 128256, 151936])
+def test_mask_logits(vocab_size: int) -> None:
+    check.mask_logits(ops.mask_logits, 64, vocab_size, "cuda")
+
+
 def test_a_captured_decode_equals_the_eager_one_bit_for_bit() -> None:
     """Lengths change between replays; the grid and all addresses stay."""
     batch = oracle.paged_batch(

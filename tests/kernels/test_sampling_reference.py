@@ -189,6 +189,12 @@ def test_masked_and_broken_logits_stay_in_range() -> None:
     assert draw(broken, temperature=0.0).tolist() == [7]
 
 
+@pytest.mark.parametrize("vocab_size", [1, 31, 64, 411])
+def test_mask_logits(vocab_size: int) -> None:
+    torch.manual_seed(6)
+    check.mask_logits(ops.mask_logits, 7, vocab_size)
+
+
 @pytest.mark.parametrize("vocab_size", [70, 96])
 def test_apply_penalties(vocab_size: int) -> None:
     torch.manual_seed(1)

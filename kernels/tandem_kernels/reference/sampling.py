@@ -65,9 +65,7 @@ def apply_penalties(
     counts = output_counts[table_row]
     for draft in drafts[chosen].long().unbind(1):
         counts.scatter_add_(1, draft.clamp(min=0)[:, None], (draft >= 0).int()[:, None])
-    bit = torch.arange(32, dtype=torch.int32, device=logits.device)
-    in_prompt = ((prompt_mask[table_row].unsqueeze(-1) >> bit) & 1).bool()
-    in_prompt = in_prompt.flatten(1)[:, : logits.shape[1]]
+    in_prompt = _unpacked(prompt_mask[table_row], logits.shape[1])
 
     scaled = logits[chosen]
     factor = repetition[chosen].unsqueeze(1).expand_as(scaled)
@@ -76,6 +74,26 @@ def apply_penalties(
     scaled -= frequency[chosen].unsqueeze(1) * counts
     scaled -= presence[chosen].unsqueeze(1) * (counts > 0)
     logits[chosen] = scaled
+
+
+def mask_logits(logits: Tensor, masks: Tensor, entries: Tensor) -> None:
+    """Sets the logits of tokens that a row may not choose to -inf, in place.
+
+    Args:
+        logits: [S, V] float32.
+        masks: [P, ceil(V / 32)] int32; bit `v % 32` of word `v // 32` says that token v may be
+            chosen.
+        entries: [S] int32, row of `masks`; -1 leaves the logits row alone.
+    """
+    chosen = (entries >= 0).nonzero().squeeze(1)
+    allowed = _unpacked(masks[entries[chosen].long()], logits.shape[1])
+    logits[chosen] = logits[chosen].masked_fill(~allowed, -torch.inf)
+
+
+def _unpacked(words: Tensor, vocab_size: int) -> Tensor:
+    """Returns bit `v % 32` of word `v // 32` for each token v: [N, V] bool for `words` [N, W]."""
+    bit = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> bit) & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def sample(

@@ -171,4 +171,4 @@ def test_the_pool_of_masks_grows_and_is_given_back() -> None:
         for row in range(ROWS):
             states.remove_request(row)
         assert not states.needed_by(rows)
-    assert len(states._forbidden) == ROWS
+    assert len(states._masks) == ROWS
