@@ -72,6 +72,11 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         gt=0,
         description="Seconds after which a client that reads nothing is disconnected.",
     )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="Let requests bring a chat template of their own (`chat_template`). It runs in "
+        "a sandbox, but it can keep a processor busy.",
+    )
     max_choices: int = Field(
         default=64, ge=1, description="Most answers to one request (prompts times n)."
     )

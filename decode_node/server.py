@@ -254,6 +254,7 @@ def create_node_app(
         max_choices=settings.max_choices,
         send_timeout_s=settings.send_timeout_s,
         heartbeats=state.heartbeats,
+        trusts_templates=settings.trust_request_chat_template,
     )
     api = Api(settings, engine.config.model, serving, metrics, state)
     return create_app(api, callers)

@@ -5,38 +5,18 @@ In answers, fields set to UNSET are left out; None is written as null, where the
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.generation_body import GenerationBody, Int, StrictBody
+from decode_node.protocol.chat_messages import ChatMessage
+from decode_node.protocol.generation_body import GenerationBody, Int, Name
+from decode_node.protocol.tools import ToolUse, read_tools
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import BadRequest
-
-
-class TextPart(StrictBody):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(BaseModel):
-    """One message. Clients send answers back as they got them, so more fields may come along;
-    the template sees those that are set."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """Returns the message as templates take it: text parts become one text, a line each."""
-        message = {k: v for k, v in self.model_dump(exclude_none=True).items() if v != []}
-        if isinstance(self.content, list):
-            message["content"] = "\n".join(part.text for part in self.content)
-        return message
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -50,12 +30,16 @@ class ChatCompletionRequest(GenerationBody):
     modalities: Any = None
     tools: Any = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
+    reasoning_effort: Name | None = None
 
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
     @property
     def wanted_max_tokens(self) -> int | None:
@@ -65,16 +49,36 @@ class ChatCompletionRequest(GenerationBody):
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def tool_use(self) -> ToolUse:
+        """Returns the tools and how to choose among them. Raises `BadRequest`."""
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Returns what the template gets besides messages and tools. The effort `none` turns
+        thinking off in templates that have a switch for it."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            variables |= {"enable_thinking": False, "thinking": False}
+        return variables | (self.chat_template_kwargs or {})
+
     def check_supported(self) -> None:
         super().check_supported()
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        for name in ("tools", "functions"):
-            if getattr(self, name):
-                raise BadRequest(f"{name} are not supported", param=name)
-        for name in ("tool_choice", "function_call"):
-            if getattr(self, name) not in (None, "none", "auto"):
-                raise BadRequest(f"{name} is not supported", param=name)
+        if self.functions:
+            raise BadRequest("functions were replaced by tools; send those", param="functions")
+        if self.function_call not in (None, "none", "auto"):
+            raise BadRequest(
+                "function_call was replaced by tool_choice; send that", param="function_call"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="add_generation_prompt",
+            )
         if self.response_format not in (None, {"type": "text"}):
             raise BadRequest(
                 "response_format is not supported, except for text", param="response_format"

@@ -56,6 +56,9 @@ def _check_sizes(content: dict[str, Any]) -> None:
         parts = [part for parts in contents if isinstance(parts, list) for part in parts]
         if len(parts) > _MAX_PARTS:
             raise BadRequest(f"more than {_MAX_PARTS} text parts", param="messages")
+        calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
+        if sum(len(made) for made in calls if isinstance(made, list)) > _MAX_PARTS:
+            raise BadRequest(f"more than {_MAX_PARTS} tool calls", param="messages")
         objects += [item for item in (*messages, *parts) if isinstance(item, dict)]
     if any(len(item) > _MAX_KEYS for item in objects):
         raise BadRequest(f"an object has more than {_MAX_KEYS} keys")

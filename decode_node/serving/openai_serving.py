@@ -33,16 +33,16 @@ from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import too_long
+from decode_node.serving.chat_prompt import ChatPrompt
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.errors import BadRequest
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
-from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplateError
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.tokenizer import Tokenizer, TokenizerError, TooManyTokens
+from engine.frontend.tokenizer import Tokenizer, TooManyTokens
 from engine.request_spec import RequestSpec
 
 
@@ -79,10 +79,12 @@ class OpenAIServing:
         max_choices: int,
         send_timeout_s: float,
         heartbeats: Heartbeats,
+        trusts_templates: bool = False,
     ) -> None:
         self._model = config.model
         self._tokenizer = tokenizer
         self._input_processor = InputProcessor(config)
+        self._chat_prompt = ChatPrompt(tokenizer, trusts_templates=trusts_templates)
         self._proxy = proxy
         self._metrics = metrics
         self._max_choices = max_choices
@@ -110,7 +112,12 @@ class OpenAIServing:
         self.check_model(body.model)
         body.check_supported()
         self._check_count(body, 1)
-        text = await long_work.run(context.is_long, partial(self._render, body))
+        tool_use = body.tool_use()
+        if tool_use.may_call:
+            raise BadRequest("tools are not supported, except with tool_choice none", param="tools")
+        text = await long_work.run(
+            context.is_long, partial(self._chat_prompt.render, body, tool_use)
+        )
         tokens = [await self._encode(text, context, is_rendered=True)]
         form = self._format(ChatFormat, body, context)
         choices = await self._choices(body, tokens, [""], context)
@@ -259,23 +266,6 @@ class OpenAIServing:
             stop_reason=begun.end.stop_reason,
         )
         choice.replay.is_replay = True
-
-    def _render(self, body: ChatCompletionRequest) -> str:
-        variables = body.chat_template_kwargs or {}
-        if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
-            raise BadRequest(
-                f"chat_template_kwargs may not set {', '.join(reserved)}",
-                param="chat_template_kwargs",
-            )
-        messages = [message.for_template() for message in body.messages]
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                variables=variables,
-            )
-        except (ChatTemplateError, TokenizerError) as error:
-            raise BadRequest(str(error), param="messages") from None
 
     async def _encode(
         self, text: str, context: RequestContext, *, is_rendered: bool = False

@@ -1,13 +1,14 @@
 """Renders a model's chat template: messages become one prompt string, as the checkpoint's author
 meant it.
 
-Templates come from the checkpoint, never from a client, and run in Jinja's sandbox with the
-functions and the `generation` block that templates on the hub rely on.
+Templates come from the checkpoint, or from a client where the operator allows it, and run in
+Jinja's sandbox with the functions and the `generation` block that templates on the hub rely on.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -25,6 +26,11 @@ RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
 """Names that a client's template arguments may not replace."""
+
+_TOOLS = re.compile(r"\btools\b")
+_CONTINUE_HERE = "\ufdd0continue\ufdd1"
+"""Marks the end of a message that the answer continues. Unicode keeps these characters out of
+text."""
 
 
 class ChatTemplateError(ValueError):
@@ -56,29 +62,73 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Says whether the template mentions the tools at all."""
+        return _TOOLS.search(self.source) is not None
+
+    def replaced_by(self, source: str) -> ChatTemplate:
+        """Returns another template for the same special tokens. Raises `ChatTemplateError`."""
+        return ChatTemplate(source, self._special_tokens)
 
     def render(
         self,
         messages: Sequence[ChatMessage],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt's text, special tokens included. Raises `ChatTemplateError`."""
+        """Returns the prompt's text, special tokens included. With `continue_final_message` it ends
+        with the last message's content. Raises `ChatTemplateError`."""
         extra = {k: v for k, v in (variables or {}).items() if k not in RESERVED_VARIABLES}
+        shown = list(messages)
+        if continue_final_message:
+            shown[-1] = _marked(shown[-1])
         try:
-            return self._template.render(
+            text = self._template.render(
                 **{**self._special_tokens, **extra},
-                messages=list(messages),
-                tools=None,
-                documents=None,
+                messages=shown,
+                tools=list(tools) if tools else None,
+                documents=list(documents) if documents else None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+        except RecursionError:
+            raise ChatTemplateError("these messages are nested too deeply") from None
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def _marked(message: ChatMessage) -> ChatMessage:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise ChatTemplateError("a message that is to be continued needs text as its content")
+    return {**message, "content": content + _CONTINUE_HERE}
+
+
+def _cut_at_mark(text: str) -> str:
+    end = text.rfind(_CONTINUE_HERE)
+    if end < 0:
+        raise ChatTemplateError(
+            "the chat template does not write the last message's content as it is, so that "
+            "the message cannot be continued"
+        )
+    return text[:end].replace(_CONTINUE_HERE, "")
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -89,6 +139,19 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().astimezone().strftime(pattern)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Writes JSON without HTML escapes, unlike Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Writes JSON without HTML escapes, unlike Jinja's own filter. Arguments are those that
+    templates on the hub give, as transformers takes them."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

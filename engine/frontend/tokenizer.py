@@ -25,6 +25,11 @@ from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplat
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _STAND_IN_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_TEMPLATE_FILES = {
+    _DEFAULT: "chat_template.jinja",
+    _WITH_TOOLS: "additional_chat_templates/tool_use.jinja",
+}
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -44,12 +49,16 @@ class Tokenizer:
     """Wraps `tokenizers.Tokenizer`. All methods are pure and safe to call from any thread."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
         self.chat_template = chat_template
+        self._tool_template = tool_template
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_length = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         """The number of characters of the longest token: n tokens hold at most n times as many."""
@@ -73,14 +82,14 @@ class Tokenizer:
                 f"{file} cannot be read: {error}; copy the checkpoint's files again"
             ) from error
         config = _read_json(folder / "tokenizer_config.json")
-        source = _chat_template_source(folder, config)
+        sources, special_tokens = _chat_template_sources(folder, config), _special_tokens(config)
         try:
-            template = ChatTemplate(source, _special_tokens(config)) if source else None
+            named = {name: ChatTemplate(text, special_tokens) for name, text in sources.items()}
         except ChatTemplateError as error:
             raise TokenizerError(
                 f"{folder}: {error}; copy the checkpoint's files again, or correct the template"
             ) from error
-        return cls(backend, template)
+        return cls(backend, named.get(_DEFAULT), named.get(_WITH_TOOLS))
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> Tokenizer:
@@ -127,6 +136,17 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def chat_template_for(self, *, has_tools: bool) -> ChatTemplate:
+        """Returns the checkpoint's template: of several named ones `tool_use` where there are
+        tools. Raises `TokenizerError` when the checkpoint brings none."""
+        template = (self._tool_template if has_tools else None) or self.chat_template
+        if template is None:
+            raise TokenizerError(
+                "this checkpoint has no chat template; use /v1/completions, or add "
+                "chat_template.jinja to its folder"
+            )
+        return template
+
     def apply_chat_template(
         self,
         messages: Sequence[ChatMessage],
@@ -134,14 +154,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt of a chat. Raises `ChatTemplateError`, also when the checkpoint brings
-        no template."""
-        if self.chat_template is None:
-            raise TokenizerError(
-                "this checkpoint has no chat template; use /v1/completions, or add "
-                "chat_template.jinja to its folder"
-            )
-        return self.chat_template.render(
+        """Returns the prompt of a chat without tools. Raises `ChatTemplateError`, and
+        `TokenizerError` when the checkpoint brings no template."""
+        return self.chat_template_for(has_tools=False).render(
             messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
 
@@ -201,14 +216,17 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the chat template. A file of its own wins; a list in the configuration holds named
-    ones."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _chat_template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the chat templates by name. Files of their own win; a list in the configuration holds
+    named ones."""
+    found: dict[str, str] = {}
     source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+    if isinstance(source, str):
+        found[_DEFAULT] = source
+    elif isinstance(source, list):
+        found = {entry["name"]: entry["template"] for entry in source}
+    for name in (_DEFAULT, _WITH_TOOLS):
+        file = folder / _TEMPLATE_FILES[name]
+        if file.is_file():
+            found[name] = file.read_text(encoding="utf-8")
+    return {name: found[name] for name in (_DEFAULT, _WITH_TOOLS) if name in found}

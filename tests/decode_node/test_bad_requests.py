@@ -19,6 +19,7 @@ from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.parse_body import parse_body
 from edge.http.errors import HttpError
+from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.decode_fakes import until
 from tests.decode_node.http_node import CONTEXT, VOCAB_SIZE, chunks_of, http_node, sse_events
@@ -36,6 +37,18 @@ def check_error(response: httpx.Response, status: int, param: str | None = None)
     if param is not None:
         assert error["param"] == param, error
     return error
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ANSWER = {"role": "assistant", "content": None}
+
+
+def tool(name: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def chosen(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
@@ -119,13 +132,40 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [USER], "prompt": "x"}, "prompt"),
     ({"messages": ["hi"]}, "messages.0"),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "x" * 513, "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": 1, "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
     ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
-    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"messages": [USER], "tools": {}}, "tools"),
+    ({"messages": [USER], "tools": [1]}, "tools.0"),
+    ({"messages": [USER], "tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"messages": [USER], "tools": [tool("")]}, "tools.0.function.name"),
+    ({"messages": [USER], "tools": [tool("a\nb")]}, "tools.0.function.name"),
+    ({"messages": [USER], "tools": [tool("x" * 129)]}, "tools.0.function.name"),
+    ({"messages": [USER], "tools": [tool(7)]}, "tools.0.function.name"),
+    ({"messages": [USER], "tools": [tool("f"), tool("f")]}, "tools.1.function.name"),
+    ({"messages": [USER], "tools": [tool("f", parameters=[])]}, "tools.0.function.parameters"),
+    ({"messages": [USER], "tools": [tool("f", strict="yes")]}, "tools.0.function.strict"),
+    ({"messages": [USER], "tools": [tool(f"f{i}") for i in range(257)]}, "tools"),
     ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [USER], "tools": [tool("f")], "tool_choice": "always"}, "tool_choice"),
+    ({"messages": [USER], "tools": [tool("f")], "tool_choice": chosen("g")}, "tool_choice"),
+    ({"messages": [USER], "tools": [tool("f")], "tool_choice": {"type": "x"}}, "tool_choice"),
+    ({"messages": [USER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"messages": [USER], "functions": [{"name": "f"}]}, "functions"),
+    ({"messages": [USER], "function_call": {"name": "f"}}, "function_call"),
+    ({"messages": [{**ANSWER, "tool_calls": [{"id": "c"}]}]}, "messages.0.tool_calls.0.function"),
+    ({"messages": [{**ANSWER, "tool_calls": [CALL] * 257}]}, "messages.0.tool_calls"),
+    ({"messages": [USER], "documents": ["text"]}, "documents.0"),
+    ({"messages": [USER], "chat_template": "{{ messages }}"}, "chat_template"),
+    (
+        {"messages": [ANSWER], "continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt",
+    ),
+    ({"messages": [{**ANSWER, "tool_calls": [CALL]}], "continue_final_message": True}, "messages"),
     ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": [USER], "modalities": ["audio"]}, "modalities"),
     ({"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
@@ -134,7 +174,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [USER], "allowed_token_ids": []}, "allowed_token_ids"),
     ({"messages": [USER], "bad_words": [" "]}, "bad_words"),
     ({"messages": [USER], "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
-    ({"messages": [USER], "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a"),
+    ({"messages": [USER], "chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens"),
 ]
 
@@ -433,8 +473,9 @@ def test_no_body_is_more_than_a_bad_request(body: dict[str, Any], raw: bytes) ->
         {"messages": [{}] * 20_000},
         {"messages": [{"role": "user", "content": [{}] * 20_000}]},
         {"messages": [USER], "chat_template_kwargs": {str(i): [1] for i in range(20_000)}},
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * 200}] * 100},
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_huge_objects_are_refused_by_their_size(body: dict[str, Any]) -> None:
     """Validating them item by item would stop the server for seconds."""
@@ -501,7 +542,7 @@ async def test_what_is_done_to_a_long_body_leaves_the_event_loop_alone(
 
     watch(decode_node.http.routes, "parse_body")
     watch(Tokenizer, "encode")
-    watch(Tokenizer, "apply_chat_template")
+    watch(ChatTemplate, "render")
     watch(decode_node.answer.format, "prompt_logprobs")
     monkeypatch.setattr(decode_node.answer.answer, "_MANY_LOGPROBS", 4)
     async with http_node() as node:
@@ -512,5 +553,5 @@ async def test_what_is_done_to_a_long_body_leaves_the_event_loop_alone(
         ):
             response = await node.client.post(url, json={**body, **padding, "max_tokens": 1})
             assert response.status_code == 200, response.text
-    assert seen == {"parse_body", "encode", "apply_chat_template", "prompt_logprobs"}
+    assert seen == {"parse_body", "encode", "render", "prompt_logprobs"}
     assert not on_loop

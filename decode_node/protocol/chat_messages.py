@@ -1,0 +1,93 @@
+"""Reads the messages of a chat and gives them the shape that chat templates expect.
+
+Clients send answers back as they got them, so messages may hold more fields than the API lists;
+templates see all that are set.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from decode_node.protocol.generation_body import Name
+
+MAX_TOOL_CALLS = 256
+"""Limit of calls in one message."""
+
+
+class _OpenBody(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class TextPart(BaseModel):
+    """One piece of a content. Marks that clients put beside the text, as for caching, are not
+    needed here."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class CalledFunction(_OpenBody):
+    """Names a function and its arguments. `arguments` is JSON, as the API has it, or an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the function with an object as its arguments, as templates expect; text that is
+        no JSON object stays as it is, because templates alone know whether they can write it."""
+        return {**self.model_dump(exclude_none=True), "arguments": _as_object(self.arguments)}
+
+
+class PastToolCall(_OpenBody):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        call = self.model_dump(exclude_none=True)
+        return {**call, "type": "function", "function": self.function.for_template()}
+
+
+class ChatMessage(_OpenBody):
+    """One message of any role. An assistant's may hold the calls that it made and what it thought
+    before; a tool's holds the result of one call."""
+
+    role: Name
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message as templates take it: text parts become one text, a line each; the
+        content is always there, null beside calls and else empty, where a client left it out."""
+        dump = self.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
+        message: dict[str, Any] = {"role": self.role, "content": self._text()}
+        message |= {k: v for k, v in dump.items() if v != []}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if thought := self.reasoning_content or self.reasoning:
+            message |= {"reasoning_content": thought, "reasoning": thought}
+        return message
+
+    def _text(self) -> str | None:
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        if self.content is None:
+            return None if self.tool_calls else ""
+        return self.content
+
+
+def _as_object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments

@@ -1,0 +1,153 @@
+"""Reads the tools that a request offers, and how the model may choose among them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from edge.http.errors import BadRequest
+
+MAX_TOOLS = 256
+MAX_TOOL_NAME = 128
+
+ChoiceMode = Literal["none", "auto", "required", "named"]
+_MODES = ("none", "auto", "required")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of its arguments; None when the client gave none.
+        strict: Arguments must follow the schema, so that the output is constrained to it.
+        raw: The tool as the client wrote it, for the template.
+    """
+
+    name: str
+    parameters: dict[str, Any] | None
+    strict: bool
+    raw: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Says what a request may call.
+
+    Attributes:
+        tools: All that it offers; empty where it offers none.
+        mode: `none` where it may not call any, `named` where it must call `name`.
+        is_parallel: One answer may hold several calls.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    mode: ChoiceMode = "none"
+    name: str = ""
+    is_parallel: bool = True
+
+    @property
+    def must_call(self) -> bool:
+        return self.mode in ("required", "named")
+
+    @property
+    def may_call(self) -> bool:
+        return self.mode != "none"
+
+
+def read_tools(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
+    """Reads the fields `tools`, `tool_choice` and `parallel_tool_calls`. Raises `BadRequest`."""
+    known = _read_list(tools)
+    mode, name = _read_choice(choice, known)
+    return ToolUse(known, mode, name, is_parallel=parallel is not False)
+
+
+def _read_list(tools: Any) -> tuple[Tool, ...]:
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise BadRequest("tools must be a list", param="tools", code="invalid_type")
+    if len(tools) > MAX_TOOLS:
+        raise BadRequest(f"tools has {len(tools)}, more than {MAX_TOOLS}", param="tools")
+    found = tuple(_read_tool(tool, f"tools.{i}") for i, tool in enumerate(tools))
+    seen: set[str] = set()
+    for i, tool in enumerate(found):
+        if tool.name in seen:
+            raise BadRequest(
+                f"tools.{i}: a tool of this name is there already", param=f"tools.{i}.function.name"
+            )
+        seen.add(tool.name)
+    return found
+
+
+def _read_tool(tool: Any, place: str) -> Tool:
+    if not isinstance(tool, dict):
+        raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
+    if tool.get("type", "function") != "function":
+        raise BadRequest(
+            f"{place}: only tools of type function are supported", param=f"{place}.type"
+        )
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        place = f"{place}.function"
+        raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
+    return Tool(
+        name=_name(function.get("name"), f"{place}.function.name"),
+        parameters=_optional(function, "parameters", dict, f"{place}.function"),
+        strict=bool(_optional(function, "strict", bool, f"{place}.function")),
+        raw=tool,
+    )
+
+
+def _name(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(f"{place} must be a string", param=place, code="invalid_type")
+    if not 0 < len(value) <= MAX_TOOL_NAME or _CONTROL.search(value):
+        raise BadRequest(
+            f"{place} must have 1 to {MAX_TOOL_NAME} characters, and no control characters",
+            param=place,
+        )
+    return value
+
+
+def _optional(function: dict[str, Any], key: str, kind: type, place: str) -> Any:
+    value = function.get(key)
+    if value is not None and not isinstance(value, kind):
+        name = {dict: "an object", bool: "true or false"}[kind]
+        raise BadRequest(
+            f"{place}.{key} must be {name}", param=f"{place}.{key}", code="invalid_type"
+        )
+    return value
+
+
+def _read_choice(choice: Any, tools: Sequence[Tool]) -> tuple[ChoiceMode, str]:
+    if choice is None:
+        return ("auto" if tools else "none"), ""
+    if choice == "none" or (choice == "auto" and not tools):
+        return "none", ""
+    if not tools:
+        raise BadRequest(
+            "tool_choice needs tools; send them, or leave tool_choice out", param="tool_choice"
+        )
+    if choice in ("auto", "required"):
+        return choice, ""
+    name = _chosen_name(choice)
+    if name not in [tool.name for tool in tools]:
+        raise BadRequest(
+            "tool_choice names a function that tools does not have", param="tool_choice"
+        )
+    return "named", name
+
+
+def _chosen_name(choice: Any) -> str:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return str(function["name"])
+    raise BadRequest(
+        f"tool_choice must be one of {', '.join(_MODES)}, or "
+        '{"type": "function", "function": {"name": ...}}',
+        param="tool_choice",
+    )

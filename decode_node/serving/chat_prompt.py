@@ -1,0 +1,90 @@
+"""Renders the messages of a chat into the text of its prompt.
+
+The template is the checkpoint's: of several named ones `tool_use` where the request has tools, and
+a client's own where the operator allows it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.tools import ToolUse
+from edge.http.errors import BadRequest
+from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplate, ChatTemplateError
+from engine.frontend.tokenizer import Tokenizer, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+MAX_TEMPLATE = 1 << 18
+"""Limit of characters of a client's own template."""
+
+
+class ChatPrompt:
+    """Renders chats for one model. `trusts_templates` says whether clients may bring their own."""
+
+    def __init__(self, tokenizer: Tokenizer, *, trusts_templates: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._trusts_templates = trusts_templates
+        self._has_warned = False
+
+    def render(self, body: ChatCompletionRequest, tool_use: ToolUse) -> str:
+        """Returns the text of the prompt. Raises `BadRequest`."""
+        variables = body.template_variables
+        if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
+            raise BadRequest(
+                f"chat_template_kwargs may not set {', '.join(reserved)}",
+                param="chat_template_kwargs",
+            )
+        tools = [tool.raw for tool in tool_use.tools] if tool_use.may_call else []
+        template = self._template(body, has_tools=bool(tools))
+        if tools:
+            self._warn_if_ignored(template)
+        wants_prompt = not body.continue_final_message and body.add_generation_prompt is not False
+        with _as_bad_request("messages"):
+            return template.render(
+                [message.for_template() for message in body.messages],
+                tools=tools,
+                documents=body.documents,
+                add_generation_prompt=wants_prompt,
+                continue_final_message=bool(body.continue_final_message),
+                variables=variables,
+            )
+
+    def _template(self, body: ChatCompletionRequest, *, has_tools: bool) -> ChatTemplate:
+        with _as_bad_request("messages"):
+            template = self._tokenizer.chat_template_for(has_tools=has_tools)
+        own = body.chat_template
+        if own is None:
+            return template
+        if not self._trusts_templates:
+            raise BadRequest(
+                "chat_template is not taken from requests here; the operator may allow it with "
+                "--trust-request-chat-template",
+                param="chat_template",
+            )
+        if len(own) > MAX_TEMPLATE:
+            raise BadRequest(
+                f"chat_template has more than {MAX_TEMPLATE} characters", param="chat_template"
+            )
+        with _as_bad_request("chat_template"):
+            return template.replaced_by(own)
+
+    def _warn_if_ignored(self, template: ChatTemplate) -> None:
+        if template.takes_tools or self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "a request has tools, and this model's chat template shows them to nobody: the model "
+            "cannot know of them"
+        )
+
+
+@contextmanager
+def _as_bad_request(param: str) -> Iterator[None]:
+    try:
+        yield
+    except (ChatTemplateError, TokenizerError) as error:
+        raise BadRequest(str(error), param=param) from None

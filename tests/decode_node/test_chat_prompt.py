@@ -1,0 +1,189 @@
+"""Chat templates get tools, tool messages, thoughts and documents as those on the hub expect."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.parse_body import parse_body
+from decode_node.serving.chat_prompt import ChatPrompt
+from edge.http.errors import BadRequest
+from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.tokenizer import Tokenizer
+from tests.engine.frontend.small_tokenizers import byte_level_backend, save
+
+SHOW = "{{ messages | tojson }}|{{ tools | tojson }}|{{ documents | tojson }}"
+USER = {"role": "user", "content": "hi"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Ask <b>",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Köln", "days": 2}'},
+}
+
+
+def prompt_of(template: str, body: dict[str, Any], **options: Any) -> str:
+    tokenizer = Tokenizer(byte_level_backend(), ChatTemplate(template, {"eos_token": "</s>"}))
+    return rendered(ChatPrompt(tokenizer, **options), body)
+
+
+def rendered(chat_prompt: ChatPrompt, body: dict[str, Any]) -> str:
+    request = parse_body(json.dumps({"messages": [USER], **body}).encode(), ChatCompletionRequest)
+    request.check_supported()
+    return chat_prompt.render(request, request.tool_use())
+
+
+def shown(body: dict[str, Any]) -> tuple[Any, Any, Any]:
+    messages, tools, documents = prompt_of(SHOW, body).split("|")
+    return json.loads(messages), json.loads(tools), json.loads(documents)
+
+
+def test_a_history_of_calls_reaches_the_template_with_arguments_as_objects() -> None:
+    history = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
+        {"role": "critic", "content": "any role", "name": "x"},
+    ]
+    (_, answer, result, other), _, _ = shown({"messages": history})
+    assert answer["content"] is None
+    assert answer["tool_calls"] == [
+        {**CALL, "function": {"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}}
+    ]
+    assert result == {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
+    assert other == {"role": "critic", "content": "any role", "name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [("", {}), (None, {}), ({"a": 1}, {"a": 1}), ('{"a": ', '{"a": '), ("[1]", "[1]")],
+)
+def test_arguments_that_are_no_object_stay_text(arguments: Any, expected: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    (answer,), _, _ = shown({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert answer["tool_calls"][0]["function"]["arguments"] == expected
+
+
+@pytest.mark.parametrize("message", [{"role": "assistant", "content": None}, {"role": "user"}])
+def test_a_content_that_is_missing_is_empty_where_there_are_no_calls(
+    message: dict[str, Any],
+) -> None:
+    assert shown({"messages": [message]})[0][0]["content"] == ""
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_of_the_history_have_both_names(name: str) -> None:
+    (answer,), _, _ = shown({"messages": [{"role": "assistant", "content": "a", name: "why"}]})
+    assert (answer["reasoning_content"], answer["reasoning"]) == ("why", "why")
+
+
+def test_tools_and_documents_are_the_client_s_own() -> None:
+    documents = [{"title": "t", "text": "x"}]
+    _, tools, shown_documents = shown({"tools": [TOOL], "documents": documents})
+    assert tools == [TOOL]
+    assert shown_documents == documents
+
+
+@pytest.mark.parametrize("body", [{}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_without_a_choice_the_template_sees_no_tools(body: dict[str, Any]) -> None:
+    assert shown(body)[1:] == (None, None)
+
+
+def test_variables_of_the_template() -> None:
+    template = "{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }} {{ more }}"
+    kwargs = {"chat_template_kwargs": {"more": {"a": [1]}}}
+    assert prompt_of(template, kwargs) == "   {'a': [1]}"
+    assert prompt_of(template, {"reasoning_effort": "high"}) == "  high "
+    assert prompt_of(template, {"reasoning_effort": "none"}) == "False False none "
+    kwargs = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    assert prompt_of(template, kwargs) == "True False none "
+
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["once upon", "s", "", "</s>", "two\n words"])
+def test_a_message_is_continued_as_transformers_does(content: str, tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend(), TURNS)
+    messages = [USER, {"role": "assistant", "content": content}]
+    body = {"messages": messages, "continue_final_message": True}
+    ours = rendered(ChatPrompt(Tokenizer.from_folder(tmp_path)), body)
+    assert ours == f"<user>hi</s><assistant>{content}"
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, tokenize=False, continue_final_message=True
+    )
+    assert ours == theirs
+
+
+def test_a_template_that_drops_the_message_cannot_continue_it() -> None:
+    body = {"messages": [{"role": "assistant", "content": "a"}], "continue_final_message": True}
+    with pytest.raises(BadRequest, match="cannot be continued"):
+        prompt_of("nothing", body)
+
+
+def test_a_client_s_template_needs_the_operator(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"chat_template": "mine {{ messages[0].content }}{{ eos_token }}"}
+    assert prompt_of(SHOW, body, trusts_templates=True) == "mine hi</s>"
+    with pytest.raises(BadRequest, match="--trust-request-chat-template"):
+        prompt_of(SHOW, body)
+    for broken in ("{% for", "x" * 300_000, "{{ ''.__class__.__mro__ }}"):
+        with pytest.raises(BadRequest) as caught:
+            prompt_of(SHOW, {"chat_template": broken}, trusts_templates=True)
+        assert caught.value.param in ("chat_template", "messages")
+
+
+def test_a_template_that_shows_no_tools_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = Tokenizer(byte_level_backend(), ChatTemplate(TURNS, {}))
+    chat_prompt = ChatPrompt(tokenizer)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert rendered(chat_prompt, {"tools": [TOOL]}) == "<user>hi<assistant>"
+    assert len([r for r in caplog.records if "shows them to nobody" in r.message]) == 1
+
+
+def test_of_several_templates_tools_take_their_own(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
+    ]
+    save(tmp_path, byte_level_backend(), None, chat_template=named)
+    chat_prompt = ChatPrompt(Tokenizer.from_folder(tmp_path))
+    assert rendered(chat_prompt, {}) == "plain"
+    assert rendered(chat_prompt, {"tools": [TOOL]}) == "get_weather"
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("from a file", encoding="utf-8")
+    assert rendered(ChatPrompt(Tokenizer.from_folder(tmp_path)), {"tools": [TOOL]}) == "from a file"
+
+
+def test_json_in_templates_is_what_transformers_writes(tmp_path: Path) -> None:
+    template = (
+        "{{ tools | tojson }} {{ tools | tojson(ensure_ascii=True) }}"
+        "{{ tools | tojson(indent=2) }}"
+        "{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}"
+    )
+    save(tmp_path, byte_level_backend(), template)
+    ours = rendered(ChatPrompt(Tokenizer.from_folder(tmp_path)), {"tools": [TOOL]})
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        [USER], tools=[TOOL], tokenize=False
+    )
+    assert ours == theirs
+    assert "<b>" in ours
