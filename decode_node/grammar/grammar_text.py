@@ -1,0 +1,142 @@
+"""Writes llguidance grammars: expressions as text, rules with names, one text for all of it.
+
+The language is llguidance's variant of Lark. Special tokens are named by id, never by their
+text, so that text which merely looks like a marker is no marker.
+
+    text = GrammarText()
+    call = text.rule("call", sequence(token(7), literal("get_weather"), json_schema(arguments)))
+    text.write(start=repeat(call, 1))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from llguidance import regex_to_lark
+
+WHITE_SPACE = r"[ \n\r\t]{1,20}"
+"""Limits the white space between the parts of a JSON document. Without a bound, models that are not
+sure of themselves write blanks until they reach `max_tokens`."""
+
+Expression = str
+"""The right side of a rule; the functions here return expressions that bind tightly enough to stand
+in any other."""
+
+NOTHING: Expression = '""'
+"""Matches the empty text."""
+
+
+def literal(text: str) -> Expression:
+    """Matches exactly `text`, written with ordinary tokens."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def regex(pattern: str) -> Expression:
+    """Matches what the whole of `pattern` matches (syntax of Rust's `regex`, nearly Python's)."""
+    return f"/{regex_to_lark(pattern, use_ascii='')}/"
+
+
+def json_schema(schema: Mapping[str, Any] | bool) -> Expression:
+    """Matches the JSON documents of a schema (draft 2020-12), with little white space. Properties
+    come in the order in which the schema lists them."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    bounded = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return f"%json {json.dumps(bounded, ensure_ascii=False)}"
+
+
+def token(token_id: int) -> Expression:
+    """Matches one token by its id, whatever its text."""
+    return f"<[{token_id}]>"
+
+
+def any_token_but(token_ids: Iterable[int]) -> Expression:
+    """Matches one token, special ones included, that is not listed."""
+    ids = sorted(set(token_ids))
+    return f"<[^{','.join(map(str, ids))}]>" if ids else "<[*]>"
+
+
+def sequence(*parts: Expression) -> Expression:
+    """Matches the parts in a row."""
+    real = [part for part in parts if part != NOTHING]
+    return f"({' '.join(real)})" if real else NOTHING
+
+
+def either(*options: Expression) -> Expression:
+    """Matches one of the options."""
+    return f"({' | '.join(options)})"
+
+
+def optional(part: Expression) -> Expression:
+    return f"({part})?"
+
+
+def repeat(part: Expression, least: int = 0, most: int | None = None) -> Expression:
+    """Matches `part` from `least` to `most` times; None stands for any number."""
+    if most == 0:
+        return NOTHING
+    if most is None and least <= 1:
+        return f"({part}){'+' if least else '*'}"
+    return f"({part}){{{least},{'' if most is None else most}}}"
+
+
+class GrammarText:
+    """Collects the rules of one grammar.
+
+    1. `rule` and the like add rules and return expressions that refer to them
+    2. `write` returns the text of the grammar, which begins with `start`
+    """
+
+    def __init__(self) -> None:
+        self._rules: dict[str, str] = {}
+        self._others: dict[str, str] = {}
+
+    def rule(self, name: str, expression: Expression) -> Expression:
+        """Adds a rule and returns a reference to it. A name that is taken gets a number."""
+        name = self._free(name)
+        self._rules[name] = f"{name}: {expression}"
+        return name
+
+    def until(self, name: str, marker: str) -> Expression:
+        """Matches any text up to and with the first `marker`."""
+        name = self._free(name)
+        any_text, end = r"(.|\n)*", regex_to_lark(_escaped(marker), use_ascii="")
+        self._rules[name] = f"{name}[lazy]: /{any_text}{end}/"
+        return name
+
+    def choice(self, name: str, texts: Sequence[str]) -> Expression:
+        """Matches one of several texts, as one terminal: some may be the beginning of others."""
+        name = self._free(name).upper()
+        self._rules[name] = f"{name}: {' | '.join(map(literal, texts))}"
+        return name
+
+    def grammar(self, name: str, lark: str) -> Expression:
+        """Matches a whole grammar of somebody else, whose rules have names of their own."""
+        name = self._free(name)
+        self._others[name] = lark
+        return f"@{name}"
+
+    def write(self, start: Expression) -> str:
+        """Returns the grammar's text; `start` is the whole answer."""
+        lines = [f"start: {start}", *self._rules.values()]
+        own = "\n".join(lines) + "\n"
+        if not self._others:
+            return own
+        grammars = [{"name": "answer", "lark_grammar": own}]
+        grammars += [{"name": name, "lark_grammar": lark} for name, lark in self._others.items()]
+        return json.dumps({"grammars": grammars})
+
+    def _free(self, name: str) -> str:
+        taken = {"start", "answer", *self._others, *(rule.lower() for rule in self._rules)}
+        found, number = name, 1
+        while found in taken:
+            number += 1
+            found = f"{name}_{number}"
+        return found
+
+
+def _escaped(text: str) -> str:
+    """Returns a regular expression that matches `text` alone."""
+    return "".join(char if char.isalnum() or char in " <>" else f"\\{char}" for char in text)

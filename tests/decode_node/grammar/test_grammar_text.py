@@ -1,0 +1,161 @@
+"""Each expression lets exactly its own texts through."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_node.grammar.grammar_text import (
+    GrammarText,
+    any_token_but,
+    either,
+    json_schema,
+    literal,
+    optional,
+    regex,
+    repeat,
+    sequence,
+    token,
+)
+from tests.decode_node.grammar.matching import (
+    CALL,
+    END,
+    END_CALL,
+    END_IDS,
+    accepts,
+    allowed_after,
+    ll_tokenizer,
+    random_answer,
+    spell,
+)
+
+
+def written(expression: str) -> str:
+    return GrammarText().write(expression)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_a_literal_is_itself_and_nothing_else(text: str) -> None:
+    grammar = written(literal(text))
+    assert accepts(grammar, text)
+    assert not accepts(grammar, text + "x")
+
+
+def test_a_literal_is_its_text_and_no_regular_expression() -> None:
+    assert not accepts(written(literal("a.c")), "abc")
+    assert not accepts(written(literal("a")), "A")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"\d{3}-\d{4}", "555-1234", "555-123"),
+        (r"a/b\n", "a/b\n", "ab"),
+        (r"(?i)yes|no", "YES", "maybe"),
+        ("[^\n]+\n", "line\n", "line"),
+        (r'"\\', '"\\', "x"),
+    ],
+)
+def test_a_regular_expression_matches_the_whole_answer(
+    pattern: str, right: str, wrong: str
+) -> None:
+    assert accepts(written(regex(pattern)), right)
+    assert not accepts(written(regex(pattern)), wrong)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "größe": {"type": "integer"}},
+    "required": ["name", "größe"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_takes_its_documents_in_its_order() -> None:
+    grammar = written(json_schema(PERSON))
+    assert accepts(grammar, '{"name":"a","größe":1}')
+    assert accepts(grammar, '{ "name" : "a",\n\t"größe": 1 }')
+    assert not accepts(grammar, '{"größe":1,"name":"a"}')
+    assert not accepts(grammar, '{"name":"a"}')
+    assert not accepts(grammar, '{"name":"a","größe":1,"x":1}')
+    assert not accepts(grammar, '{"name":"a","größe":1} ')
+
+
+@pytest.mark.parametrize("schema", [PERSON, {"type": "object"}, {"type": "array"}])
+def test_white_space_in_documents_has_a_bound(schema: dict[str, object]) -> None:
+    opening = "[" if schema["type"] == "array" else "{"
+    grammar = written(json_schema(schema))
+    assert any(
+        accepted_blank in spell(" ", "\n") for accepted_blank in allowed_after(grammar, opening)
+    )
+    after = allowed_after(grammar, opening, " " * 20)
+    assert not {*spell(" "), *spell("\n"), *spell("\t")} & set(after)
+
+
+@pytest.mark.parametrize(("schema", "right"), [(True, "[1, {}]"), ({}, "null")])
+def test_a_schema_may_be_anything(schema: bool | dict[str, object], right: str) -> None:
+    assert accepts(written(json_schema(schema)), right)
+
+
+def test_one_choice_may_begin_another() -> None:
+    text = GrammarText()
+    grammar = text.write(text.choice("answer", ["a", "ab", 'a"\n', "Å"]))
+    assert all(accepts(grammar, right) for right in ["a", "ab", 'a"\n', "Å"])
+    assert not accepts(grammar, "abb")
+
+
+def test_tokens_are_meant_by_id() -> None:
+    grammar = written(sequence(token(CALL), literal("x"), token(END_CALL)))
+    assert accepts(grammar, CALL, "x", END_CALL)
+    assert not accepts(grammar, "<tool_call>x</tool_call>")
+    others = written(repeat(any_token_but([CALL, *END_IDS])))
+    assert accepts(others, "<tool_call>", END_CALL)
+    assert not accepts(others, CALL)
+    assert set(allowed_after(others)) >= {END, END_CALL}
+
+
+def test_expressions_bind_tightly_wherever_they_stand() -> None:
+    grammar = written(
+        sequence(
+            either(literal("a"), literal("b")), repeat(sequence(literal("c"), literal("d")), 2, 3)
+        )
+    )
+    assert accepts(grammar, "acdcd") and accepts(grammar, "bcdcdcd")
+    assert not any(accepts(grammar, wrong) for wrong in ["a", "bcd", "acdcdcdcd", "accdd"])
+    assert accepts(written(sequence(optional(literal("x")), literal("y"))), "y")
+    assert accepts(written(repeat(literal("x"), 1)), "xxx")
+
+
+def test_text_goes_up_to_the_first_marker() -> None:
+    text = GrammarText()
+    grammar = text.write(sequence(text.until("note", "[/END]"), literal("x")))
+    assert accepts(grammar, "some [text\n [/END]x")
+    assert not accepts(grammar, "some [/END] more [/END]x")
+
+
+def test_another_grammar_keeps_its_names_to_itself() -> None:
+    text = GrammarText()
+    own = text.rule("number", literal("no "))
+    other = text.grammar("theirs", "start: number\nnumber: /[0-9]+/\n")
+    grammar = text.write(sequence(own, other))
+    assert accepts(grammar, "no 12")
+    assert not accepts(grammar, "no no ")
+
+
+def test_names_that_are_taken_get_a_number() -> None:
+    text = GrammarText()
+    rules = [text.rule("call", literal(letter)) for letter in "ab"]
+    rules.append(text.choice("call", ["c"]))
+    assert len({rule.lower() for rule in rules}) == 3
+    assert accepts(text.write(sequence(*rules)), "abc")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_answers_are_documents(seed: int) -> None:
+    ids, is_complete = random_answer(written(json_schema(PERSON)), seed, 4000)
+    assert is_complete
+    assert set(json.loads(ll_tokenizer().decode_bytes(ids))) == {"name", "größe"}
