@@ -67,6 +67,12 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
     api_key_file: Path | None = Field(
         default=None, description="File with one key per line, in addition to the others."
     )
+    strict_fields: bool = Field(
+        default=False,
+        description="Refuse requests with fields that are not known. Off: such fields are "
+        "ignored, with one warning in the log for each name, and counted in "
+        "tandem_ignored_fields_total. Known fields that are not built are always refused.",
+    )
     send_timeout_s: float = Field(
         default=30.0,
         gt=0,

@@ -79,6 +79,9 @@ class DecodeMetrics:
             "tandem_prefill_retries", "Of these, after a failed attempt.", None
         )
         self._kv_bytes = self._counter("tandem_kv_received_bytes", "KV taken.", None)
+        self._ignored_fields = self._counter(
+            "tandem_ignored_fields", "Fields of requests that nobody knows.", None
+        ).labels(*labels)
         self._labels = labels
 
     def watch_proxy(self, proxy: DisaggProxy) -> None:
@@ -91,6 +94,10 @@ class DecodeMetrics:
         ):
             gauge = Gauge(name, text, LABELS, registry=self.registry)
             gauge.labels(*self._labels).set_function(read)
+
+    def fields_ignored(self, count: int) -> None:
+        """Counts fields of a request that are not known and were ignored."""
+        self._ignored_fields.inc(count)
 
     def observe(self, choices: Sequence[Choice]) -> None:
         self._histograms["vllm:request_params_n"].observe(

@@ -23,6 +23,7 @@ from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
 from decode_node.http.callers import CallerCheck, CallerKeys
+from decode_node.http.ignored_fields import IgnoredFields
 from decode_node.http.router_headers import prefill_nodes
 from decode_node.http.routes import Api, ApiState
 from decode_node.metrics import DecodeMetrics
@@ -256,7 +257,8 @@ def create_node_app(
         heartbeats=state.heartbeats,
         trusts_templates=settings.trust_request_chat_template,
     )
-    api = Api(settings, engine.config.model, serving, metrics, state)
+    ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
+    api = Api(settings, engine.config.model, serving, metrics, state, ignored)
     return create_app(api, callers)
 
 

@@ -54,7 +54,7 @@ class ChatFormat(ResponseFormat):
             stop_reason=unset(output.stop_reason),
             token_ids=self._token_ids(output.token_ids),
         )
-        return self._encode([item], self._no_usage, timeline)
+        return self._encode([item], self._chunk_usage(choice), timeline)
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         self._begun.add(choice.index)

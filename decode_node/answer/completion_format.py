@@ -52,7 +52,7 @@ class CompletionFormat(ResponseFormat):
             token_ids=self._token_ids(output.token_ids),
             prompt_token_ids=self._prompt_ids(choice) if is_first else UNSET,
         )
-        return self._encode([item], self._no_usage, timeline)
+        return self._encode([item], self._chunk_usage(choice), timeline)
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         length = text_length(self._tokenizer, output.token_ids)

@@ -22,6 +22,7 @@ class FormatOptions:
     """Options of a request: what it wants to be told besides its text."""
 
     include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
     return_prompt_logprobs: bool
 
@@ -46,7 +47,6 @@ class ResponseFormat(ABC):
         """
         self._tokenizer = tokenizer
         self._options = options
-        self._no_usage: UnsetType | None = None if options.include_usage else UNSET
         self._encoder = msgspec.json.Encoder()
 
     @abstractmethod
@@ -65,6 +65,12 @@ class ResponseFormat(ABC):
     def body(
         self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
     ) -> bytes: ...
+
+    def _chunk_usage(self, choice: Choice) -> Usage | UnsetType | None:
+        """Returns what a chunk says of usage: null where the usage chunk tells it all."""
+        if self._options.continuous_usage:
+            return choice.usage()
+        return None if self._options.include_usage else UNSET
 
     def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self._options.return_token_ids else UNSET

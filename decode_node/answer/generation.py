@@ -40,10 +40,19 @@ class Choice:
     num_cached: int | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None
     replay: RequestOutput | None = None
+    num_given_tokens: int = 0
+    """Tokens of the outputs that the generation has given so far."""
 
     @property
     def cached_tokens(self) -> int:
         return self.record.cached_tokens if self.num_cached is None else self.num_cached
+
+    def usage(self) -> Usage:
+        """Returns the usage of this choice alone, up to the output given last."""
+        prompt, completion = self.record.num_prompt_tokens, self.num_given_tokens
+        return Usage(
+            prompt, completion, prompt + completion, PromptTokensDetails(self.cached_tokens)
+        )
 
 
 @dataclass(slots=True)
@@ -95,6 +104,7 @@ class Generation:
         async with contextlib.aclosing(source):
             try:
                 async for choice, output in source:
+                    choice.num_given_tokens += len(output.token_ids)
                     yield choice, output
             except EngineDeadError as error:
                 raise Unavailable(f"the engine of this node has died: {error}") from error

@@ -19,6 +19,7 @@ from decode_node.answer.journal import (
 from decode_node.config import DecodeNodeSettings
 from decode_node.errors import Unavailable
 from decode_node.http.callers import Caller
+from decode_node.http.ignored_fields import IgnoredFields
 from decode_node.http.router_headers import prefill_nodes, prefix_hash, resume_offset
 from decode_node.metrics import DecodeMetrics
 from decode_node.protocol.chat import ChatCompletionRequest
@@ -62,6 +63,7 @@ class Api:
     serving: OpenAIServing
     metrics: DecodeMetrics
     state: ApiState
+    ignored: IgnoredFields
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
@@ -92,6 +94,7 @@ class Api:
             prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),
         )
         body = await long_work.run(context.is_long, partial(parse_body, raw[:offset], kind))
+        self.ignored.note(body.unknown_fields())
         return body, context
 
     def models(self) -> ModelList:

@@ -12,8 +12,9 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from decode_node.observe.timeline import Timeline
+from decode_node.protocol.body import Int, Name
 from decode_node.protocol.chat_messages import ChatMessage
-from decode_node.protocol.generation_body import GenerationBody, Int, Name
+from decode_node.protocol.generation_body import GenerationBody
 from decode_node.protocol.tools import ToolUse, read_tools
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import BadRequest
@@ -23,23 +24,40 @@ class ChatCompletionRequest(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+    """The chat so far, as the model's template takes it."""
     max_completion_tokens: Int | None = None
+    """The same as `max_tokens`; it wins where both are given."""
     logprobs: bool | None = None
+    """Tell the log probabilities of the answer's tokens."""
     top_logprobs: Int | None = None
+    """The number of most likely tokens to tell for each place, with `logprobs`."""
     response_format: Any = None
+    """Only `{"type": "text"}`."""
     modalities: Any = None
+    """Only `["text"]`."""
     tools: Any = None
+    """Functions that the model may call, by name and JSON schema of their arguments."""
     tool_choice: Any = None
+    """`none`, `auto`, `required`, or the one to call: `{"type": "function", "function": {...}}`."""
     parallel_tool_calls: bool | None = None
+    """Whether one answer may hold several calls; on unless it is false."""
     functions: Any = None
+    """Only an empty list: `tools` replaced it."""
     function_call: Any = None
+    """Only `none` and `auto`: `tool_choice` replaced it."""
     reasoning_effort: Name | None = None
+    """Goes to the chat template; `none` turns thinking off where the template can."""
 
     add_generation_prompt: bool | None = None
+    """End the prompt where an answer begins; on unless it is false."""
     continue_final_message: bool | None = None
+    """Go on with the last message instead of beginning an answer to it."""
     chat_template: str | None = None
+    """A template instead of the model's, where the operator allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
     documents: list[dict[str, Any]] | None = None
+    """Texts for templates that have a place for them."""
 
     @property
     def wanted_max_tokens(self) -> int | None:
@@ -64,6 +82,11 @@ class ChatCompletionRequest(GenerationBody):
             variables |= {"enable_thinking": False, "thinking": False}
         return variables | (self.chat_template_kwargs or {})
 
+    def param_name(self, name: str) -> str:
+        if name == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return _PARAM_NAMES.get(name, name)
+
     def check_supported(self) -> None:
         super().check_supported()
         if self.top_logprobs is not None and not self.logprobs:
@@ -85,6 +108,10 @@ class ChatCompletionRequest(GenerationBody):
             )
         if self.modalities not in (None, ["text"]):
             raise BadRequest("only text is supported", param="modalities")
+
+
+_PARAM_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""Engine parameters that this API calls otherwise."""
 
 
 class TopLogprob(msgspec.Struct):

@@ -11,31 +11,35 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from decode_node.protocol.generation_body import Name
+from decode_node.protocol.body import Name
 
 MAX_TOOL_CALLS = 256
 """Limit of calls in one message."""
 
 
 class _OpenBody(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
 
 class TextPart(BaseModel):
     """One piece of a content. Marks that clients put beside the text, as for caching, are not
     needed here."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     type: Literal["text", "input_text", "output_text"]
+    """Only text is understood."""
     text: str
+    """The text."""
 
 
 class CalledFunction(_OpenBody):
     """Names a function and its arguments. `arguments` is JSON, as the API has it, or an object."""
 
     name: str
+    """The function that was called."""
     arguments: str | dict[str, Any] | None = None
+    """Its arguments."""
 
     def for_template(self) -> dict[str, Any]:
         """Returns the function with an object as its arguments, as templates expect; text that is
@@ -44,9 +48,14 @@ class CalledFunction(_OpenBody):
 
 
 class PastToolCall(_OpenBody):
+    """A call that an assistant's message made."""
+
     id: str | None = None
+    """The name by which a tool's message answers it."""
     type: Literal["function"] | None = None
+    """Only functions are called."""
     function: CalledFunction
+    """The function and its arguments."""
 
     def for_template(self) -> dict[str, Any]:
         call = self.model_dump(exclude_none=True)
@@ -58,10 +67,15 @@ class ChatMessage(_OpenBody):
     before; a tool's holds the result of one call."""
 
     role: Name
+    """The speaker, in the template's words."""
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    """The text, or text parts, which become one text, a line each."""
     tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    """The calls that an assistant made."""
     reasoning_content: str | None = None
+    """The thoughts of an assistant before its answer."""
     reasoning: str | None = None
+    """Another name for `reasoning_content`."""
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as templates take it: text parts become one text, a line each; the

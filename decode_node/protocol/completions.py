@@ -11,19 +11,25 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.generation_body import GenerationBody, Int, too_long
+from decode_node.protocol.body import Int
+from decode_node.protocol.generation_body import GenerationBody, too_long
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import BadRequest
 
 
 class CompletionRequest(GenerationBody):
-    """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
+    """The body of POST /v1/completions."""
 
     prompt: Any = None
+    """A text, the ids of its tokens, or a list of either."""
     echo: bool | None = None
+    """Repeat the prompt before the answer; with `logprobs`, tell the prompt's as well."""
     logprobs: Int | None = None
+    """Tell the log probabilities of the answer's tokens, with so many of the most likely ones."""
     best_of: Int | None = None
+    """Only 1: answers are not ranked. Use `n`."""
     suffix: str | None = None
+    """Only an empty text: nothing is filled in before a suffix."""
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -75,7 +81,7 @@ class CompletionRequest(GenerationBody):
         parts = prompt if self._has_several else [prompt]
         for part in parts:
             if isinstance(part, list) and len(part) > max_tokens:
-                raise too_long(max_tokens, len(part))
+                raise too_long(max_tokens, len(part), "prompt")
         if all(part and isinstance(part, str) for part in parts):
             return list(parts)
         if all(_is_token_ids(part) for part in parts):

@@ -1,76 +1,96 @@
-"""Holds what the request bodies of all generating endpoints have in common.
-
-Types are strict: "5" is no number. A field that is not listed is refused by name, so that a typing
-error is no silent default. Fields of the API that change nothing here are accepted and ignored;
-fields that would change the answer, but are not built, are refused.
-"""
+"""Holds what the request bodies of all generating endpoints have in common."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from decode_node.protocol.bad_words import EncodeAll, spell_bad_words
+from decode_node.protocol.body import Ignored, Int, Int32, Name, StrictBody
 from edge.http.errors import BadRequest
 from engine.sampling_params import SamplingParams
 
-MAX_STRING = 512
-"""Limit of characters of fields that are names."""
-Name = Annotated[str, Field(max_length=MAX_STRING)]
-Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-"""Integers that messages between processes can carry; tighter limits follow where a field is
-used."""
-
-
-class StrictBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
 
 class StreamOptions(StrictBody):
-    """`include_obfuscation` is accepted and ignored."""
+    """Says what a stream tells besides the answer."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    """Send one more chunk at the end, with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """Give each chunk the usage of its choice so far, with `include_usage`."""
+    include_obfuscation: Ignored = None
+    """Chunks are never padded."""
 
 
 class GenerationBody(StrictBody):
     """The fields that both APIs share; from `top_k` on, extensions with vLLM's names."""
 
     model: Name | None = None
+    """A name that this server gives its model; any of them, or none."""
     max_tokens: Int | None = None
+    """The most tokens to generate; what is left of the context where it is not given."""
     temperature: float | None = None
+    """How freely tokens are drawn: 0 always takes the most likely one; up to 100."""
     top_p: float | None = None
+    """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
     n: Int | None = None
+    """The number of answers; choice i is drawn with `seed` + i."""
     stream: bool | None = None
+    """Send the answer in chunks as it is generated (server-sent events)."""
     stream_options: StreamOptions | None = None
+    """Says what a stream tells besides the answer."""
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    """Up to 16 texts that end the answer; it ends before them."""
     seed: Int | None = None
+    """The same seed gives the same answer; one is drawn where none is given."""
     presence_penalty: float | None = None
+    """Lowers tokens that the answer has already; -2 to 2."""
     frequency_penalty: float | None = None
+    """Lowers tokens by how often the answer has them; -2 to 2."""
     logit_bias: dict[str, float] | None = None
+    """Adds an amount from -100 to 100 to the logits of token ids."""
 
     top_k: Int | None = None
+    """Sample from the k most likely tokens; 0 or -1 takes all."""
     min_p: float | None = None
+    """Leave out tokens less likely than this share of the most likely one; 0 to 1."""
     repetition_penalty: float | None = None
+    """Divides the logits of tokens that prompt or answer have; above 1 they become rarer."""
     min_tokens: Int | None = None
+    """No end of sequence, stop token or stop text ends the answer before so many tokens."""
     ignore_eos: bool | None = None
+    """The model's own end of sequence does not end the answer."""
     stop_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    """Up to 256 token ids that end the answer, besides the model's own."""
+    priority: Int32 | None = None
+    """Smaller runs first, where nodes schedule by priority."""
     cache_salt: Name | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
     return_token_ids: bool | None = None
+    """Tell the ids of the prompt's and the answer's tokens."""
     prompt_logprobs: Int | None = None
+    """Log probabilities of the prompt's tokens, with so many of the most likely ones."""
     allowed_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
+    """The only tokens that the answer may have; up to 4096."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    """Up to 256 words that the answer must not have."""
 
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    user: Ignored = None
+    """Nothing is kept by user."""
+    metadata: Ignored = None
+    """Nothing is stored that it could describe."""
+    store: Ignored = None
+    """Nothing is stored."""
+    service_tier: Ignored = None
+    """There is one tier."""
+    safety_identifier: Ignored = None
+    """Nothing is kept by user."""
+    prompt_cache_key: Ignored = None
+    """Prefixes are found by their content."""
+    prompt_cache_retention: Ignored = None
+    """Prefixes are kept while there is room."""
 
     @property
     def num_choices(self) -> int:
@@ -81,8 +101,18 @@ class GenerationBody(StrictBody):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def continuous_usage(self) -> bool:
+        """Says whether each chunk of a stream tells the usage so far."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
+
+    @property
     def wanted_max_tokens(self) -> int | None:
         return self.max_tokens
+
+    def param_name(self, name: str) -> str:
+        """Returns the field of this API that an engine's parameter came from, for errors."""
+        return name
 
     @property
     @abstractmethod
@@ -141,10 +171,10 @@ class GenerationBody(StrictBody):
         )
 
 
-def too_long(context: int, num_tokens: int) -> BadRequest:
+def too_long(context: int, num_tokens: int, param: str) -> BadRequest:
     return BadRequest(
         f"this model's context is {context} tokens and the prompt has {num_tokens}; shorten it",
-        param="prompt",
+        param=param,
         code="context_length_exceeded",
     )
 

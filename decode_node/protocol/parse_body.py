@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import ValidationError
 
-from decode_node.protocol.generation_body import MAX_STRING, GenerationBody
+from decode_node.protocol.body import MAX_STRING, StrictBody
+from decode_node.protocol.not_built import refuse_not_built
 from edge.http.errors import BadRequest, HttpError
 
 MAX_MESSAGES = 4096
@@ -21,12 +22,12 @@ _MAX_KEYS = 2048
 """Limit of keys of any object in a body."""
 _MAX_ITEMS = 4096
 """Limit of items of any list in a body but messages and prompts."""
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=StrictBody)
 
 
 def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
     """Parses a body. Raises `BadRequest` for what is no JSON, NaN, half characters, what is nested
-    too deeply, wrong types and unknown names."""
+    too deeply, wrong types and what is known but not built."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -36,9 +37,11 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     _check_sizes(content)
     try:
-        return kind.model_validate(content)
+        found = kind.model_validate(content)
     except ValidationError as error:
         raise _describe(error) from None
+    refuse_not_built(found)
+    return found
 
 
 def _check_sizes(content: dict[str, Any]) -> None:
@@ -68,13 +71,6 @@ def _describe(error: ValidationError) -> HttpError:
     """Returns the most exact fault, in the API's own words; values of the client are not
     repeated."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
-    unknown = sorted(_param(f["loc"]) for f in faults if f["type"] == "extra_forbidden")
-    if unknown:
-        return BadRequest(
-            f"unknown parameter: {', '.join(unknown[:10])}",
-            param=unknown[0],
-            code="unknown_parameter",
-        )
     fault = max(faults, key=lambda fault: len(fault["loc"]))
     param = _param(fault["loc"])
     code = "missing_required_parameter" if fault["type"] == "missing" else "invalid_type"

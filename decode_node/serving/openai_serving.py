@@ -32,8 +32,8 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.protocol.generation_body import too_long
-from decode_node.serving.chat_prompt import ChatPrompt
+from decode_node.protocol.generation_body import GenerationBody
+from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.errors import BadRequest
@@ -42,7 +42,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.tokenizer import Tokenizer, TooManyTokens
+from engine.frontend.tokenizer import Tokenizer
 from engine.request_spec import RequestSpec
 
 
@@ -83,8 +83,8 @@ class OpenAIServing:
     ) -> None:
         self._model = config.model
         self._tokenizer = tokenizer
+        self.prompts = Prompts(config.model, tokenizer, trusts_templates=trusts_templates)
         self._input_processor = InputProcessor(config)
-        self._chat_prompt = ChatPrompt(tokenizer, trusts_templates=trusts_templates)
         self._proxy = proxy
         self._metrics = metrics
         self._max_choices = max_choices
@@ -98,11 +98,13 @@ class OpenAIServing:
         self.check_model(body.model)
         body.check_supported()
         self._check_count(body, body.num_prompts)
-        prompts = await long_work.run(
-            context.is_long, partial(body.prompts, self._model.max_model_len)
-        )
-        tokens = [await self._encode(p, context) if isinstance(p, str) else p for p in prompts]
-        echoes = [await self._echo(p, context) if body.echo else "" for p in prompts]
+        is_long = context.is_long
+        prompts = await long_work.run(is_long, partial(body.prompts, self._model.max_model_len))
+        tokens = await self.prompts.of_texts(prompts, is_long=is_long)
+        echoes = [
+            await self.prompts.echo(prompt, is_long=is_long) if body.echo else ""
+            for prompt in prompts
+        ]
         form = self._format(CompletionFormat, body, context)
         choices = await self._choices(body, tokens, echoes, context)
         return self._answer(body, choices, form, context)
@@ -115,10 +117,7 @@ class OpenAIServing:
         tool_use = body.tool_use()
         if tool_use.may_call:
             raise BadRequest("tools are not supported, except with tool_choice none", param="tools")
-        text = await long_work.run(
-            context.is_long, partial(self._chat_prompt.render, body, tool_use)
-        )
-        tokens = [await self._encode(text, context, is_rendered=True)]
+        tokens = [await self.prompts.of_chat(body, tool_use, is_long=context.is_long)]
         form = self._format(ChatFormat, body, context)
         choices = await self._choices(body, tokens, [""], context)
         return self._answer(body, choices, form, context)
@@ -131,6 +130,7 @@ class OpenAIServing:
     ) -> ResponseFormat:
         options = FormatOptions(
             include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
             return_token_ids=bool(body.return_token_ids),
             return_prompt_logprobs=body.prompt_logprobs is not None,
         )
@@ -220,7 +220,7 @@ class OpenAIServing:
         """Makes the envelope of the request, without a prompt: the only place where one is made.
         Raises `BadRequest`."""
         make = partial(body.sampling, self._tokenizer.encode_all)
-        with _as_bad_request():
+        with _as_bad_request(body):
             return RequestSpec(
                 sampling=await long_work.run(context.is_long, make),
                 priority=body.priority or 0,
@@ -231,7 +231,7 @@ class OpenAIServing:
     def _complete(
         self, body: CompletionRequest | ChatCompletionRequest, spec: RequestSpec
     ) -> RequestSpec:
-        with _as_bad_request():
+        with _as_bad_request(body):
             return self._input_processor.complete(spec, max_tokens=body.wanted_max_tokens)
 
     def _request(
@@ -267,41 +267,6 @@ class OpenAIServing:
         )
         choice.replay.is_replay = True
 
-    async def _encode(
-        self, text: str, context: RequestContext, *, is_rendered: bool = False
-    ) -> list[int]:
-        """Returns the tokens of `text`. A rendered chat has its special tokens written out."""
-        self._check_length(text)
-        limit = self._model.max_model_len
-        encode = partial(
-            self._tokenizer.encode, text, add_special_tokens=not is_rendered, max_tokens=limit
-        )
-        try:
-            if not context.is_long and len(text) <= long_work.LONG_BODY:
-                return encode()
-            # Takes seconds and lets other threads go on, so that each has its own.
-            return await asyncio.to_thread(encode)
-        except TooManyTokens as error:
-            raise too_long(limit, error.num_tokens) from None
-        except TypeError:
-            raise BadRequest("the text holds half a surrogate pair", param="prompt") from None
-
-    async def _echo(self, prompt: str | list[int], context: RequestContext) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return await long_work.run(context.is_long, partial(self._tokenizer.decode, prompt))
-
-    def _check_length(self, text: str) -> None:
-        """Refuses a text that cannot fit for its length, before seconds are spent on it."""
-        context = self._model.max_model_len
-        if len(text) > context * self._tokenizer.max_token_length:
-            raise BadRequest(
-                f"this model's context is {context} tokens and the prompt has "
-                f"{len(text)} characters, which is far more; shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-
     def check_model(self, name: str | None) -> None:
         """Raises `NotFound` for a model that is not served here."""
         served = self._model.served_model_name
@@ -323,13 +288,17 @@ class OpenAIServing:
 
 
 @contextmanager
-def _as_bad_request() -> Iterator[None]:
+def _as_bad_request(body: GenerationBody) -> Iterator[None]:
     """Turns what the engine's edge refuses into an answer to the client: it is the client's
-    mistake."""
+    mistake, in a field of `body`."""
     try:
         yield
     except InvalidRequest as error:
-        raise BadRequest(error.message, param=error.param, code=error.code) from None
+        name, message = error.param or "", error.message
+        param = body.param_name(name)
+        if message.startswith(f"{name} "):
+            message = param + message.removeprefix(name)
+        raise BadRequest(message, param=param or None, code=error.code) from None
 
 
 def _journal(

@@ -117,13 +117,18 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [1], "seed": "x"}, "seed"),
     ({"prompt": [1], "stream": "yes"}, "stream"),
     ({"prompt": [1], "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"prompt": [1], "stream_options": {"typo": True}}, "stream_options.typo"),
     ({"prompt": [1], "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"prompt": [1], "priority": 1 << 40}, "priority"),
     ({"prompt": [1], "cache_salt": "x" * 513}, "cache_salt"),
     ({"prompt": [1], "model": 5}, "model"),
     ({"prompt": [1], "messages": [USER]}, "messages"),
-    ({"prompt": [1], "temprature": 0.5}, "temprature"),
+    ({"prompt": [1], "max_tokens": 5.000001}, "max_tokens"),
+    ({"prompt": [1], "stop_token_ids": [1.5]}, "stop_token_ids.0"),
+    ({"prompt": [1], "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": [1], "prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"prompt": [1], "lora_path": "x"}, "lora_path"),
+    ({"prompt": [1], "repeat_penalty": 1.2}, "repeat_penalty"),
+    ({"prompt": [1], "xtc_probability": 0.1}, "xtc_probability"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({}, "messages"),
@@ -170,12 +175,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [USER], "modalities": ["audio"]}, "modalities"),
     ({"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
     ({"messages": [USER], "logprobs": 3}, "logprobs"),
-    ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "a dog " * CONTEXT}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+    ({"messages": [USER], "audio": {"voice": "alloy"}}, "audio"),
+    ({"messages": [USER], "echo": True}, "echo"),
+    ({"messages": [USER], "best_of": 2}, "best_of"),
     ({"messages": [USER], "allowed_token_ids": []}, "allowed_token_ids"),
     ({"messages": [USER], "bad_words": [" "]}, "bad_words"),
     ({"messages": [USER], "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
     ({"messages": [USER], "chat_template_kwargs": [1]}, "chat_template_kwargs"),
-    ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens"),
+    ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
 ]
 
 
@@ -455,6 +466,7 @@ def test_no_body_is_more_than_a_bad_request(body: dict[str, Any], raw: bytes) ->
         for kind in (CompletionRequest, ChatCompletionRequest):
             try:
                 parsed = parse_body(content, kind)
+                assert not set(parsed.unknown_fields()) & kind.model_fields.keys()
                 parsed.check_supported()
                 parsed.sampling(lambda texts: [[1] for _ in texts])
                 if isinstance(parsed, CompletionRequest):

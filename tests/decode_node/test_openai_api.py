@@ -93,6 +93,25 @@ async def test_usage_comes_in_a_chunk_of_its_own(url: str) -> None:
         assert last["usage"] == (await post(node, url, URLS[url]))["usage"]
 
 
+@pytest.mark.parametrize("url", URLS)
+async def test_usage_in_each_chunk_counts_what_its_choice_has_so_far(url: str) -> None:
+    async with http_node() as node:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {**URLS[url], "n": 2, "return_token_ids": True, "stream_options": options}
+        *chunks, last = await stream(node, url, body)
+        given = [0, 0]
+        for chunk in chunks:
+            (choice,) = chunk["choices"]
+            given[choice["index"]] += len(choice["token_ids"])
+            usage, completion = chunk["usage"], given[choice["index"]]
+            assert usage["completion_tokens"] == completion
+            assert usage["total_tokens"] == usage["prompt_tokens"] + completion
+        assert given == [8, 8]
+        assert last["usage"]["completion_tokens"] == 16
+        lone = {**URLS[url], "stream_options": {"continuous_usage_stats": True}}
+        assert not any("usage" in chunk for chunk in await stream(node, url, lone))
+
+
 async def test_token_ids_and_lists_of_prompts() -> None:
     async with http_node() as node:
         one = await post(node, "/v1/completions", {**TEXT, "prompt": [5, 6, 7]})

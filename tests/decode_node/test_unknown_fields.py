@@ -1,0 +1,101 @@
+"""Fields that nobody knows are ignored and counted, or refused where the operator wants it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from decode_node.http.ignored_fields import IgnoredFields
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.not_built import NOT_BUILT
+from decode_node.protocol.parse_body import parse_body
+from edge.http.errors import BadRequest
+from tests.decode_node.http_node import http_node
+
+USER = {"role": "user", "content": "hi"}
+LOGGER = "decode_node.http.ignored_fields"
+URLS = {"/v1/completions": {"prompt": [1]}, "/v1/chat/completions": {"messages": [USER]}}
+COUNTER = "tandem_ignored_fields_total"
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_unknown_fields_are_ignored_counted_and_named_once(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+    body = {**URLS[url], "max_tokens": 1, "temprature": 0.5, "stream_options": {"typo": 1}}
+    async with http_node() as node:
+        for times in (1, 2):
+            assert (await node.client.post(url, json=body)).status_code == 200
+            assert (await node.metrics())[COUNTER] == 2 * times
+    named = [record.args for record in caplog.records if record.name == LOGGER]
+    assert sorted(named) == [("stream_options.typo",), ("temprature",)]
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_strict_fields_refuses_them(url: str) -> None:
+    async with http_node(strict_fields=True) as node:
+        for extra, param in (
+            ({"temprature": 0.5}, "temprature"),
+            ({"stream_options": {"typo": 1}}, "stream_options.typo"),
+        ):
+            response = await node.client.post(url, json={**URLS[url], **extra})
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == (param, "unknown_parameter")
+        assert not node.engine.requests
+        assert (await node.metrics())[COUNTER] == 0
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILT.keys() - ChatCompletionRequest.model_fields))
+def test_what_is_known_but_not_built_is_refused_by_name(name: str) -> None:
+    for neutral in (None, False, 0, "", [], *NOT_BUILT[name].neutral):
+        parse_body(_json({"messages": [USER], name: neutral}), ChatCompletionRequest)
+    with pytest.raises(BadRequest, match=name) as refusal:
+        parse_body(_json({"messages": [USER], name: 7}), ChatCompletionRequest)
+    assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
+
+
+def test_names_that_clients_invent_fill_neither_log_nor_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+    counts: list[int] = []
+    fields = IgnoredFields(counts.append, refuses=False)
+    fields.note([f"name{i}" for i in range(5000)])
+    assert len(caplog.records) == 256
+    caplog.clear()
+    fields = IgnoredFields(counts.append, refuses=False)
+    fields.note(["my secret prompt", "x" * 65, "line\nfeed", "plain"])
+    assert counts == [5000, 4]
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert not any("secret" in text or "\n" in text or "xx" in text for text in texts)
+
+
+def test_extra_keys_of_messages_go_to_the_template_and_are_no_unknown_fields() -> None:
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [{**USER, "weight": 1}, {"role": "user", "content": [part]}]}
+    parsed = parse_body(_json(body), ChatCompletionRequest)
+    assert parsed.messages[0].for_template()["weight"] == 1
+    assert parsed.messages[1].for_template()["content"] == "a"
+    assert parsed.unknown_fields() == []
+
+
+async def test_whole_numbers_are_integers() -> None:
+    body = {"prompt": "the dog", "max_tokens": 3.0, "n": 1.0, "seed": 4.0, "top_k": -1.0}
+    async with http_node() as node:
+        response = await node.client.post(
+            "/v1/completions", json={**body, "stop_token_ids": [7.0], "priority": 2.0}
+        )
+        assert response.json()["usage"]["completion_tokens"] == 3
+        spec = node.engine.only.request.spec
+        assert (spec.sampling.seed, spec.priority, spec.sampling.stop_token_ids) == (4, 2, (7,))
+        assert type(spec.sampling.max_tokens) is int
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
