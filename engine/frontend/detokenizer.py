@@ -62,9 +62,12 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """Returns what was kept back: no more tokens will come."""
+        """Returns what was kept back: no more tokens will come, or none that complete it."""
         text = self._decode(self._window)
-        return self._take(text, len(text))
+        rest = self._take(text, len(text))
+        if rest:
+            self._window, self._num_given, self._anchor = [], 0, 0
+        return rest
 
     def _take(self, text: str, stop: int) -> str:
         new = text[self._num_given : stop]

@@ -29,6 +29,8 @@ class GenerationRequest:
     eos_token_ids: tuple[int, ...] = ()
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
+    marker_token_ids: frozenset[int] = frozenset()
+    """Tokens that the reader of the outputs wants to see as such, in `RequestOutput.pieces`."""
     arrival_time: float = field(default_factory=time.monotonic)
     """The CLOCK_MONOTONIC seconds at which the request arrived."""
 

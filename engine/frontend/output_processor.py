@@ -17,6 +17,7 @@ from typing import Protocol
 
 from engine.frontend.detokenizer import Decoder, Detokenizer, StopStringMatcher
 from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.pieces import Piece, PieceQueue
 from engine.outputs import PromptLogprobs, TokenLogprobs
 
 
@@ -26,6 +27,8 @@ class RequestOutput:
 
     Attributes:
         text: Certain text only: never half a character, never a part of a stop string.
+        pieces: The same text in pieces, with the marker tokens that the request names; None when it
+            names none.
         logprobs: One for each of `token_ids`, or None when not asked for.
         prompt_logprobs: With the first token: of all tokens of the prompt but its first, in parts
             and in order. None when not asked for, or when the prompt has one token.
@@ -40,6 +43,7 @@ class RequestOutput:
     request_id: str
     token_ids: list[int]
     text: str
+    pieces: list[Piece] | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
     finish_reason: str | None = None
@@ -73,6 +77,8 @@ class OutputProcessor:
         self._eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._matcher = StopStringMatcher(sampling.stop)
+        self._markers = request.marker_token_ids
+        self._pieces = PieceQueue() if self._markers and tokenizer is not None else None
         self._num_resumed_tokens = request.spec.num_resumed_tokens
         self._prompt_logprobs: list[PromptLogprobs] = []
         """Log probabilities of the prompt, until they are given."""
@@ -119,6 +125,11 @@ class OutputProcessor:
         if self._matcher.matched is not None:
             finish_reason, stop_reason = "stop", self._matcher.matched
         self.finished = bool(finish_reason)
+        pieces: list[Piece] | None = None
+        if self._pieces is not None:
+            pieces = self._pieces.take(len(text), is_end=self.finished)
+            if finish_reason == "stop" and self._matcher.matched is None:
+                pieces += [id_ for id_ in token_ids[-1:] if id_ in self._markers]
         prompt_logprobs: list[PromptLogprobs] | None = None
         if token_ids and self._prompt_logprobs:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
@@ -126,6 +137,7 @@ class OutputProcessor:
             request_id=self.request_id,
             token_ids=token_ids[:used],
             text=text,
+            pieces=pieces,
             logprobs=logprobs[:used] if logprobs else None,
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason or None,
@@ -166,7 +178,10 @@ class OutputProcessor:
             self.num_output_tokens += 1
             if self._detokenizer is None or (ends_with_stop_token and index == last):
                 continue
-            piece = self._detokenizer.push(token_id)
+            if self._pieces is None:
+                piece = self._detokenizer.push(token_id)
+            else:
+                piece = self._add_piece(token_id, self._detokenizer, self._pieces)
             if self.num_output_tokens <= self._sampling.min_tokens:
                 text += piece
                 continue
@@ -175,7 +190,22 @@ class OutputProcessor:
                 return index + 1, text
         return len(token_ids), text
 
+    def _add_piece(self, token_id: int, detokenizer: Detokenizer, pieces: PieceQueue) -> str:
+        """Takes in a token's piece and returns its text. A marker ends a character that is not
+        complete."""
+        if token_id not in self._markers:
+            text = detokenizer.push(token_id)
+            pieces.add(text, text)
+            return text
+        if rest := detokenizer.flush():
+            pieces.add(rest, rest)
+        text = detokenizer.push(token_id)
+        pieces.add(token_id, text)
+        return rest + text
+
     def _flush(self) -> str:
         """Returns the rest of the text. A stop string may still become complete in it."""
         rest = self._detokenizer.flush() if self._detokenizer is not None else ""
+        if rest and self._pieces is not None:
+            self._pieces.add(rest, rest)
         return self._matcher.push(rest) + self._matcher.flush()

@@ -63,6 +63,8 @@ class Tokenizer:
         self.max_token_length = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         """The number of characters of the longest token: n tokens hold at most n times as many."""
         self._added = backend.get_added_tokens_decoder()
+        self.added_token_ids = {token.content: id_ for id_, token in self._added.items()}
+        """The ids of special and other added tokens, by their text."""
         self._byte_of_char = _byte_level_alphabet() if _is_byte_level(backend) else {}
 
     @classmethod

@@ -174,3 +174,112 @@ def test_groups_of_tokens_give_the_same_as_single_ones(
         return collect(outputs), last.finish_reason, last.stop_reason, used
 
     assert run([[token] for token in ids]) == run(groups)
+
+
+USER, END = 2, 3
+"""Special tokens of the byte-level tokenizer, named as markers below."""
+
+
+def with_markers(*, shown: bool = False, **sampling: Any) -> OutputProcessor:
+    """Makes a processor whose request names two markers, which tokenizers hide, or show if they are
+    no special tokens."""
+    params = SamplingParams(**{"max_tokens": 100, **sampling})
+    request = GenerationRequest(
+        "r",
+        RequestSpec([5, 6], params),
+        eos_token_ids=(EOS,),
+        marker_token_ids=frozenset((USER, END)),
+    )
+    return OutputProcessor(request, ShowsSpecialTokens() if shown else byte_level())
+
+
+class ShowsSpecialTokens:
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return byte_level().decode(token_ids, skip_special_tokens=False)
+
+
+def in_cuts(process: OutputProcessor, ids: list[int], cuts: list[int], **end: Any) -> list[Any]:
+    """Gives the tokens in groups, the last with the end of the request, and returns all outputs."""
+    edges = [0, *sorted(cuts), len(ids)]
+    groups = [ids[start:stop] for start, stop in pairwise(edges)]
+    outputs = [process.process(group) for group in groups[:-1]]
+    return [*outputs, process.process(groups[-1], **{"finish_reason": "length", **end})]
+
+
+def pieces_of(outputs: list[RequestOutput]) -> list[str | int]:
+    return [piece for output in outputs for piece in output.pieces or []]
+
+
+def test_only_requests_that_name_markers_get_pieces() -> None:
+    assert processor().process([USER, *tokens("dog")]).pieces is None
+
+
+def test_pieces_are_the_text_of_each_token_and_the_ids_of_markers() -> None:
+    ids = tokens("the dog")
+    output = with_markers().process([*ids, USER, *ids, END])
+    words = [byte_level().decode([id_]) for id_ in ids]
+    assert output.pieces == [*words, USER, *words, END]
+    assert output.text == "the dogthe dog"
+
+
+def test_text_that_spells_a_marker_is_no_marker() -> None:
+    output = with_markers().process([*tokens("<|us"), *tokens("er|>"), USER])
+    assert output.pieces is not None
+    assert [piece for piece in output.pieces if isinstance(piece, int)] == [USER]
+    assert "".join(map(str, output.pieces)) == f"<|user|>{USER}"
+
+
+def test_a_marker_ends_a_character_that_is_not_complete() -> None:
+    broken = tokens("ü")[:1]
+    for cuts in ([], [1], [2], [1, 2]):
+        outputs = in_cuts(with_markers(), [*broken, USER, *tokens("x")], cuts)
+        assert pieces_of(outputs) == ["", "\ufffd", USER, "x"]
+        assert collect(outputs) == "\ufffdx"
+
+
+def test_a_stop_token_is_a_piece_only_as_a_marker() -> None:
+    ids = tokens("dog")
+    for stop, expected in ((END, [END]), (EOS, [])):
+        output = with_markers().process([*ids, stop], finish_reason="stop")
+        assert output.pieces == [*(byte_level().decode([id_]) for id_ in ids), *expected]
+        assert output.text == "dog"
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_stop_strings_match_across_markers(shown: bool) -> None:
+    ids = [*tokens("dog"), USER, *tokens("fox")]
+    stop = "g<|user|>f" if shown else "gf"
+    outputs = in_cuts(with_markers(shown=shown, stop=(stop,)), ids, [])
+    assert pieces_of(outputs)[-1] != USER
+    assert collect(outputs) == "".join(map(str, pieces_of(outputs))) == "do"
+    assert outputs[-1].stop_reason == stop
+
+
+def test_a_stop_string_inside_a_visible_marker_leaves_text() -> None:
+    outputs = in_cuts(with_markers(shown=True, stop=("er|>",)), [*tokens("x"), USER], [])
+    assert pieces_of(outputs) == ["x", "<|us"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_pieces_join_to_the_text_and_do_not_depend_on_cuts(data: Any) -> None:
+    """Hidden and shown markers, stop strings or none, characters broken at any place."""
+    ids = data.draw(st.lists(st.sampled_from([*tokens("ab ü の"), *tokens("の")[:2], USER, END])))
+    shown = data.draw(st.booleans())
+    stop = data.draw(st.sampled_from([(), ("ab",), ("a", "b b"), ("<|", "ü"), ("\ufffd",)]))
+    cuts = data.draw(st.lists(st.integers(0, len(ids))))
+    whole = in_cuts(with_markers(shown=shown, stop=stop), ids, [])
+    process = with_markers(shown=shown, stop=stop)
+    outputs: list[RequestOutput] = []
+    for start, end in pairwise([0, *sorted(cuts), len(ids)]):
+        if not process.finished:
+            outputs.append(process.process(ids[start:end]))
+    if not process.finished:
+        outputs.append(process.process([], finish_reason="length"))
+    pieces = pieces_of(outputs)
+    names = {USER: "<|user|>", END: "<|end|>"} if shown else {USER: "", END: ""}
+    text = "".join(piece if isinstance(piece, str) else names[piece] for piece in pieces)
+    assert text == collect(outputs) == collect(whole)
+    assert pieces == pieces_of(whole)
+    if not stop:
+        assert [p for p in pieces if isinstance(p, int)] == [i for i in ids if i in (USER, END)]

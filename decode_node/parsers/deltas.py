@@ -1,0 +1,51 @@
+"""Deltas: the news in an answer, by part.
+
+An answer is, in this order of events and each part as often as the model likes,
+
+    ReasoningText*   ContentText*   ( CallStart  CallArguments*  CallEnd )*
+
+A client concatenates texts of a kind, and arguments by the call's index. Calls come one after the
+other, with indices 0, 1, 2 and so on; content may stand before, between and behind them. No text in
+a delta is empty.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ReasoningText(msgspec.Struct, frozen=True):
+    """More of what the model thinks."""
+
+    text: str
+
+
+class ContentText(msgspec.Struct, frozen=True):
+    """More of what the model says."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True):
+    """The model calls the function `name`."""
+
+    index: int
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """More of a call's arguments: a fragment of JSON text, verbatim from the model where its format
+    has JSON."""
+
+    index: int
+    text: str
+
+
+class CallEnd(msgspec.Struct, frozen=True):
+    """The call's arguments have ended. Without `is_complete` they broke off."""
+
+    index: int
+    is_complete: bool = True
+
+
+Delta = ReasoningText | ContentText | CallStart | CallArguments | CallEnd

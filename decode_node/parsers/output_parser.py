@@ -1,0 +1,56 @@
+"""Parses the output of one choice.
+
+1. `push` with the pieces of each output, a replayed one among them; returns what is new
+2. `finish` once, when the request has ended; returns what was kept back
+3. `incomplete` then tells whether the answer broke off inside of reasoning or of a call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from decode_node.parsers.delta_sink import DeltaSink
+from decode_node.parsers.deltas import Delta
+from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.stage import Stage
+from engine.frontend.pieces import Piece
+
+
+class OutputParser:
+    """Turns pieces into deltas.
+
+    Attributes:
+        num_reasoning_tokens: Tokens inside of reasoning so far, its markers not counted.
+    """
+
+    def __init__(self, markers: MarkerTokens, stage: Stage, *, may_call: bool) -> None:
+        self._markers = markers
+        self._stage = stage
+        self._sink = DeltaSink(markers, may_call=may_call)
+        self.num_reasoning_tokens = 0
+
+    def push(self, pieces: Iterable[Piece]) -> list[Delta]:
+        """Takes the next pieces. Never raises, whatever the model writes."""
+        stage = self._stage
+        for piece in pieces:
+            if piece != "":
+                stage.push(self._markers.marked(piece), self._sink)
+            if stage.is_reasoning and isinstance(piece, str):
+                self.num_reasoning_tokens += 1
+        return self._sink.take()
+
+    def finish(self) -> list[Delta]:
+        """Ends the answer, wherever it is."""
+        self._stage.finish(self._sink)
+        self._sink.finish()
+        return self._sink.take()
+
+    @property
+    def num_calls(self) -> int:
+        """Returns the number of calls that have started."""
+        return self._sink.num_calls
+
+    @property
+    def incomplete(self) -> str:
+        """Returns `reasoning` or `call` when the answer ended inside of one, else ""."""
+        return self._sink.incomplete

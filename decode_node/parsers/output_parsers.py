@@ -1,0 +1,103 @@
+"""Chooses the parsers of one server's model, and makes one for each choice of an answer.
+
+1. at start: `OutputParsers.of_model`, by name or by the chat template
+2. a request: `marker_token_ids` goes into its `GenerationRequest`, and `opens_reasoning` is
+   asked about its rendered prompt
+3. each choice: `parser`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from decode_node.parsers.families import REASONING_FORMATS, ReasoningFormat
+from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.output_parser import OutputParser
+from decode_node.parsers.reasoning import ReasoningStage
+from decode_node.parsers.stage import PlainContent, Stage
+
+AUTO = "auto"
+
+
+class UnknownParser(ValueError):
+    """No parser has this name. The text lists those there are."""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class ModelTexts(Protocol):
+    """The part of a tokenizer that parsers are chosen by."""
+
+    added_token_ids: Mapping[str, int]
+
+
+class OutputParsers:
+    """Holds the formats of one model.
+
+    Attributes:
+        marker_token_ids: Tokens that a parser wants to see as pieces of their own.
+        reasoning_parser: The name of the parser of reasoning, "" for none.
+    """
+
+    def __init__(
+        self, added_token_ids: Mapping[str, int], reasoning: ReasoningFormat | None = None
+    ) -> None:
+        self._reasoning = reasoning
+        self.reasoning_parser = reasoning.names[0] if reasoning else ""
+        self._markers = MarkerTokens(added_token_ids, reasoning.literals if reasoning else ())
+        self.marker_token_ids = self._markers.token_ids
+
+    @classmethod
+    def of_model(
+        cls, tokenizer: ModelTexts, template: str = "", *, reasoning_parser: str = AUTO
+    ) -> OutputParsers:
+        """Chooses parsers by their names; `auto` recognises the format in the chat template's
+        source, and "" is none. Raises `UnknownParser`."""
+        if reasoning_parser == AUTO:
+            reasoning = next(
+                (f for f in REASONING_FORMATS if f.begin in template and f.end in template), None
+            )
+        else:
+            reasoning = _named(reasoning_parser)
+        return cls(tokenizer.added_token_ids, reasoning)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Returns whether a rendered prompt ends inside of reasoning. Markers of former turns do
+        not count, so nothing but its end is looked at."""
+        return self._reasoning is not None and prompt.rstrip().endswith(self._reasoning.begin)
+
+    def parser(
+        self, tools: Sequence[Tool] = (), *, is_reasoning_open: bool = False
+    ) -> OutputParser:
+        """Returns the parser of one choice. Calls of functions that are not among `tools` are
+        content; without tools no call is parsed."""
+        stage: Stage = PlainContent()
+        if self._reasoning is not None:
+            markers, form = self._markers, self._reasoning
+            stage = ReasoningStage(
+                markers.translate(form.begin),
+                markers.translate(form.end),
+                stage,
+                is_open=is_reasoning_open,
+                ends_before=markers.translate(form.ends_before),
+            )
+        return OutputParser(self._markers, stage, may_call=bool(tools))
+
+
+def _named(name: str) -> ReasoningFormat | None:
+    if not name:
+        return None
+    for form in REASONING_FORMATS:
+        if name in form.names:
+            return form
+    known = ", ".join(sorted(name for form in REASONING_FORMATS for name in form.names))
+    raise UnknownParser(f"no reasoning parser is called {name!r}; there are auto, {known}")

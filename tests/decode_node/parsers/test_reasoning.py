@@ -1,0 +1,106 @@
+"""Reasoning and content: by special tokens, by text, opened by the prompt or by the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
+from tests.decode_node.parsers.parsing import Parsed, parse, pieces, random_cuts, two_part_cuts
+
+THINK = {"<think>": 7, "</think>": 8}
+TEMPLATE = "{{ '<think>' + thoughts + '</think>' }}"
+
+
+class Texts:
+    def __init__(self, added: dict[str, int]) -> None:
+        self.added_token_ids = added
+
+
+def parsers(added: dict[str, int], name: str = "deepseek_r1") -> OutputParsers:
+    return OutputParsers.of_model(Texts(added), reasoning_parser=name)
+
+
+def read(text: str, *, added: dict[str, int], is_open: bool, name: str = "deepseek_r1") -> Parsed:
+    """Parses a text whole, in every two parts and in random parts, and checks that all agree."""
+    made = parsers(added, name)
+    stream = pieces(text, added)
+    whole = parse(made.parser(is_reasoning_open=is_open), [stream])
+    for cut in [*two_part_cuts(stream), *(random_cuts(stream, seed) for seed in range(50))]:
+        assert parse(made.parser(is_reasoning_open=is_open), cut) == whole
+    return whole
+
+
+@pytest.mark.parametrize("added", [THINK, {}], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "content", "incomplete"),
+    [
+        ("a <b\n</think>\n\nyes", True, "a <b\n", "\n\nyes", ""),
+        ("<think>\nhm</think>yes", False, "\nhm", "yes", ""),
+        ("\n<think>hm</think>yes", False, "hm", "yes", ""),
+        ("<think>hm</think>yes", True, "hm", "yes", ""),
+        ("yes", False, "", "yes", ""),
+        (" </thin", False, "", " </thin", ""),
+        ("\n <thi", False, "", "\n <thi", ""),
+        ("hm, </thin", True, "hm, </thin", "", "reasoning"),
+        ("", True, "", "", "reasoning"),
+        ("</think>yes", True, "", "yes", ""),
+        ("yes <think>no</think>", False, "", "yes <think>no</think>", ""),
+        ("hm</think>a</think><think>b", True, "hm", "a</think><think>b", ""),
+        ("<tool_call>{}</tool_call></think>yes", True, "<tool_call>{}</tool_call>", "yes", ""),
+    ],
+)
+def test_reasoning_is_the_first_stretch(
+    added: dict[str, int], text: str, is_open: bool, reasoning: str, content: str, incomplete: str
+) -> None:
+    answer = read(text, added=added, is_open=is_open)
+    assert (answer.reasoning, answer.content) == (reasoning, content)
+    assert answer.incomplete == incomplete
+
+
+def test_text_that_spells_a_marker_is_text_where_the_marker_is_a_token() -> None:
+    made = parsers(THINK)
+    spelled = [*"say </think>", 8, *"yes"]
+    answer = parse(made.parser(is_reasoning_open=True), [spelled])
+    assert (answer.reasoning, answer.content) == ("say </think>", "yes")
+
+
+def test_reasoning_tokens_are_those_between_the_markers() -> None:
+    answer = read("<think>four</think>and more", added=THINK, is_open=False)
+    assert answer.num_reasoning_tokens == 4
+    assert read("four</think>more", added=THINK, is_open=True).num_reasoning_tokens == 4
+    assert read("more", added=THINK, is_open=False).num_reasoning_tokens == 0
+    made = parsers(THINK)
+    broken = made.parser(is_reasoning_open=True)
+    broken.push(["", "ü", 8, "x"])
+    assert broken.num_reasoning_tokens == 2
+
+
+def test_kimi_may_call_without_ending_its_reasoning() -> None:
+    added = {"<|tool_calls_section_begin|>": 9}
+    answer = read("hm<|tool_calls_section_begin|>x", added=added, is_open=True, name="kimi_k2")
+    assert (answer.reasoning, answer.content) == ("hm", "<|tool_calls_section_begin|>x")
+
+
+def test_the_prompt_decides_by_its_end_alone() -> None:
+    made = parsers(THINK)
+    assert made.opens_reasoning("<|user|>hi<|assistant|><think>\n")
+    assert not made.opens_reasoning("<|user|>what is <think>?<|assistant|>")
+    assert not made.opens_reasoning("<|assistant|><think>\n\n</think>\n\n")
+    assert not OutputParsers.of_model(Texts({}), reasoning_parser="").opens_reasoning("<think>")
+
+
+def test_auto_recognises_the_template() -> None:
+    assert OutputParsers.of_model(Texts(THINK), TEMPLATE).reasoning_parser == "deepseek_r1"
+    assert OutputParsers.of_model(Texts({}), "[THINK]x[/THINK]").reasoning_parser == "mistral"
+    none = OutputParsers.of_model(Texts({}), "{{ messages }}")
+    assert (none.reasoning_parser, none.marker_token_ids) == ("", frozenset())
+
+
+def test_only_tokens_of_the_format_are_markers() -> None:
+    made = parsers({**THINK, "<|im_end|>": 9, " ": 10, "<": 11})
+    assert made.marker_token_ids == {7, 8}
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UnknownParser, match=r"'qwen9'; there are auto, deepseek_r1, .*qwen3"):
+        parsers(THINK, "qwen9")
