@@ -9,29 +9,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-import msgspec
+from typing import Protocol
 
 from decode_node.parsers.families import REASONING_FORMATS, ReasoningFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.reasoning import ReasoningStage
 from decode_node.parsers.stage import PlainContent, Stage
+from decode_node.protocol.tools import Tool
 
 AUTO = "auto"
 
 
 class UnknownParser(ValueError):
     """No parser has this name. The text lists those there are."""
-
-
-class Tool(msgspec.Struct, frozen=True):
-    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
-
-    name: str
-    parameters: dict[str, Any] = {}
-    strict: bool = False
 
 
 class ModelTexts(Protocol):
