@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningFormat:
-    """A format of reasoning: what stands around it.
+class ReasoningFamily:
+    """A family of models by what they write around their reasoning.
 
     Attributes:
         names: Names of the parser on the command line.
@@ -28,17 +28,17 @@ class ReasoningFormat:
         return tuple(filter(None, (self.begin, self.end, self.ends_before)))
 
 
-REASONING_FORMATS = (
-    ReasoningFormat(
+REASONING_FAMILIES = (
+    ReasoningFamily(
         ("deepseek_r1", "deepseek_v3", "qwen3", "glm45"),
         begin="<think>",
         end="</think>",
     ),
-    ReasoningFormat(
+    ReasoningFamily(
         ("kimi_k2",),
         begin="<think>",
         end="</think>",
         ends_before="<|tool_calls_section_begin|>",
     ),
-    ReasoningFormat(("mistral",), begin="[THINK]", end="[/THINK]"),
+    ReasoningFamily(("mistral",), begin="[THINK]", end="[/THINK]"),
 )

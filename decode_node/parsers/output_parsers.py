@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from decode_node.parsers.families import REASONING_FORMATS, ReasoningFormat
+from decode_node.grammar.reasoning import Marker, ReasoningFormat
+from decode_node.parsers.families import REASONING_FAMILIES, ReasoningFamily
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.reasoning import ReasoningStage
@@ -37,13 +38,22 @@ class OutputParsers:
     Attributes:
         marker_token_ids: Tokens that a parser wants to see as pieces of their own.
         reasoning_parser: The name of the parser of reasoning, "" for none.
+        reasoning_format: What the model writes around its reasoning; None for none.
     """
 
     def __init__(
-        self, added_token_ids: Mapping[str, int], reasoning: ReasoningFormat | None = None
+        self, added_token_ids: Mapping[str, int], reasoning: ReasoningFamily | None = None
     ) -> None:
         self._reasoning = reasoning
         self.reasoning_parser = reasoning.names[0] if reasoning else ""
+        self.reasoning_format = (
+            ReasoningFormat(
+                Marker(reasoning.begin, added_token_ids.get(reasoning.begin)),
+                Marker(reasoning.end, added_token_ids.get(reasoning.end)),
+            )
+            if reasoning
+            else None
+        )
         self._markers = MarkerTokens(added_token_ids, reasoning.literals if reasoning else ())
         self.marker_token_ids = self._markers.token_ids
 
@@ -55,16 +65,11 @@ class OutputParsers:
         source, and "" is none. Raises `UnknownParser`."""
         if reasoning_parser == AUTO:
             reasoning = next(
-                (f for f in REASONING_FORMATS if f.begin in template and f.end in template), None
+                (f for f in REASONING_FAMILIES if f.begin in template and f.end in template), None
             )
         else:
             reasoning = _named(reasoning_parser)
         return cls(tokenizer.added_token_ids, reasoning)
-
-    def opens_reasoning(self, prompt: str) -> bool:
-        """Returns whether a rendered prompt ends inside of reasoning. Markers of former turns do
-        not count, so nothing but its end is looked at."""
-        return self._reasoning is not None and prompt.rstrip().endswith(self._reasoning.begin)
 
     def parser(
         self, tools: Sequence[Tool] = (), *, is_reasoning_open: bool = False
@@ -84,11 +89,11 @@ class OutputParsers:
         return OutputParser(self._markers, stage, may_call=bool(tools))
 
 
-def _named(name: str) -> ReasoningFormat | None:
+def _named(name: str) -> ReasoningFamily | None:
     if not name:
         return None
-    for form in REASONING_FORMATS:
+    for form in REASONING_FAMILIES:
         if name in form.names:
             return form
-    known = ", ".join(sorted(name for form in REASONING_FORMATS for name in form.names))
+    known = ", ".join(sorted(name for form in REASONING_FAMILIES for name in form.names))
     raise UnknownParser(f"no reasoning parser is called {name!r}; there are auto, {known}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from decode_node.grammar.reasoning import ReasoningState, reasoning_state
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
 from tests.decode_node.parsers.parsing import Parsed, parse, pieces, random_cuts, two_part_cuts
 
@@ -82,11 +83,15 @@ def test_kimi_may_call_without_ending_its_reasoning() -> None:
 
 
 def test_the_prompt_decides_by_its_end_alone() -> None:
-    made = parsers(THINK)
-    assert made.opens_reasoning("<|user|>hi<|assistant|><think>\n")
-    assert not made.opens_reasoning("<|user|>what is <think>?<|assistant|>")
-    assert not made.opens_reasoning("<|assistant|><think>\n\n</think>\n\n")
-    assert not OutputParsers.of_model(Texts({}), reasoning_parser="").opens_reasoning("<think>")
+    form = parsers(THINK).reasoning_format
+    assert form is not None and (form.begin.token_id, form.end.token_id) == (7, 8)
+    for prompt, is_open in [
+        ("<|user|>hi<|assistant|><think>\n", True),
+        ("<|user|>what is <think>?<|assistant|>", False),
+        ("<|assistant|><think>\n\n</think>\n\n", False),
+    ]:
+        assert (reasoning_state(prompt, form) is ReasoningState.OPEN) is is_open
+    assert OutputParsers.of_model(Texts({}), reasoning_parser="").reasoning_format is None
 
 
 def test_auto_recognises_the_template() -> None:
