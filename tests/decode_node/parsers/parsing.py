@@ -28,7 +28,7 @@ class Call:
 
 @dataclass
 class Parsed:
-    """What a client has when it has joined all deltas."""
+    """Holds what a client has when it has joined all deltas."""
 
     reasoning: str = ""
     content: str = ""
