@@ -78,6 +78,15 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         gt=0,
         description="Seconds after which a client that reads nothing is disconnected.",
     )
+    reasoning_parser: str = Field(
+        default="auto",
+        description="How this model writes its reasoning, by vLLM's name of the parser. `auto` "
+        "recognises it in the chat template; `none` leaves reasoning in the text.",
+    )
+    reasoning_alias: bool = Field(
+        default=False,
+        description="Tell reasoning as `reasoning` too, not only as `reasoning_content`.",
+    )
     trust_request_chat_template: bool = Field(
         default=False,
         description="Let requests bring a chat template of their own (`chat_template`). It runs in "

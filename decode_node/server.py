@@ -27,6 +27,8 @@ from decode_node.http.ignored_fields import IgnoredFields
 from decode_node.http.router_headers import prefill_nodes
 from decode_node.http.routes import Api, ApiState
 from decode_node.metrics import DecodeMetrics
+from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
+from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.openai_serving import OpenAIServing
 from edge.address import join_address
 from edge.http.guarded_protocol import guarded_protocol
@@ -42,6 +44,7 @@ from engine.node.http_server import HttpServer, ProbeServer, listen
 from engine.node.lifetime import NodeLifetime
 from engine.node.metrics import EngineCollector
 from engine.node.process import StopSignal, emit_ready, start_engine
+from engine.node.settings import SettingsError
 from engine.node.status import NodeStatus
 from tandem_pb import node_pb2
 
@@ -183,6 +186,7 @@ async def serve(settings: DecodeNodeSettings) -> int:
     config = settings.to_engine_config("kv_consumer")
     traces = TraceFile.open(settings.trace_file, "tandem-decode", config.engine_id)
     tokenizer = Tokenizer.of_model(config.model)
+    create_parsers(settings, tokenizer)  # A wrong name costs no loading of weights.
     engine = await start_engine(config, tokenizer, stop)
     if engine is None:
         return 0
@@ -247,6 +251,9 @@ def create_node_app(
     state: ApiState,
     callers: CallerCheck,
 ) -> ASGIApp:
+    reading = ChatReading(
+        create_parsers(settings, tokenizer), names_reasoning_twice=settings.reasoning_alias
+    )
     serving = OpenAIServing(
         engine.config,
         tokenizer,
@@ -255,6 +262,7 @@ def create_node_app(
         max_choices=settings.max_choices,
         send_timeout_s=settings.send_timeout_s,
         heartbeats=state.heartbeats,
+        reading=reading,
         trusts_templates=settings.trust_request_chat_template,
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
@@ -269,3 +277,16 @@ def read_api_keys(settings: DecodeNodeSettings) -> CallerKeys:
     if settings.api_key_file is not None:
         keys += settings.api_key_file.read_text(encoding="utf-8").splitlines()
     return CallerKeys(key.strip() for key in keys)
+
+
+def create_parsers(settings: DecodeNodeSettings, tokenizer: Tokenizer) -> OutputParsers:
+    """Chooses the parsers of the model's output. Raises `SettingsError`."""
+    name = settings.reasoning_parser
+    try:
+        return OutputParsers.of_model(
+            tokenizer,
+            tokenizer.template_sources,
+            reasoning_parser="" if name == "none" else name,
+        )
+    except UnknownParser as error:
+        raise SettingsError(str(error)) from None

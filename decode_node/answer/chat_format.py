@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
+from decode_node.answer.call_ids import CallIds
 from decode_node.answer.format import FormatOptions, ResponseFormat, unset
 from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.logprobs import TokenTexts, chat_logprobs
+from decode_node.answer.output_readers import CallNews, News, OutputReaders
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.chat import (
+from decode_node.protocol.chat_answer import (
+    CalledFunctionOut,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -18,49 +23,77 @@ from decode_node.protocol.chat import (
     ChatDelta,
     ChatLogprobs,
     ChatMessageOut,
+    FunctionDelta,
+    ToolCallDelta,
+    ToolCallOut,
 )
-from decode_node.protocol.usage import Usage
+from decode_node.protocol.usage import CompletionTokensDetails, Usage
 from engine.frontend.output_processor import RequestOutput
 from engine.outputs import TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Says how messages are read and told.
+
+    Attributes:
+        is_named: The request names the function to call; the API ends such an answer with `stop`.
+        tells_reasoning: Reasoning is part of the answer.
+        names_reasoning_twice: Reasoning also has vLLM's newer name.
+    """
+
+    readers: OutputReaders = field(default_factory=OutputReaders)
+    call_style: str = ""
+    num_calls_before: int = 0
+    is_named: bool = False
+    tells_reasoning: bool = True
+    names_reasoning_twice: bool = False
+
+
 class ChatFormat(ResponseFormat):
-    """Forms bodies of /v1/chat/completions."""
+    """Forms bodies of /v1/chat/completions. Text that a parser keeps back is told with a later
+    chunk; token ids and log probabilities are told with their own output."""
 
     id_prefix = "chatcmpl"
 
     def __init__(
-        self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: TokenTexts,
+        options: FormatOptions,
+        chat: ChatOptions | None = None,
     ) -> None:
         super().__init__(request_id, model, tokenizer, options)
+        self._chat = chat or ChatOptions()
+        self._readers = self._chat.readers
         self._begun: set[int] = set()
         """Choices whose role was sent."""
 
     def chunk(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
     ) -> bytes | None:
-        if not self._has_news(output):
+        news = News.joined(self._readers.read(choice.index, output))
+        if not (self._shows(news) or self._has_more(output)):
             return None
         is_first = choice.index not in self._begun
         self._begun.add(choice.index)
         item = ChatChunkChoice(
             index=choice.index,
-            delta=ChatDelta(
-                role="assistant" if is_first else UNSET,
-                content=output.text if output.text or is_first else UNSET,
-            ),
+            delta=self._delta(choice, news, is_first=is_first),
             logprobs=self._logprobs(output.logprobs),
-            finish_reason=output.finish_reason,
+            finish_reason=self._finish_reason(choice, output.finish_reason),
             stop_reason=unset(output.stop_reason),
             token_ids=self._token_ids(output.token_ids),
         )
         return self._encode([item], self._chunk_usage(choice), timeline)
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
+        self._readers.read(choice.index, output)
         self._begun.add(choice.index)
 
     def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes:
-        return self._encode([], usage, timeline)
+        return self._encode([], self._with_details(usage), timeline)
 
     def body(
         self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
@@ -68,9 +101,9 @@ class ChatFormat(ResponseFormat):
         choices = [
             ChatChoice(
                 index=result.choice.index,
-                message=ChatMessageOut(content=result.text),
+                message=self._message(result),
                 logprobs=self._logprobs(result.logprobs),
-                finish_reason=result.finish_reason,
+                finish_reason=self._finish_reason(result.choice, result.finish_reason),
                 stop_reason=unset(result.stop_reason),
                 token_ids=self._token_ids(result.token_ids),
                 prompt_token_ids=self._token_ids(result.choice.request.spec.own_prompt_token_ids),
@@ -83,11 +116,81 @@ class ChatFormat(ResponseFormat):
                 created=self.created,
                 model=self.model,
                 choices=choices,
-                usage=usage,
+                usage=self._with_details(usage),
                 prompt_logprobs=self._prompt_logprobs(results[0]),
                 timeline=timeline,
             )
         )
+
+    def _shows(self, news: News) -> bool:
+        return bool(news.content or news.calls or (news.reasoning and self._chat.tells_reasoning))
+
+    def _has_more(self, output: RequestOutput) -> bool:
+        """Says whether an output has something to tell besides its text."""
+        has_tokens = self._options.return_token_ids and output.token_ids
+        return bool(output.logprobs or output.finished or has_tokens)
+
+    def _delta(self, choice: Choice, news: News, *, is_first: bool) -> ChatDelta:
+        opens_with_text = is_first and not self._readers.has_parsers
+        delta = ChatDelta(
+            role="assistant" if is_first else UNSET,
+            content=news.content if news.content or opens_with_text else UNSET,
+        )
+        if news.reasoning and self._chat.tells_reasoning:
+            delta.reasoning_content = news.reasoning
+            if self._chat.names_reasoning_twice:
+                delta.reasoning = news.reasoning
+        if news.calls:
+            delta.tool_calls = [self._call_delta(choice, call) for call in news.calls]
+        return delta
+
+    def _call_delta(self, choice: Choice, call: CallNews) -> ToolCallDelta:
+        if call.name is None:
+            function = FunctionDelta(arguments=call.arguments)
+            return ToolCallDelta(index=call.index, function=function)
+        return ToolCallDelta(
+            index=call.index,
+            id=self._call_ids().name(choice.index, call.index, call.name),
+            type="function",
+            function=FunctionDelta(name=call.name, arguments=call.arguments),
+        )
+
+    def _message(self, result: ChoiceResult) -> ChatMessageOut:
+        news = News.joined(self._readers.read_whole(result))
+        has_parsers = self._readers.has_parsers
+        message = ChatMessageOut(content=(news.content or None) if has_parsers else news.content)
+        if self._chat.tells_reasoning and has_parsers:
+            message.reasoning_content = news.reasoning or None
+            if self._chat.names_reasoning_twice:
+                message.reasoning = message.reasoning_content
+        if news.calls:
+            ids, choice = self._call_ids(), result.choice.index
+            message.tool_calls = [
+                ToolCallOut(
+                    id=ids.name(choice, call.index, call.name or ""),
+                    function=CalledFunctionOut(call.name or "", call.arguments),
+                )
+                for call in news.calls
+            ]
+        return message
+
+    def _call_ids(self) -> CallIds:
+        """Returns the namer of calls. Ids may come twice from clients, the second of creation
+        tells their answers apart."""
+        answer = f"{self.id}/{self.created}"
+        return CallIds(answer, self._chat.call_style, self._chat.num_calls_before)
+
+    def _finish_reason(self, choice: Choice, reason: str | None) -> str | None:
+        """Returns `tool_calls` for an answer that ended behind its calls, unless the client had
+        named the function."""
+        is_called = reason == "stop" and self._readers.has_called(choice.index)
+        return "tool_calls" if is_called and not self._chat.is_named else reason
+
+    def _with_details(self, usage: Usage) -> Usage:
+        if not self._readers.has_parsers:
+            return usage
+        details = CompletionTokensDetails(self._readers.num_reasoning_tokens)
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _logprobs(self, logprobs: list[TokenLogprobs] | None) -> ChatLogprobs | None:
         return chat_logprobs(self._tokenizer, logprobs) if logprobs else None

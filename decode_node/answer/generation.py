@@ -17,6 +17,7 @@ from decode_node.protocol.usage import PromptTokensDetails, Usage
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
+from engine.frontend.pieces import Piece
 from engine.outputs import PromptLogprobs, TokenLogprobs
 
 
@@ -63,6 +64,8 @@ class ChoiceResult:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    """The text as its parser reads it; empty where the request names no marker tokens."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """The prompt's, from its second token on."""
     finish_reason: str | None = None
@@ -71,6 +74,7 @@ class ChoiceResult:
     def add(self, output: RequestOutput) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
+        self.pieces += output.pieces or ()
         self.logprobs += output.logprobs or []
         self.prompt_logprobs += unpacked(output.prompt_logprobs)
         self.finish_reason = output.finish_reason

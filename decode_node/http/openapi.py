@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from decode_node.protocol.chat import ChatChunk, ChatCompletion, ChatCompletionRequest
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.chat_answer import ChatChunk, ChatCompletion
 from decode_node.protocol.completions import Completion, CompletionRequest
 from decode_node.protocol.models import Model, ModelList
 from edge.http.errors import ErrorBody

@@ -29,7 +29,8 @@ class UnknownParser(ValueError):
 class ModelTexts(Protocol):
     """The part of a tokenizer that parsers are chosen by."""
 
-    added_token_ids: Mapping[str, int]
+    @property
+    def added_token_ids(self) -> Mapping[str, int]: ...
 
 
 class OutputParsers:
@@ -38,6 +39,7 @@ class OutputParsers:
     Attributes:
         marker_token_ids: Tokens that a parser wants to see as pieces of their own.
         reasoning_parser: The name of the parser of reasoning, "" for none.
+        tool_call_parser: The name of the parser of calls, "" for none.
         reasoning_format: What the model writes around its reasoning; None for none.
     """
 
@@ -46,6 +48,7 @@ class OutputParsers:
     ) -> None:
         self._reasoning = reasoning
         self.reasoning_parser = reasoning.names[0] if reasoning else ""
+        self.tool_call_parser = ""
         self.reasoning_format = (
             ReasoningFormat(
                 Marker(reasoning.begin, added_token_ids.get(reasoning.begin)),

@@ -1,22 +1,15 @@
-"""Reads and writes the bodies of /v1/chat/completions.
-
-In answers, fields set to UNSET are left out; None is written as null, where the API has null.
-"""
+"""Reads the bodies of /v1/chat/completions."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
-from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from decode_node.observe.timeline import Timeline
 from decode_node.protocol.body import Int, Name
 from decode_node.protocol.chat_messages import ChatMessage
 from decode_node.protocol.generation_body import GenerationBody
 from decode_node.protocol.tools import ToolUse, read_tools
-from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import BadRequest
 
 
@@ -47,6 +40,8 @@ class ChatCompletionRequest(GenerationBody):
     """Only `none` and `auto`: `tool_choice` replaced it."""
     reasoning_effort: Name | None = None
     """Goes to the chat template; `none` turns thinking off where the template can."""
+    include_reasoning: bool | None = None
+    """Tell what the model thinks; on unless it is false."""
 
     add_generation_prompt: bool | None = None
     """End the prompt where an answer begins; on unless it is false."""
@@ -112,72 +107,3 @@ class ChatCompletionRequest(GenerationBody):
 
 _PARAM_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """Engine parameters that this API calls otherwise."""
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class ChatDelta(msgspec.Struct, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatMessageOut(msgspec.Struct, kw_only=True):
-    role: str = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunk(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    timeline: Timeline | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    index: int
-    message: ChatMessageOut
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
-    timeline: Timeline | UnsetType = UNSET

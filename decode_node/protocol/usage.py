@@ -6,10 +6,17 @@ Fields set to UNSET are left out; None is written as null, where the API has nul
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """Says what answers consist of; only where something reads their reasoning."""
+
+    reasoning_tokens: int
 
 
 class Usage(msgspec.Struct):
@@ -17,6 +24,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class PromptLogprob(msgspec.Struct):

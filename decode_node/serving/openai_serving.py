@@ -33,6 +33,7 @@ from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import GenerationBody
+from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
 from edge.http import long_work
@@ -79,6 +80,7 @@ class OpenAIServing:
         max_choices: int,
         send_timeout_s: float,
         heartbeats: Heartbeats,
+        reading: ChatReading,
         trusts_templates: bool = False,
     ) -> None:
         self._model = config.model
@@ -90,6 +92,7 @@ class OpenAIServing:
         self._max_choices = max_choices
         self._send_timeout_s = send_timeout_s
         self._heartbeats = heartbeats
+        self._reading = reading
         self._serial = itertools.count()
         """Makes request ids of the engine unique, whatever ids clients send."""
 
@@ -105,7 +108,7 @@ class OpenAIServing:
             await self.prompts.echo(prompt, is_long=is_long) if body.echo else ""
             for prompt in prompts
         ]
-        form = self._format(CompletionFormat, body, context)
+        form = CompletionFormat(*self._format(body, context))
         choices = await self._choices(body, tokens, echoes, context)
         return self._answer(body, choices, form, context)
 
@@ -115,26 +118,24 @@ class OpenAIServing:
         body.check_supported()
         self._check_count(body, 1)
         tool_use = body.tool_use()
-        if tool_use.may_call:
-            raise BadRequest("tools are not supported, except with tool_choice none", param="tools")
-        tokens = [await self.prompts.of_chat(body, tool_use, is_long=context.is_long)]
-        form = self._format(ChatFormat, body, context)
-        choices = await self._choices(body, tokens, [""], context)
+        self._reading.check(tool_use)
+        text, tokens = await self.prompts.of_chat(body, tool_use, is_long=context.is_long)
+        form = ChatFormat(*self._format(body, context), self._reading.options(body, tool_use, text))
+        markers = self._reading.marker_token_ids(tool_use)
+        choices = await self._choices(body, [tokens], [""], context, markers)
         return self._answer(body, choices, form, context)
 
     def _format(
-        self,
-        kind: type[ResponseFormat],
-        body: CompletionRequest | ChatCompletionRequest,
-        context: RequestContext,
-    ) -> ResponseFormat:
+        self, body: CompletionRequest | ChatCompletionRequest, context: RequestContext
+    ) -> tuple[str, str, Tokenizer, FormatOptions]:
+        """Returns what every format is made of."""
         options = FormatOptions(
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
             return_token_ids=bool(body.return_token_ids),
             return_prompt_logprobs=body.prompt_logprobs is not None,
         )
-        return kind(context.request_id, self._model.served_model_name, self._tokenizer, options)
+        return context.request_id, self._model.served_model_name, self._tokenizer, options
 
     def _answer(
         self,
@@ -182,6 +183,7 @@ class OpenAIServing:
         prompts: list[list[int]],
         echoes: list[str],
         context: RequestContext,
+        marker_token_ids: frozenset[int] = frozenset(),
     ) -> list[Choice]:
         """Forms the envelope of each prompt once; choice `i` draws with seed + i. Other requests
         come in between the choices of a long one."""
@@ -193,6 +195,7 @@ class OpenAIServing:
             for i in range(body.num_choices):
                 begun = resumed[len(choices)] if resumed else None
                 request = self._request(body, spec, i, begun, context)
+                request.marker_token_ids = marker_token_ids
                 record = RequestRecord(
                     num_prompt_tokens=len(prompt),
                     max_tokens=request.spec.sampling.max_tokens,

@@ -38,11 +38,12 @@ class Prompts:
 
     async def of_chat(
         self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
-    ) -> list[int]:
-        """Returns the tokens of a chat. Raises `BadRequest`."""
+    ) -> tuple[str, list[int]]:
+        """Returns the text of a chat's prompt, and its tokens. Raises `BadRequest`."""
         text = await long_work.run(is_long, partial(self._chat_prompt.render, body, tool_use))
         # A rendered chat has its special tokens written out.
-        return await self.encode(text, is_long=is_long, param="messages", add_special_tokens=False)
+        encode = partial(self.encode, is_long=is_long, param="messages", add_special_tokens=False)
+        return text, await encode(text)
 
     async def encode(
         self, text: str, *, is_long: bool, param: str, add_special_tokens: bool = True

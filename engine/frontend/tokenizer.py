@@ -138,6 +138,12 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    @property
+    def template_sources(self) -> str:
+        """Returns the text of all chat templates, which show how the model writes."""
+        templates = (self.chat_template, self._tool_template)
+        return "\n".join(template.source for template in templates if template)
+
     def chat_template_for(self, *, has_tools: bool) -> ChatTemplate:
         """Returns the checkpoint's template: of several named ones `tool_use` where there are
         tools. Raises `TokenizerError` when the checkpoint brings none."""

@@ -89,6 +89,9 @@ class FakeEngine:
         self._tokenizer = tokenizer
         self._auto = auto
         self.tokens_per_output = 1
+        self.scripts: list[list[int]] = []
+        """The answers of requests, chosen by seed, before they stop. Without any, each token is a
+        function of seed and position."""
 
     # AsyncLLM -------------------------------------------------------------------------------
 
@@ -194,6 +197,10 @@ class FakeEngine:
             token = token_at(position, fake.request.spec.sampling.seed)
             done = processor.num_output_tokens + 1 == fake.request.spec.sampling.max_tokens
             ending = {"finish_reason": "length"} if done else {}
+            if script := self._script(fake):
+                token = script[processor.num_output_tokens]
+                if processor.num_output_tokens + 1 == len(script):
+                    ending = {"finish_reason": "stop"}
             if i == count - 1:
                 ending |= last
             if processor.num_new_tokens == 0:
@@ -216,6 +223,8 @@ class FakeEngine:
         count = min(count, sampling.max_tokens - processor.num_output_tokens)
         position = len(fake.request.spec.prompt_token_ids) + processor.num_new_tokens
         tokens = [token_at(position + i, sampling.seed) for i in range(count)]
+        if script := self._script(fake):
+            tokens = script[processor.num_output_tokens :][:count]
         logprobs = None
         if sampling.logprobs is not None:
             ids = [[token, 1, 2, 3][: 1 + sampling.logprobs] for token in tokens]
@@ -223,7 +232,10 @@ class FakeEngine:
                 TokenLogprobs(one, [-0.25 * (i + 1) for i in range(len(one))], 1) for one in ids
             ]
         done = processor.num_output_tokens + count == sampling.max_tokens
-        output = processor.process(tokens, logprobs, finish_reason="length" if done else "")
+        reason = "length" if done else ""
+        if script and processor.num_output_tokens + len(tokens) == len(script):
+            reason = "stop"
+        output = processor.process(tokens, logprobs, finish_reason=reason)
         fake.finished = output.finished
         fake.state.queue.put_nowait(output)
 
@@ -244,6 +256,11 @@ class FakeEngine:
     def check_empty(self) -> None:
         open_requests = [name for name, fake in self.requests.items() if not fake.finished]
         assert not open_requests, f"still in the engine: {open_requests}"
+
+    def _script(self, fake: FakeRequest) -> list[int]:
+        if not self.scripts:
+            return []
+        return self.scripts[fake.request.spec.sampling.seed % len(self.scripts)]
 
     def _join(self, fake: FakeRequest) -> None:
         if self._auto and fake.has_kv and fake.has_first_token and not fake.finished:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -82,11 +82,21 @@ class HttpNode:
 
 
 @asynccontextmanager
-async def http_node(*, auto: bool = True, **settings: Any) -> AsyncIterator[HttpNode]:
-    """At the end everything must be empty. `auto`: the engine answers by itself."""
-    tokenizer = chat_tokenizer()
-    config = tiny_config(vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+async def http_node(
+    *,
+    auto: bool = True,
+    tokenizer: Tokenizer | None = None,
+    scripts: Sequence[str] = (),
+    context: int = CONTEXT,
+    **settings: Any,
+) -> AsyncIterator[HttpNode]:
+    """At the end everything must be empty. `auto`: the engine answers by itself, with one of the
+    `scripts` where there are any."""
+    tokenizer = tokenizer or chat_tokenizer()
+    vocab_size = max(VOCAB_SIZE, tokenizer.vocab_size)
+    config = tiny_config(vocab_size=vocab_size, max_model_len=context)
     engine = FakeEngine(config, tokenizer, auto=auto)
+    engine.scripts = [tokenizer.encode(text + "</s>") for text in scripts]
     nodes = FakePrefillNodes()
     node_settings = DecodeNodeSettings(model="unused", **settings)
     proxy = DisaggProxy(

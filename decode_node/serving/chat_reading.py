@@ -1,0 +1,61 @@
+"""Decides how the answer to a chat is read: what is reasoning, and what may be a call."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from decode_node.answer.chat_format import ChatOptions
+from decode_node.answer.output_readers import OutputReaders
+from decode_node.grammar.reasoning import ReasoningState, reasoning_state
+from decode_node.parsers.output_parsers import OutputParsers
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.tools import ToolUse
+from edge.http.errors import BadRequest
+
+
+class ChatReading:
+    """Knows the formats of one model. `names_reasoning_twice`: answers have reasoning under both of
+    its names."""
+
+    def __init__(self, parsers: OutputParsers, *, names_reasoning_twice: bool = False) -> None:
+        self._parsers = parsers
+        self._names_reasoning_twice = names_reasoning_twice
+
+    def check(self, tool_use: ToolUse) -> None:
+        """Raises `BadRequest` for calls that nobody here could find in the answer."""
+        if not tool_use.may_call:
+            return
+        if not self._parsers.tool_call_parser:
+            raise BadRequest("tools are not supported, except with tool_choice none", param="tools")
+
+    def marker_token_ids(self, tool_use: ToolUse) -> frozenset[int]:
+        """Returns the tokens that the readers must see as such."""
+        return self._parsers.marker_token_ids if self._needs_parsers(tool_use) else frozenset()
+
+    def options(self, body: ChatCompletionRequest, tool_use: ToolUse, prompt: str) -> ChatOptions:
+        """Returns how to read and tell the answer to a rendered prompt."""
+        make = None
+        if self._needs_parsers(tool_use):
+            tools = tool_use.tools if tool_use.may_call else ()
+            is_open = self.reasoning_state(body, prompt) is ReasoningState.OPEN
+            make = partial(self._parsers.parser, tools, is_reasoning_open=is_open)
+        return ChatOptions(
+            readers=OutputReaders(make),
+            call_style=self._parsers.tool_call_parser,
+            num_calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
+            is_named=tool_use.mode == "named",
+            tells_reasoning=body.include_reasoning is not False,
+            names_reasoning_twice=self._names_reasoning_twice,
+        )
+
+    def reasoning_state(self, body: ChatCompletionRequest, prompt: str) -> ReasoningState:
+        """Returns whether the model's turn begins inside of reasoning."""
+        form = self._parsers.reasoning_format
+        if form is None:
+            return ReasoningState.CLOSED
+        content = body.messages[-1].content if body.continue_final_message else ""
+        continued = content if isinstance(content, str) else ""
+        return reasoning_state(prompt, form, continued=continued)
+
+    def _needs_parsers(self, tool_use: ToolUse) -> bool:
+        return tool_use.may_call or self._parsers.reasoning_format is not None
