@@ -128,6 +128,8 @@ class TransferProcess:
                 task.cancel()
             if server is not None:
                 await server.close()
+            if self._sender is not None:
+                await self._sender.close()
             if self._receiver is not None:
                 await self._receiver.close()
 
@@ -201,7 +203,9 @@ class TransferProcess:
         Raises OSError."""
         transfer, host = self._config.transfer, own_host(self._config, self._gpu)
         service = PullService(transfer, self._me, sender)
-        server = new_pull_server(transfer, service.methods(), Credentials(transfer.security))
+        methods = service.methods()
+        await sender.listen(methods)
+        server = new_pull_server(transfer, methods, Credentials(transfer.security))
         try:
             port = await server.listen(host, self._config.fixed_port or self._config.port)
         except OSError as error:

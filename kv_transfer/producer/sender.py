@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KVTransferError, NotServed
@@ -43,6 +43,7 @@ from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.transports.registry import producer_transports
 from kv_transfer.wire.chunk_grid import ChunkGrid
 from kv_transfer.wire.pull_wish import PullWish
+from kv_transfer.wire.rpc_method import RpcMethod
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +240,15 @@ class KVSender(ExportOwner):
         self._on_change()
 
     # Tasks ------------------------------------------------------------------------------------
+
+    async def listen(self, methods: Mapping[str, RpcMethod]) -> None:
+        """Serves `methods` where transports carry calls themselves."""
+        for transport in self.transports:
+            await transport.listen(methods)
+
+    async def close(self) -> None:
+        for transport in self.transports:
+            await transport.close()
 
     async def run(self) -> None:
         """Lets transports work, and sweeps, until cancelled."""

@@ -13,7 +13,8 @@
 
 `KVSender` and `KVReceiver` keep the table of transfers, leases, readiness and the watch for
 silence. A PullKV call is how the two sides of every transport talk: its messages carry KV itself,
-or say where it lies. So a transport that reads the peer's memory needs no calls of its own.
+or say where it lies. So a transport that reads the peer's memory needs no calls of its own; it may
+carry them its own way (`listen`, `caller`), where that is quicker than the network.
 
 A pull names its transport. A producer that cannot serve it that way (any more) refuses with
 `NotServed`, and the stream goes on with the consumer's next choice.

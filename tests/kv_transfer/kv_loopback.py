@@ -141,9 +141,9 @@ class LoopbackProducer(Node):
                 self.config, self.layout, rank, index, self.views[rank], self.emit, lambda: None
             )
             service = PullService(self.config, self.peer, sender)
-            server = new_pull_server(
-                self.config, service.methods(), Credentials(self.config.security)
-            )
+            methods = service.methods()
+            await sender.listen(methods)
+            server = new_pull_server(self.config, methods, Credentials(self.config.security))
             addresses.append(f"127.0.0.1:{await server.listen('127.0.0.1', 0)}")
             self.senders.append(sender)
             self._servers.append(server)
@@ -224,6 +224,8 @@ class LoopbackProducer(Node):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for server in self._servers:
             await server.close()
+        for sender in self.senders:
+            await sender.close()
         self.senders.clear()
         self.close_caches()
 

@@ -17,6 +17,8 @@ from kv_transfer.memory.staging import StagedChunk
 from kv_transfer.metadata import TransferEventKind
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
+from kv_transfer.transports.cuda_ipc.local_pull_client import _Connection as CallerConnection
+from kv_transfer.transports.cuda_ipc.local_pull_server import _Connection as HolderConnection
 from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.transports.pull_stream import PullStream
 from kv_transfer.transports.stream.h2.connection import H2Connection
@@ -28,7 +30,7 @@ SHAPE = layout()
 HEAVY = (
     RecvTransfer, PullStream, ChunkAssembler, H2Connection, SendTransfer, StreamExport, OpenPull,
     SentChunk,
-    StagedChunk, OutMessage,
+    StagedChunk, OutMessage, CallerConnection, HolderConnection,
 )  # fmt: skip
 """These hold memory for KV, or lead to it."""
 
@@ -66,10 +68,16 @@ async def aborted(producer: LoopbackProducer, consumer: LoopbackConsumer) -> Non
 Way = Callable[[LoopbackProducer, LoopbackConsumer], Awaitable[None]]
 
 
-@pytest.mark.parametrize("transport", ["h2", "grpcio"])
+@pytest.mark.parametrize(
+    ("transport", "data"),
+    [("h2", "stream"), ("grpcio", "stream"), ("h2", "cuda_ipc,stream")],
+)
 @pytest.mark.parametrize("way", [complete, aborted])
-async def test_nothing_waits_for_the_collector(way: Way, transport: PullTransportName) -> None:
-    async with Loopback(SHAPE, SHAPE, num_streams=2, transport=transport) as (producer, consumer):
+async def test_nothing_waits_for_the_collector(
+    way: Way, transport: PullTransportName, data: str
+) -> None:
+    loopback = Loopback(SHAPE, SHAPE, num_streams=2, transport=transport, data=data)
+    async with loopback as (producer, consumer):
         await complete(producer, consumer)
         await until(lambda: not producer.senders[0].num_pulls)
         with garbage_is_kept():

@@ -24,6 +24,7 @@ from kv_transfer.metadata import ExportMeta, KVTransferParams, SendMeta
 from tests.processes import is_gone
 
 MakeNode = Callable[..., KVNode]
+both_transports = pytest.mark.parametrize("transports", ["stream", "cuda_ipc,stream"])
 
 
 def new_node(
@@ -62,10 +63,10 @@ def share_node(shared_nodes: dict[str, KVNode]) -> Iterator[MakeNode]:
     """As `make_node`: asked for the same node again, it gives the one that runs, unless a test has
     left something behind in it."""
 
-    def share(role: str, shape: KVLayout) -> KVNode:
-        name = f"{role} {shape}"
+    def share(role: str, shape: KVLayout, **settings: object) -> KVNode:
+        name = f"{role} {shape} {settings}"
         if name not in shared_nodes:
-            shared_nodes[name] = new_node(role, shape)
+            shared_nodes[name] = new_node(role, shape, **settings)
         shared_nodes[name].renew()
         return shared_nodes[name]
 
@@ -133,12 +134,13 @@ def one_prompt(
     assert stats.num_bytes > 0 and 0 < stats.first_byte_at <= stats.last_byte_at
 
 
+@both_transports
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_killed_transfer_process(share_node: MakeNode, role: str) -> None:
+def test_killed_transfer_process(share_node: MakeNode, role: str, transports: str) -> None:
     """Its transfers fail on both sides, it comes back at its address, and new ones succeed."""
     shape = layout()
-    prefill = share_node("prefill", shape)
-    decode = share_node("decode", shape)
+    prefill = share_node("prefill", shape, transports=transports)
+    decode = share_node("decode", shape, transports=transports)
     victim = prefill if role == "prefill" else decode
     restarts = int(victim.connector.counters["process_restarts"])
     moved = decode.connector.counters["bytes_moved"]
@@ -164,13 +166,14 @@ def test_killed_transfer_process(share_node: MakeNode, role: str) -> None:
     until_empty(prefill, decode)
 
 
+@both_transports
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_frozen_transfer_process(make_node: MakeNode, role: str) -> None:
+def test_frozen_transfer_process(make_node: MakeNode, role: str, transports: str) -> None:
     """It is killed, as nobody can wait for it: what follows is as after any other death."""
     shape = layout()
     patience = {"frozen_after_s": 1.5, "lease_s": 3600.0, "stall_timeout_s": 3600.0}
-    prefill = make_node("prefill", shape, watches_life=True, **patience)
-    decode = make_node("decode", shape, watches_life=True, **patience)
+    prefill = make_node("prefill", shape, watches_life=True, transports=transports, **patience)
+    decode = make_node("decode", shape, watches_life=True, transports=transports, **patience)
     victim = prefill if role == "prefill" else decode
     request = prefill.export(64)
     source = prefill.blocks.take(shape, 64)
@@ -190,10 +193,11 @@ def test_frozen_transfer_process(make_node: MakeNode, role: str) -> None:
     until_empty(prefill, decode)
 
 
-def test_kv_of_a_computed_prompt_that_does_not_come(make_node: MakeNode) -> None:
+@both_transports
+def test_kv_of_a_computed_prompt_that_does_not_come(make_node: MakeNode, transports: str) -> None:
     """The peer's process is well, and says so without end."""
-    prefill = make_node("prefill", layout(), stall_timeout_s=1.0)
-    decode = make_node("decode", layout(), stall_timeout_s=1.0)
+    prefill = make_node("prefill", layout(), stall_timeout_s=1.0, transports=transports)
+    decode = make_node("decode", layout(), stall_timeout_s=1.0, transports=transports)
     request = prefill.export(40)
     transfer_id = request.transfer_id
     pulling = decode.pull(prefill.peer, transfer_id, 40, decode.blocks.take(layout(), 40))

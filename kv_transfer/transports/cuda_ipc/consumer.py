@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -19,6 +20,8 @@ from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.transports.base import ConsumerTransport, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
+from kv_transfer.transports.cuda_ipc.local_frames import LocalAddress
+from kv_transfer.transports.cuda_ipc.local_pull_client import LocalPullClient
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.read_leases import ReadLeasesFile
 from kv_transfer.transports.fetch_job import FetchJob
@@ -26,6 +29,7 @@ from kv_transfer.transports.group_target import NamedBlocks
 from kv_transfer.wire.chunk import HEADER, ByteArray, Chunk, ChunkKind
 from kv_transfer.wire.chunk_grid import ChunkGrid, GroupGrid
 from kv_transfer.wire.handshake import host_id
+from kv_transfer.wire.pull_client import PullClient
 
 _WORD_BYTES = 4
 _NUM_FIRST_WORDS = 3
@@ -42,12 +46,21 @@ class CudaIpcConsumer(ConsumerTransport):
     def __init__(self, cache: KVCacheView) -> None:
         super().__init__(cache)
         self.peer_caches = PeerCaches(cache.device)
+        self._callers: dict[LocalAddress, LocalPullClient] = {}
+
+    def caller(self, advertised: bytes, network: PullClient) -> PullClient:
+        advert = _advert(advertised)
+        if advert is None or advert.calls is None or not advert.calls.is_ours:
+            return network
+        if advert.calls not in self._callers:
+            self._drop_unused()
+            self._callers[advert.calls] = LocalPullClient(advert.calls, network)
+        return self._callers[advert.calls]
 
     def fetch(self, job: FetchJob, advertised: bytes) -> ChunkAssembler | None:
-        try:
-            advert = msgspec.msgpack.decode(advertised, type=CacheAdvert)
-        except msgspec.MsgspecError as error:
-            logger.warning("%s described its cache wrongly: %s", job.meta.peer.engine_id, error)
+        advert = _advert(advertised)
+        if advert is None:
+            logger.warning("%s described its cache wrongly", job.meta.peer.engine_id)
             return None
         is_gpu = self._cache.device.is_gpu
         if advert.host != host_id() or (advert.handle.cuda is not None) != is_gpu:
@@ -59,6 +72,14 @@ class CudaIpcConsumer(ConsumerTransport):
 
     def close(self) -> None:
         self.peer_caches.close()
+        for caller in self._callers.values():
+            caller.close_connections()
+
+    def _drop_unused(self) -> None:
+        """Processes that have ended took their connections with them."""
+        self._callers = {
+            local: caller for local, caller in self._callers.items() if caller.num_connections
+        }
 
 
 class NamesAssembler(ChunkAssembler):
@@ -132,6 +153,15 @@ class NamesAssembler(ChunkAssembler):
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             self._caches.release(mapped)
+
+
+@lru_cache(maxsize=64)
+def _advert(advertised: bytes) -> CacheAdvert | None:
+    """Returns None for what is no advert."""
+    try:
+        return msgspec.msgpack.decode(advertised, type=CacheAdvert)
+    except msgspec.MsgspecError:
+        return None
 
 
 def _names(payload: ByteArray) -> tuple[tuple[int, int], Numbers, Numbers]:

@@ -1,6 +1,7 @@
 """The producer's side of CUDA IPC: pullers of this host are told where blocks lie.
 
-    1. `advertise`   a puller with our `host_id` gets the handle of the cache
+    1. `advertise`   a puller with our `host_id` gets the handle of the cache, and where it can call
+                     without a network in between
     2. `open_pull`   a read lease is taken: the blocks stay as they are until the export has ended
     3. messages      name chunks as they become ready, many in one; all layers of a span of tokens
                      lie in the same blocks, so these come once
@@ -12,7 +13,8 @@ pull is refused with `NotServed`, and comes again over the stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -28,11 +30,16 @@ from kv_transfer.transports.base import (
     TransportId,
 )
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
+from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer
 from kv_transfer.transports.cuda_ipc.read_leases import ReadLease, ReadLeases
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk import HEADER, ChunkHeader, ChunkKind, encode_chunk, shape_code
+from kv_transfer.wire.chunk_grid import ChunkPlace
 from kv_transfer.wire.handshake import host_id
 from kv_transfer.wire.out_message import OutMessage
+from kv_transfer.wire.rpc_method import PULL_PATH, RpcMethod
+
+logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 128
 """Chunks of which one message says where they lie."""
@@ -48,14 +55,31 @@ class CudaIpcProducer(ProducerTransport):
         self.owner = owner
         self.chunk_bytes = config.chunk_bytes
         self._cache = cache
+        self._calls: LocalPullServer | None = None
 
     def advertise(self, puller_host: str) -> bytes | None:
         if puller_host != host_id():
             return None
-        return msgspec.msgpack.encode(CacheAdvert(host_id(), self._cache.handle, self.leases.file))
+        calls = self._calls.address if self._calls is not None else None
+        return msgspec.msgpack.encode(
+            CacheAdvert(host_id(), self._cache.handle, self.leases.file, calls)
+        )
 
     def open(self, export: Export) -> NamedExport:
         return NamedExport(self, export)
+
+    async def listen(self, methods: Mapping[str, RpcMethod]) -> None:
+        server = LocalPullServer(methods[PULL_PATH])
+        try:
+            await server.listen()
+        except OSError as error:
+            logger.warning("pullers of this host must call over the network: %s", error)
+            return
+        self._calls = server
+
+    async def close(self) -> None:
+        if self._calls is not None:
+            await self._calls.close()
 
 
 class NamedExport(ProducerTransfer):
@@ -116,9 +140,10 @@ class NamesPull(OpenPull):
         if not indices:
             return None
         export, owner = self._part.export, self._part.producer.owner
-        for index in indices:
-            export.saved(self.grid.position(index))
-        message = self._names(export, indices)
+        places = [self.grid.position(index) for index in indices]
+        for place in {(place.group, place.layer): place for place in places}.values():
+            export.saved(place)
+        message = self._names(export, indices, places)
         num_bytes = len(message) - HEADER.size
 
         def on_end(is_sent: bool) -> None:
@@ -137,9 +162,8 @@ class NamesPull(OpenPull):
                 found.append(index)
         return found
 
-    def _names(self, export: Export, indices: list[int]) -> bytes:
+    def _names(self, export: Export, indices: list[int], places: list[ChunkPlace]) -> bytes:
         words = [self._lease.slot, self._lease.number, len(indices), *indices]
-        places = (self.grid.position(index) for index in indices)
         for group, span in sorted({(place.group, place.span) for place in places}):
             blocks = self.grid.groups[group].blocks_of(span)
             words += export.block_ids[group][blocks.start : blocks.stop]
