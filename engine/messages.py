@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
+from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.request_spec import RequestSpec
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
@@ -15,13 +15,19 @@ from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
 
 class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
-    """A new request: its spec, and what belongs to this node alone."""
+    """A new request: its spec, and what belongs to this node alone.
+
+    With `choice_ids`, one for each of `spec.seeds`, it is several: `request_id` names the prompt,
+    and the answers are requests of their own from the start. Without, and with several seeds, the
+    prompt's request has all first tokens in its output.
+    """
 
     request_id: str
     spec: RequestSpec
     eos_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
     kv_transfer_params: KVTransferParams | None = None
+    choice_ids: tuple[str, ...] = ()
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -29,10 +35,12 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class SupplyFirstToken(msgspec.Struct, tag="first_token"):
-    """Tells a decode engine the token that the prefill node sampled."""
+    """Tells a decode engine the token that the prefill node sampled, and those of further answers
+    to the same prompt."""
 
     request_id: str
     token_id: int
+    sibling_token_ids: list[int] = []
 
 
 class PromptComputed(msgspec.Struct, tag="prompt_computed"):
@@ -114,6 +122,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: PromptLogprobs | None = None
     """A part of the prompt's log probabilities, in order and all before the first token. One that
     begins with the prompt replaces what came before: the prompt is computed again."""
+    siblings: SiblingTokens | None = None
+    """First tokens of further answers, of a request that draws for several."""
 
 
 class KVTransferResult(msgspec.Struct, array_like=True):

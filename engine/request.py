@@ -41,6 +41,11 @@ class RequestStatus(IntEnum):
     def is_finished(self) -> bool:
         return self >= RequestStatus.FINISHED_STOPPED
 
+    @property
+    def finish_reason(self) -> str:
+        """Returns stop, length, abort or error."""
+        return ("stop", "length", "abort", "error")[self - RequestStatus.FINISHED_STOPPED]
+
 
 class Request:
     """Holds the tokens and the progress of one request. Owned by the scheduler.
@@ -48,6 +53,8 @@ class Request:
     `num_computed_tokens`: leading tokens whose KV existed when the request last entered a row
     (from there the row counts), or will come from a peer.
     `num_tokens`: prompt and confirmed output.
+    `choice_ids`: answers to this prompt that are requests of their own (`engine.sched.forks`).
+    `first_tokens`: theirs, once they are known.
     `num_resumed_tokens`: the end of the prompt that is output of another node. To the KV cache it
     is prompt; to sampling, penalties and limits it is output.
     """
@@ -57,8 +64,10 @@ class Request:
         "arrival_order",
         "arrival_time",
         "block_hashes",
+        "choice_ids",
         "eos_token_ids",
         "first_scheduled_at",
+        "first_tokens",
         "kv_transfer_params",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -76,6 +85,8 @@ class Request:
         self.spec: RequestSpec = message.spec
         self.sampling: SamplingParams = message.spec.sampling
         self.eos_token_ids = message.eos_token_ids
+        self.choice_ids = message.choice_ids
+        self.first_tokens: list[int] = []
         self.arrival_time = message.arrival_time
         self.arrival_order = 0
         """Counts requests as they reach the scheduler."""
@@ -109,11 +120,17 @@ class Request:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
+    def knows_first_token(self) -> bool:
+        """Returns whether the tokens behind the prompt are known: its own, or those of its
+        choices."""
+        return self.num_output_tokens > 0 or bool(self.first_tokens)
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Returns whether the prompt's log probabilities are to come. They come with the prompt's
         computation, before the first token: whoever computes it may take nothing from a cache.
         """
-        return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
+        return self.sampling.prompt_logprobs is not None and not self.knows_first_token
 
     @property
     def row_sampling(self) -> SamplingParams:

@@ -35,6 +35,8 @@ MAX_SPEC_BYTES = 1 << 20
 it.
 """
 MAX_SALT_LENGTH = 4096
+MAX_CHOICES = 1024
+"""Answers to one prompt."""
 
 
 class UnknownSpecVersion(InvalidRequest):
@@ -54,6 +56,8 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         cache_salt: Separates the prefix caches of tenants.
         prefix_hash: The name that routers give to the prompt's beginning; 0 for none. Nodes repeat
             it in their reports, and the engine does not use it.
+        sibling_seeds: Seeds of further answers to the same prompt, which are chosen like the first
+            in everything else. With them, prompt and first tokens are computed once for all.
     """
 
     prompt_token_ids: list[int] = msgspec.field(default_factory=list, name="1")
@@ -62,6 +66,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     priority: int = msgspec.field(default=0, name="4")
     cache_salt: str = msgspec.field(default="", name="5")
     prefix_hash: int = msgspec.field(default=0, name="6")
+    sibling_seeds: tuple[int, ...] = msgspec.field(default=(), name="7")
 
     @property
     def num_own_prompt_tokens(self) -> int:
@@ -92,6 +97,22 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         sampling = msgspec.structs.replace(self.sampling, **changes)
         return msgspec.structs.replace(self, sampling=sampling)
 
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Returns the seed of each answer."""
+        return (self.sampling.seed, *self.sibling_seeds)
+
+    def of_choice(self, index: int) -> RequestSpec:
+        """Returns a copy for answer number `index` alone."""
+        sampling = msgspec.structs.replace(self.sampling, seed=self.seeds[index])
+        return msgspec.structs.replace(self, sampling=sampling, sibling_seeds=())
+
+    def for_one_token(self) -> RequestSpec:
+        """Returns a copy whose answers end with their next token."""
+        limit = self.num_resumed_tokens + 1
+        min_tokens = min(self.sampling.min_tokens, limit)
+        return self.with_sampling(max_tokens=limit, min_tokens=min_tokens)
+
     def resumed_after(self, token_ids: Sequence[int]) -> RequestSpec:
         """Returns a copy that goes on after the output `token_ids`."""
         return msgspec.structs.replace(
@@ -107,6 +128,17 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         check(0 <= self.num_resumed_tokens < count, "resume", "leaves nothing of the prompt")
         check(-(1 << 31) <= self.priority < 1 << 31, "priority", "must have 32 bits")
         check(0 <= self.prefix_hash < 1 << 64, "prefix_hash", "must have 64 bits")
+        check(
+            len(self.sibling_seeds) < MAX_CHOICES,
+            "n",
+            f"must be at most {MAX_CHOICES} for one prompt",
+        )
+        check(all(0 <= seed < 1 << 64 for seed in self.sibling_seeds), "seed", "must have 64 bits")
+        check(
+            not (self.sibling_seeds and self.num_resumed_tokens),
+            "resume",
+            "is of one answer at a time",
+        )
         check(
             len(self.cache_salt) <= MAX_SALT_LENGTH,
             "cache_salt",

@@ -21,6 +21,7 @@ is certain: the KV is written and no token in the block is a guess.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_pool import BlockPool
@@ -32,6 +33,9 @@ from engine.kv_cache.group_manager import (
 )
 from engine.request import Request
 from kv_transfer.layout import BlockIds, KVGroup
+
+BlockCopy: TypeAlias = tuple[int, int]
+"""A block to copy, over all layers: (source, target)."""
 
 
 class KVCacheManager:
@@ -136,6 +140,46 @@ class KVCacheManager:
         grown = self.grow(blocks, num_tokens)
         assert grown is not None
         return blocks
+
+    def fork(
+        self, prompt: Request, request: Request, headroom: int = 0, *, takes_all: bool = False
+    ) -> list[BlockCopy] | None:
+        """Gives `request`, which has no blocks and whose tokens begin with `prompt`'s, the KV of
+        the whole prompt, and blocks for all its tokens.
+
+        Full blocks get one user more. The last partial one must be copied, before the request
+        computes anything.
+
+        Args:
+            headroom: Blocks that must stay free.
+            takes_all: The request takes over the prompt's blocks, and none is copied.
+
+        Returns:
+            The copies, or None when there are not enough free blocks; then nothing changed.
+        """
+        source = self._blocks[prompt.request_id]
+        num_tokens = prompt.num_prompt_tokens
+        stops = [
+            group.num_blocks_for(num_tokens) if takes_all else num_tokens // group.block_size
+            for group in self._shapes
+        ]
+        tables = [table[:stop] for table, stop in zip(source.tables, stops, strict=True)]
+        num_wanted = self.num_blocks_for(request.num_tokens) - sum(stops)
+        if num_wanted + headroom > self.num_free_blocks:
+            return None
+        if takes_all:
+            del self._blocks[prompt.request_id]
+        else:
+            for manager, table in zip(self._groups, tables, strict=True):
+                self.block_pool.touch(manager.held(table))
+        blocks = RequestBlocks(tables, list(source.num_published))
+        self._blocks[request.request_id] = blocks
+        self.grow(blocks, request.num_tokens)
+        return [
+            (old[stop].block_id, new[stop].block_id)
+            for old, new, stop in zip(source.tables, blocks.tables, stops, strict=True)
+            if stop < len(old)
+        ]
 
     def grow(self, blocks: RequestBlocks, num_tokens: int) -> list[tuple[int, list[int]]] | None:
         """Gives a request the blocks for its first `num_tokens` tokens that it has not yet.

@@ -2,6 +2,7 @@
 blocks.
 
     ready      KV and first token came from a peer: blocks are there, only a row is missing
+    choices    of a prompt that is computed: a row and a block or two are missing
     waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
                else:   cached prefix, blocks for all known tokens, a row, the first chunk
 
@@ -19,6 +20,7 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.sched.counters import SchedulerCounters
 from engine.sched.exports import is_exported
+from engine.sched.forks import Forks
 from engine.sched.pull import Pull
 from engine.sched.pulls import Pulls
 from engine.sched.request_limits import RequestLimits
@@ -43,6 +45,7 @@ class Admission:
         waiting: RequestQueue,
         running: RunningRows,
         pulls: Pulls,
+        forks: Forks,
         counters: SchedulerCounters,
     ) -> None:
         self._config = config
@@ -51,13 +54,16 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._pulls = pulls
+        self._forks = forks
         self._counters = counters
         self._blocked_at: tuple[str, int, int] | None = None
         """The last attempt: (request that did not fit, free blocks, headroom)."""
 
     def admit(self, budget: int) -> None:
         """Admits requests; up to `budget` of their tokens are computed."""
-        self._admit_waiting(self._admit_ready(budget))
+        left = self._admit_choices(self._admit_ready(budget))
+        if left is not None:
+            self._admit_waiting(left)
 
     def _admit_ready(self, budget: int) -> int:
         """Returns what is left of the budget."""
@@ -67,6 +73,23 @@ class Admission:
             # Certain only now: every rank has its share, and it will be used as it is.
             self._kv_cache.confirm(request, request.num_computed_tokens)
             budget -= self._running.add_chunk(row, min(budget, self._limits.max_chunk))
+        return budget
+
+    def _admit_choices(self, budget: int) -> int | None:
+        """Returns what is left of the budget; None while a choice waits for blocks, which nobody
+        behind it may take. Nobody runs who could give any: then a fork gives up its own."""
+        forks = self._forks
+        while forks.ready and budget > 0 and self._running.table.num_free > 0:
+            taken = forks.take_ready(self._headroom())
+            if taken is not None:
+                choice, copies = taken
+                row = self._enter(choice)
+                self._running.builder.copy_blocks(copies)
+                budget -= self._running.add_chunk(row, 1)
+            elif self._running.table.num_live > 0 or forks.waits_for_steps:
+                return None
+            else:
+                forks.reclaim()
         return budget
 
     def _admit_waiting(self, budget: int) -> None:

@@ -37,6 +37,12 @@ class SchedulerCounters:
     num_steps: int = 0
     last_step_at: float = 0.0
 
+    def add_step(self, num_prompt_tokens: int, ended_at: float) -> None:
+        """Counts a step that computed so many prompt tokens."""
+        self.prompt_tokens_computed += num_prompt_tokens
+        self.num_steps += 1
+        self.last_step_at = ended_at
+
     def add_lookup(self, num_tokens: int, num_hits: int) -> None:
         """Counts a prompt that was looked up in the prefix cache and starts behind the hit."""
         self.prefix_cache_queries += num_tokens

@@ -19,7 +19,8 @@ FAILED      ended early, and nothing of it is kept; the node server decides what
 RECLAIMED   running requests needed the blocks; the prompt is computed here once the first
             token is known
 READY       the request has blocks and KV, and lacks only a row
-ENDED       from anywhere: in a row, aborted, or an ordinary request again
+ENDED       from anywhere: in a row, aborted, or an ordinary request again; with choices, shared
+            by them as soon as READY would be
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ class Pulls:
         self._waiting = waiting
         self.ready = RequestQueue(policy)
         """The requests of all pulls that are READY."""
+        self.shareable: list[Request] = []
+        """Requests with choices whose pull has ended with all of it, to be shared at once."""
         self.num_transferred_tokens = 0
         self._pulls: dict[str, Pull] = {}  # [request id]
         self._of_transfer: dict[str, Pull] = {}  # [transfer id]
@@ -140,7 +142,7 @@ class Pulls:
         if pull is None:
             return
         if pull.state is PullState.RECEIVED:
-            self._move(pull, PullState.READY)
+            self._complete(pull)
         elif pull.state is PullState.RECLAIMED:
             self._requeue_as_local(pull)
 
@@ -228,8 +230,8 @@ class Pulls:
             return None
         self._move(pull, PullState.RECEIVED)
         self.num_transferred_tokens += pull.num_external_tokens
-        if request.num_output_tokens > 0:
-            self._move(pull, PullState.READY)
+        if request.knows_first_token:
+            self._complete(pull)
         return KVTransferResult(request.request_id, pull.params.attempt, True, stats)
 
     def failed(
@@ -274,6 +276,14 @@ class Pulls:
         self._in[state][request_id] = pull
         if state is PullState.READY:
             self.ready.add(pull.request)
+
+    def _complete(self, pull: Pull) -> None:
+        """Goes on with a pull of which all is here. Only choices need rows, if there are some."""
+        if pull.request.choice_ids:
+            self._move(pull, PullState.ENDED)
+            self.shareable.append(pull.request)
+        else:
+            self._move(pull, PullState.READY)
 
     def _call_off(
         self, pull: Pull, state: PullState, next_params: KVTransferParams | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.request import Request
+from engine.request import Request, RequestStatus
 
 
 class RequestLimits:
@@ -32,6 +32,21 @@ class RequestLimits:
         num_own = request.num_prompt_tokens - request.num_resumed_tokens
         wanted = num_own + request.sampling.max_tokens
         return min(wanted, self._max_model_len, self._num_slots + 1)
+
+    def end_at(self, request: Request, num_tokens: int) -> tuple[RequestStatus, int | None] | None:
+        """Returns (how it ends, the stop token of its own that does it), if the last of its first
+        `num_tokens` tokens is the end; None: it is not."""
+        sampling = request.sampling
+        token_id = request.all_token_ids[num_tokens - 1]
+        num_own = request.num_prompt_tokens - request.num_resumed_tokens
+        if num_tokens - num_own >= sampling.min_tokens:
+            if token_id in request.eos_token_ids and not sampling.ignore_eos:
+                return RequestStatus.FINISHED_STOPPED, None
+            if token_id in sampling.stop_token_ids:
+                return RequestStatus.FINISHED_STOPPED, token_id
+        if num_tokens >= self.max_len(request):
+            return RequestStatus.FINISHED_LENGTH, None
+        return None
 
     def refusal(self, request: Request) -> str:
         """Returns why the request can never run; empty when it can."""

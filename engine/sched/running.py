@@ -12,8 +12,9 @@ A row that needs a block when none is free:
     blocks wait for a step to retire      sit this step out, they come
     somebody newer runs                   preempt the newest (under `priority`: the last in order)
     it is the newest itself               it is preempted
-    nobody else can yield                 reclaim KV that arrived but has no row yet;
-                                          else sit this step out: transfers hold the rest, and end
+    nobody else can yield                 reclaim KV that has no row yet: what arrived, and what
+                                          waiting choices share; else sit this step out:
+                                          transfers hold the rest, and end
 
 Requesters are served oldest first, so whoever has been served is never the next victim. A request
 whose KV a peer pulls has all its blocks from the start and never yields.
@@ -26,6 +27,7 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
+from engine.sched.forks import Forks
 from engine.sched.in_flight import InFlightStep
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.sched.pulls import Pulls
@@ -47,12 +49,14 @@ class RunningRows:
         fence: StepFence,
         waiting: RequestQueue,
         pulls: Pulls,
+        forks: Forks,
         counters: SchedulerCounters,
     ) -> None:
         self._kv_cache = kv_cache
         self._fence = fence
         self._waiting = waiting
         self._pulls = pulls
+        self._forks = forks
         self._counters = counters
         self.table = RowTable(num_rows)
         self.calendar = DecodeCalendar(kv_cache, decode_query_len)
@@ -93,6 +97,7 @@ class RunningRows:
                 max_len=max_len,
                 sampling=request.row_sampling,
                 eos_token_ids=request.eos_token_ids,
+                sibling_seeds=() if request.knows_first_token else request.spec.sibling_seeds,
             )
         )
         for group, ids in enumerate(of_other_groups, start=1):
@@ -186,7 +191,7 @@ class RunningRows:
             if row.phase is not RowPhase.DRAINING and not row.is_exported
         ]
         if not able or able == [wanted_by]:
-            return self._pulls.reclaim()
+            return self._pulls.reclaim() or self._forks.reclaim()
         self.preempt(max(able, key=_key))
         return True
 

@@ -24,15 +24,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from engine.config import EngineConfig
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
-from engine.outputs import ModelRunnerOutput, SchedulerStats
+from engine.outputs import ModelRunnerOutput, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.request import Request, RequestStatus
 from engine.sched.admission import Admission
 from engine.sched.counters import PrefillRate, SchedulerCounters
+from engine.sched.forks import Forks
 from engine.sched.in_flight import InFlightStep
 from engine.sched.output import SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
@@ -43,13 +45,6 @@ from engine.sched.running import RunningRows
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
-
-_FINISH_REASONS = {
-    RequestStatus.FINISHED_STOPPED: "stop",
-    RequestStatus.FINISHED_LENGTH: "length",
-    RequestStatus.FINISHED_ABORTED: "abort",
-    RequestStatus.FINISHED_ERROR: "error",
-}
 
 
 class Scheduler:
@@ -69,6 +64,7 @@ class Scheduler:
         self._fence = StepFence(self._kv_cache)
         self._waiting = RequestQueue(policy)
         self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, policy)
+        self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
         self._running = RunningRows(
             self._limits.num_rows,
             config.decode_query_len,
@@ -76,6 +72,7 @@ class Scheduler:
             self._fence,
             self._waiting,
             self._remote.pulls,
+            self._forks,
             self._counters,
         )
         self._admission = Admission(
@@ -85,6 +82,7 @@ class Scheduler:
             self._waiting,
             self._running,
             self._remote.pulls,
+            self._forks,
             self._counters,
         )
         self._requests: dict[str, Request] = {}
@@ -96,31 +94,36 @@ class Scheduler:
     # Requests come, are advised on, and go ----------------------------------------------------
 
     def add_request(self, request: Request) -> EngineCoreOutputs:
-        """Adds a request; one that can never run ends at once with finish_reason `error`.
+        """Adds a request, with its choices; one that can never run ends at once with finish_reason
+        `error`.
 
         Raises:
             ValueError: A request of this id is known already.
         """
-        if request.request_id in self._requests:
-            raise ValueError(f"request {request.request_id!r} exists already")
+        names = request.choice_ids or (request.request_id,)
+        for name in (request.request_id, *names):
+            if name in self._requests:
+                raise ValueError(f"request {name!r} exists already")
         refusal = self._limits.refusal(request) or self._remote.refusal(request)
         if refusal:
             request.status = RequestStatus.FINISHED_ERROR
-            return _one(EngineCoreOutput(request.request_id, [], "error", error=refusal))
-        self._num_arrived += 1
-        request.arrival_order = self._num_arrived
-        self._requests[request.request_id] = request
-        self._unreported.add(request.request_id)
+            ends = [EngineCoreOutput(name, [], "error", error=refusal) for name in names]
+            return EngineCoreOutputs(outputs=ends)
+        for known in (request, *self._forks.add(request)):
+            self._num_arrived += 1
+            known.arrival_order = self._num_arrived
+            self._requests[known.request_id] = known
+        self._unreported.update(names)
         self._remote.add_request(request)
         self._waiting.add(request)
         return EngineCoreOutputs()
 
     def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
         """Aborts requests; unknown ids are left alone, as those ended meanwhile. KV that an ended
-        request still exports to a peer is called off.
+        request still exports to a peer is called off. A prompt's request goes with its choices.
         """
         outputs = EngineCoreOutputs()
-        for request_id in request_ids:
+        for request_id in [name for one in request_ids for name in self._forks.listeners(one)]:
             request = self._requests.get(request_id)
             if request is None:
                 self._remote.exports.abort_of(request_id)
@@ -130,19 +133,27 @@ class Scheduler:
             outputs.outputs.append(output)
         return outputs
 
-    def supply_first_token(self, request_id: str, token_id: int) -> EngineCoreOutputs:
-        """Supplies token one, which the prefill node sampled and the client has.
+    def supply_first_token(
+        self, request_id: str, token_id: int, sibling_token_ids: Sequence[int] = ()
+    ) -> EngineCoreOutputs:
+        """Supplies token one, which the prefill node sampled and the client has: that of each
+        choice, if the request has any.
 
         A request that has output of its own already keeps that. One that is prefilling here
         starts again behind the token, so the client never gets two different first tokens.
         """
         request = self._requests.get(request_id)
-        if request is None or request.num_output_tokens > 0:
+        if request is None or request.knows_first_token:
             return EngineCoreOutputs()
+        if request.choice_ids:
+            begun = self._begin_choices(request, [token_id, *sibling_token_ids])
+            self._remote.pulls.first_token_known(request)
+            self._share_arrived()
+            return EngineCoreOutputs(outputs=[one for one in begun if one.finish_reason])
         if request.status is RequestStatus.RUNNING:
             self._running.preempt(self._running.table.of(request))
         request.append_output_token(token_id)
-        end = self._end_at(request, request.num_tokens)
+        end = self._limits.end_at(request, request.num_tokens)
         if end is not None:
             output = EngineCoreOutput(request_id, [])
             self._finish(request, *end, output=output)
@@ -184,8 +195,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Returns the next step; None when there is nothing that could run now. Pulls of KV may
-        have been started all the same.
-        """
+        have been started all the same."""
         running = self._running
         self._remote.pulls.check_stopping()
         step_id = running.step_id + 1
@@ -217,10 +227,12 @@ class Scheduler:
         table = self._running.table
         rows = table.rows
         results = [
-            EngineCoreOutput(row.request_id, [], prompt_logprobs=found.logprobs)
+            EngineCoreOutput(name, [], prompt_logprobs=found.logprobs)
             for found in output.prompt_logprobs
             if (row := rows[found.row]) is not None and row.epoch == found.epoch
+            for name in self._forks.listeners(row.request_id)
         ]
+        siblings = {found.row: found.tokens for found in output.siblings}
         logprobs, unreported = output.logprobs_by_row(), self._unreported
         query_len = self._running.calendar.query_len
         may_stop = not table.stop_ids.isdisjoint(output.token_ids)
@@ -242,8 +254,14 @@ class Scheduler:
                 self._report_first(row.request, result)
             if logprobs and index in logprobs:
                 result.logprobs = logprobs[index]
+            if siblings and index in siblings:
+                result.siblings = siblings[index]
             if len(tokens) >= row.check_len or (may_stop and not row.stop_ids.isdisjoint(new)):
-                num_dropped += self._check(row, result)
+                if row.request.choice_ids:
+                    results[-1:] = begun = self._prompt_done(row, result)
+                    num_dropped += len(new) - len(begun)
+                else:
+                    num_dropped += self._check(row, result)
         self._counters.generation_tokens += len(output.token_ids) - num_dropped
         return EngineCoreOutputs(outputs=results, timestamp=now)
 
@@ -259,13 +277,10 @@ class Scheduler:
         for row, num_computed_tokens in done.chunks:
             self._running.confirm_chunk(row, num_computed_tokens)
         self._fence.retire(done.step_id)
-        counters = self._counters
         if done.num_prompt_tokens:
-            seconds = now - max(done.issued_at, counters.last_step_at)
+            seconds = now - max(done.issued_at, self._counters.last_step_at)
             self._prefill_rate.add_step(done.num_prompt_tokens, seconds)
-            counters.prompt_tokens_computed += done.num_prompt_tokens
-        counters.num_steps += 1
-        counters.last_step_at = now
+        self._counters.add_step(done.num_prompt_tokens, now)
 
     def _check(self, row: Row, output: EngineCoreOutput) -> int:
         """Checks whether a block became full or the output ended with one of its new tokens.
@@ -277,7 +292,7 @@ class Scheduler:
             return 0
         num_before, num_new = len(tokens) - len(new), len(new)
         for count in range(1, num_new + 1):
-            end = self._end_at(row.request, num_before + count)
+            end = self._limits.end_at(row.request, num_before + count)
             if end is not None:
                 del tokens[num_before + count :], new[count:]
                 if output.logprobs is not None:
@@ -288,20 +303,42 @@ class Scheduler:
         self._running.publish(row)
         return 0
 
-    def _end_at(self, request: Request, num_tokens: int) -> tuple[RequestStatus, int | None] | None:
-        """Returns (how it ends, the stop token of its own that does it), if the last of its first
-        `num_tokens` tokens is the end; None: it is not."""
-        sampling = request.sampling
-        token_id = request.all_token_ids[num_tokens - 1]
-        num_own = request.num_prompt_tokens - request.num_resumed_tokens
-        if num_tokens - num_own >= sampling.min_tokens:
-            if token_id in request.eos_token_ids and not sampling.ignore_eos:
-                return RequestStatus.FINISHED_STOPPED, None
-            if token_id in sampling.stop_token_ids:
-                return RequestStatus.FINISHED_STOPPED, token_id
-        if num_tokens >= self._limits.max_len(request):
-            return RequestStatus.FINISHED_LENGTH, None
-        return None
+    def _prompt_done(self, row: Row, drawn: EngineCoreOutput) -> list[EngineCoreOutput]:
+        """Lets the choices begin of a prompt that its row has computed. Returns their first tokens,
+        unless they have them."""
+        prompt = row.request
+        self._running.leave(row)
+        del prompt.all_token_ids[prompt.num_prompt_tokens :]
+        self._share(prompt)
+        if prompt.first_tokens:
+            return []
+        more = drawn.siblings or SiblingTokens([])
+        logprobs = [*(drawn.logprobs or ()), *more.logprobs]
+        return self._begin_choices(prompt, [*drawn.new_token_ids, *more.token_ids], logprobs)
+
+    def _share_arrived(self) -> None:
+        """Shares prompts whose KV has come from a peer, once their first tokens are known."""
+        while self._remote.pulls.shareable:
+            self._share(self._remote.pulls.shareable.pop())
+
+    def _share(self, prompt: Request) -> None:
+        """Ends a prompt's request, whose choices take its blocks."""
+        prompt.status = RequestStatus.FINISHED_LENGTH
+        del self._requests[prompt.request_id]
+        self._forks.share(prompt)
+
+    def _begin_choices(
+        self, prompt: Request, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()
+    ) -> list[EngineCoreOutput]:
+        """Gives each choice that is left its first token, which may be its last."""
+        begun = self._forks.begin(prompt, tokens, logprobs)
+        for choice, output in begun:
+            if prompt.is_finished:
+                self._report_first(choice, output)
+            end = self._limits.end_at(choice, choice.num_tokens)
+            if end is not None:
+                self._finish(choice, *end, output=output)
+        return [output for _, output in begun]
 
     def _finish(
         self,
@@ -320,7 +357,10 @@ class Scheduler:
         self._remote.request_ended(request, is_abort=is_abort)
         del self._requests[request.request_id]
         self._unreported.discard(request.request_id)
-        output.finish_reason = _FINISH_REASONS[status]
+        if (prompt := self._forks.choice_ended(request)) is not None:
+            unheard = EngineCoreOutput(prompt.request_id, [])
+            self._finish(prompt, RequestStatus.FINISHED_ABORTED, output=unheard)
+        output.finish_reason = status.finish_reason
         output.stop_reason = stop_reason
 
     def _report_first(self, request: Request, output: EngineCoreOutput) -> None:
@@ -331,7 +371,9 @@ class Scheduler:
 
     def update_from_connector(self, output: KVConnectorOutput) -> EngineCoreOutputs:
         """Transfers went on or ended."""
-        return EngineCoreOutputs(kv_results=self._remote.update(output), timestamp=time.monotonic())
+        results = self._remote.update(output)
+        self._share_arrived()
+        return EngineCoreOutputs(kv_results=results, timestamp=time.monotonic())
 
     # What there is ----------------------------------------------------------------------------
 
@@ -339,30 +381,24 @@ class Scheduler:
         counters, remote, table = self._counters, self._remote, self._running.table
         return SchedulerStats(
             num_running=table.num_live,
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._waiting) + len(self._forks.ready),
             num_waiting_for_remote_kvs=remote.pulls.num_started,
             num_waiting_tokens=self._waiting.num_tokens + self._running.num_prompt_tokens_left,
             num_free_blocks=self._kv_cache.num_free_blocks,
             num_total_blocks=self._kv_cache.num_blocks,
             num_free_rows=table.num_free,
             num_delayed_frees=len(remote.held),
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            num_preemptions=counters.num_preemptions,
-            prompt_tokens_computed=counters.prompt_tokens_computed,
             prompt_tokens_cached=counters.prefix_cache_hits,
             prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
-            generation_tokens=counters.generation_tokens,
-            num_steps=counters.num_steps,
-            last_step_at=counters.last_step_at,
             prefill_tokens_per_s=self._prefill_rate.tokens_per_s,
             kv_transfer=remote.counters,
+            **asdict(counters),
         )
 
     def check_empty(self) -> list[str]:
         """Names everything that is left though no request should be; empty when all is well."""
         left = [f"request {name} ({r.status.name})" for name, r in self._requests.items()]
-        left += self._remote.leftovers()
+        left += self._remote.leftovers() + self._forks.leftovers()
         left += [f"row {row.index} of {row.request_id}" for row in self._running.table.live()]
         left += [f"blocks of {name}" for name in self._kv_cache.request_ids()]
         left += [f"step {step.step_id} in flight" for step in self._in_flight]
@@ -370,6 +406,7 @@ class Scheduler:
         for name, count in (
             ("queued requests", len(self._waiting)),
             ("requests ready for a row", len(self._remote.pulls.ready)),
+            ("choices ready for a row", len(self._forks.ready)),
             ("rows in the decode set", self._running.calendar.size),
             ("fenced blocks", self._fence.num_blocks),
             ("blocks in use", self._kv_cache.num_blocks - self._kv_cache.num_free_blocks),

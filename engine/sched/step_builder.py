@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
 from engine.sched.in_flight import InFlightStep, PromptChunk
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.sched.row import Row
@@ -33,6 +33,7 @@ class StepBuilder:
         self._prefill_chunks: list[tuple[int, int]] = []
         self._decode_add: list[int] = []
         self._decode_remove: list[int] = []
+        self._block_copies: list[BlockCopy] = []
         self._chunks: list[tuple[Row, int]] = []
         self._num_prompt_tokens = 0
         self.exported_chunks: list[ChunkLike] = []
@@ -64,6 +65,10 @@ class StepBuilder:
     def add_blocks(self, index: int, group: int, block_ids: list[int]) -> None:
         """Records that the row has got more blocks in a KV group."""
         self._new_block_ids.append((index * self._num_groups + group, block_ids))
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Records copies that are made before the step computes anything."""
+        self._block_copies += copies
 
     def add_to_decode(self, index: int) -> None:
         if index in self._decode_remove:
@@ -99,6 +104,7 @@ class StepBuilder:
             self._decode_add,
             self._decode_remove,
             kv,
+            self._block_copies,
         )
         record = InFlightStep(step_id, time.monotonic(), self._chunks, self._num_prompt_tokens)
         self._begin()

@@ -66,21 +66,29 @@ def make_request(
     cache_salt: str = "",
     arrival_time: float = 0.0,
     kv: KVTransferParams | None = None,
+    num_choices: int = 1,
+    seed: int = 0,
     **sampling: Any,
 ) -> Request:
     """Makes a request. `sampling`: fields of `SamplingParams`; end-of-sequence does not end it
-    unless asked.
+    unless asked. Several choices are named `r.0`, `r.1` ... and draw with seed, seed + 1 ...
     """
-    params: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, **sampling}
+    params: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "seed": seed, **sampling}
+    choice_ids = [f"{request_id}.{i}" for i in range(num_choices)] if num_choices > 1 else []
     return Request(
         EngineCoreRequest(
             request_id=request_id,
             spec=RequestSpec(
-                prompt, SamplingParams(**params), priority=priority, cache_salt=cache_salt
+                prompt,
+                SamplingParams(**params),
+                priority=priority,
+                cache_salt=cache_salt,
+                sibling_seeds=tuple(seed + i for i in range(1, num_choices)),
             ),
             eos_token_ids=(EOS,),
             arrival_time=arrival_time,
             kv_transfer_params=kv,
+            choice_ids=tuple(choice_ids),
         )
     )
 

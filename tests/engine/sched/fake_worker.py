@@ -17,7 +17,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from engine.outputs import ModelRunnerOutput, PromptLogprobs, RowPromptLogprobs
+from engine.outputs import (
+    ModelRunnerOutput,
+    PromptLogprobs,
+    RowPromptLogprobs,
+    RowSiblings,
+    SiblingTokens,
+)
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
@@ -46,10 +52,10 @@ def next_token(
     state: int, num_output: int, sampling: SamplingParams, eos_token_ids: tuple[int, ...]
 ) -> int:
     """Returns the token after one with this KV. Ends are masked before `min_tokens`, as on real
-    workers.
+    workers. Seeds differ in what they draw.
     """
     masked = set(sampling.stop_token_ids) | set(eos_token_ids)
-    draw = state
+    draw = hash((state, sampling.seed))
     while True:
         draw = hash((draw, 97))
         token = draw % VOCAB_SIZE
@@ -142,6 +148,7 @@ class WorkerRow:
     max_len: int
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...]
+    sibling_seeds: tuple[int, ...]
 
 
 class FakeWorker:
@@ -158,6 +165,7 @@ class FakeWorker:
         self.decode_set: set[int] = set()
         self.last_step_id = -1
         self.message_bytes: list[int] = []
+        self.num_copies = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Raises AssertionError when the step asks for anything impossible."""
@@ -196,6 +204,11 @@ class FakeWorker:
             self.decode_set.add(index)
         for index in step.decode_remove:
             self.decode_set.remove(index)
+        sources = {source for source, _ in step.block_copies}
+        self.num_copies += len(step.block_copies)
+        for source, target in step.block_copies:
+            assert target not in sources
+            self.memory.slots[target] = list(self.memory.slots[source])
 
     def _compute(self, row: WorkerRow, count: int) -> None:
         self._write(row, kv_of(row.tokens[: row.num_computed + count]))
@@ -254,6 +267,12 @@ class FakeWorker:
         token = next_token(state, num_output, row.sampling, row.eos_token_ids)
         row.tokens.append(token)
         self._report(index, row, [token], output)
+        if row.sibling_seeds:
+            samplings = [
+                msgspec.structs.replace(row.sampling, seed=seed) for seed in row.sibling_seeds
+            ]
+            drawn = [next_token(state, num_output, s, row.eos_token_ids) for s in samplings]
+            output.siblings.append(RowSiblings(index, row.epoch, SiblingTokens(drawn)))
 
     def _report(
         self, index: int, row: WorkerRow, tokens: list[int], output: ModelRunnerOutput
@@ -290,4 +309,5 @@ def _row_of(new: NewRequestData, num_groups: int) -> WorkerRow:
         max_len=new.max_len,
         sampling=new.sampling,
         eos_token_ids=new.eos_token_ids,
+        sibling_seeds=new.sibling_seeds,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.messages import EngineCoreOutputs, KVTransferResult
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, KVTransferResult
 from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
@@ -32,10 +32,13 @@ from tests.engine.sched.memory_connector import MemoryConnector
 
 @dataclass(slots=True)
 class Client:
-    """Remembers what one request's client has seen."""
+    """Remembers what one request's client has seen. The request of a prompt with choices has a
+    client too, who hears of transfers; `expected` are the choices' first tokens."""
 
     request: Request
     expected: list[int]
+    choices: list[Client] = field(default_factory=list)
+    prompt: Client | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
     error: str = ""
@@ -62,6 +65,8 @@ class StepMachine:
         self.connector = MemoryConnector(self.memory, self.rng)
         self.scheduler = Scheduler(config, num_blocks, self.connector)
         self.clients: dict[str, Client] = {}
+        self.ended: list[str] = []
+        """Requests in the order in which they ended."""
         self.scheduled: deque[SchedulerOutput] = deque()
         """Steps the worker has not run."""
         self.ran: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -70,13 +75,24 @@ class StepMachine:
     # Moves ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Client:
-        room = tokens_that_fit(self.memory.groups, self.num_blocks)
-        max_len = min(self.config.model.max_model_len, room + 2 - self.config.decode_query_len)
-        client = Client(request, expected_output(request, max_len))
+        """Adds a request, with a client for each of its choices."""
+        client = Client(request, [])
+        for index, name in enumerate(request.choice_ids):
+            choice = Client(_alone(request, name, index), [], prompt=client)
+            client.choices.append(choice)
+        for one in client.choices or [client]:
+            one.expected = expected_output(one.request, self._max_len)
+            self.clients[one.request.request_id] = one
+        client.expected = client.expected or [t for c in client.choices for t in c.expected[:1]]
         self.clients[request.request_id] = client
         self.connector.prompts[request.request_id] = list(request.all_token_ids)
         self.take(self.scheduler.add_request(request))
         return client
+
+    @property
+    def _max_len(self) -> int:
+        room = tokens_that_fit(self.memory.groups, self.num_blocks)
+        return min(self.config.model.max_model_len, room + 2 - self.config.decode_query_len)
 
     def abort(self, request_id: str) -> None:
         self.take(self.scheduler.abort_requests([request_id]))
@@ -85,8 +101,12 @@ class StepMachine:
         """Supplies it as the node server does: the client has it before the engine."""
         client = self.clients[request_id]
         assert client.tokens == []
-        client.tokens.append(client.expected[0])
-        self.take(self.scheduler.supply_first_token(request_id, client.expected[0]))
+        client.tokens += client.expected if client.choices else client.expected[:1]
+        for choice in client.choices:
+            if not choice.finish_reason:
+                choice.tokens.append(choice.expected[0])
+        first, *siblings = client.tokens
+        self.take(self.scheduler.supply_first_token(request_id, first, siblings))
 
     @property
     def num_out(self) -> int:
@@ -168,7 +188,12 @@ class StepMachine:
             client.tokens += output.new_token_ids
             client.finish_reason = output.finish_reason
             client.error = output.error
+            if output.finish_reason:
+                self.ended.append(output.request_id)
             assert client.tokens == client.expected[: len(client.tokens)]
+            prompt = client.prompt
+            if prompt is not None and all(choice.finish_reason for choice in prompt.choices):
+                prompt.finish_reason = "choices"
         for result in outputs.kv_results:
             self.clients[result.request_id].kv_results.append(result)
         self.check_blocks()
@@ -255,7 +280,19 @@ class StepMachine:
             if client.finish_reason in ("stop", "length"):
                 assert client.tokens == client.expected
             else:
-                assert client.finish_reason in ("abort", "error"), client
+                assert client.finish_reason in ("abort", "error", "choices"), client
         assert self.scheduler.check_empty() == []
         assert self.connector.transfer_ids() == []
         self.check_blocks()
+
+
+def _alone(prompt: Request, name: str, index: int) -> Request:
+    """Returns the request that asks for one choice alone."""
+    return Request(
+        EngineCoreRequest(
+            request_id=name,
+            spec=prompt.spec.of_choice(index),
+            eos_token_ids=prompt.eos_token_ids,
+            kv_transfer_params=prompt.kv_transfer_params,
+        )
+    )

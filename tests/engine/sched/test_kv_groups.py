@@ -127,12 +127,14 @@ _SHAPES = (
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=140, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     depth=st.integers(1, 3),
     layers=st.sampled_from(_SHAPES),
-    kinds=st.sampled_from([["local"], ["local", "pull"], ["export", "local"]]),
+    kinds=st.sampled_from(
+        [["local"], ["local", "pull"], ["export", "local"], ["choices", "pull", "local"]]
+    ),
     decode_query_len=st.sampled_from([1, 1, 3]),
 )
 def test_random_traffic(

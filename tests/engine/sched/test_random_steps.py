@@ -27,6 +27,7 @@ from tests.engine.sched.step_machine import StepMachine
 
 _NUM_REQUESTS = 40
 _MAX_MOVES = 6000
+KINDS = [["local"], ["local", "pull"], ["export", "local"], ["choices", "pull", "local"]]
 
 
 class Traffic:
@@ -91,9 +92,14 @@ class Traffic:
             kv = remote_prefill(f"t-{name}")
         elif kind == "export":
             kv, max_tokens = remote_decode(f"t-{name}"), 1
-        self.machine.add(self._request(name, kv, max_tokens))
+        elif kind == "choices":
+            kv = remote_prefill(f"t-{name}") if self.rng.random() < 0.5 else None
+        num_choices = self.rng.randint(2, 5) if kind == "choices" else 1
+        self.machine.add(self._request(name, kv, max_tokens, num_choices))
 
-    def _request(self, name: str, kv: KVTransferParams | None, max_tokens: int) -> Request:
+    def _request(
+        self, name: str, kv: KVTransferParams | None, max_tokens: int, num_choices: int
+    ) -> Request:
         # Few different beginnings, so that prefixes are found.
         rng = self.rng
         beginning = [rng.randint(1, 2)] * rng.choice([0, 4, 8, 9])
@@ -109,6 +115,8 @@ class Traffic:
             name,
             beginning + rest,
             kv=kv,
+            num_choices=num_choices,
+            seed=rng.randint(0, 9),
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(["", "", "tenant"]),
             max_tokens=max_tokens,
@@ -148,6 +156,8 @@ class Traffic:
             if not client.finish_reason
             and not client.tokens
             and name not in self.computed_here
+            and client.prompt is None
+            and not any(choice.tokens for choice in client.choices)
             and client.request.kv_transfer_params is not None
             and client.request.kv_transfer_params.do_remote_prefill
         ]
@@ -197,14 +207,14 @@ class Traffic:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["export", "local"]], ids="-".join)
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_random_traffic(depth: int, policy: str, seed: int, kinds: list[str]) -> None:
     _random_traffic(depth, policy, seed, kinds, 1)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kinds", [["local"], ["local", "pull"], ["export", "local"]], ids="-".join)
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_random_traffic_with_drafts(depth: int, seed: int, kinds: list[str]) -> None:
     """Results have 1 to 4 tokens for each row."""
     _random_traffic(depth, ["fcfs", "priority"][seed % 2], 100 + seed, kinds, 4)

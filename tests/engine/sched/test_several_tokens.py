@@ -203,7 +203,7 @@ def test_messages_of_steady_steps_do_not_grow() -> None:
     run(machine, max_tokens=60)
     one = StepMachine(make_config(), num_blocks=64)
     run(one, max_tokens=60)
-    assert min(machine.worker.message_bytes) == min(one.worker.message_bytes) == 9
+    assert min(machine.worker.message_bytes) == min(one.worker.message_bytes) == 10
 
     rows, epochs, tokens = list(range(256)), [1] * 256, [100_000] * 256
     done = StepDone(ModelRunnerOutput(1, rows, epochs, tokens), 1.0)
