@@ -36,7 +36,7 @@ from engine.messages import EngineReady, KVTransferResult
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus
 from engine.outputs import SchedulerStats
-from engine.request_spec import RequestSpec, UnknownSpecVersion, decode_spec
+from engine.request_spec import UnknownSpecVersion, decode_spec
 from engine.sampling_params import check_sampling
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats, is_transfer_id
@@ -250,7 +250,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         spec = decode_spec(message.spec, list(message.prompt_token_ids))
         spec.check()
         check_sampling(spec.sampling, self._engine.config.model.vocab_size)
-        spec = _for_one_token(spec)
+        spec = spec.for_one_token()
         request = self._input_processor.process(
             f"{message.transfer_id}-{message.attempt}", spec, max_tokens=spec.sampling.max_tokens
         )
@@ -310,9 +310,3 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 def _trace_of(context: PrefillContext) -> TraceContext:
     given = {key: str(value) for key, value in context.invocation_metadata() or ()}
     return TraceContext.from_headers(given)
-
-
-def _for_one_token(spec: RequestSpec) -> RequestSpec:
-    """Returns a copy that ends with the next token."""
-    limit = spec.num_resumed_tokens + 1
-    return spec.with_sampling(max_tokens=limit, min_tokens=min(spec.sampling.min_tokens, limit))

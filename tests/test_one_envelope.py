@@ -31,29 +31,33 @@ SEVERAL_USES = {
         "decode_node/serving/openai_serving.py",  # for the request's record
         "engine/frontend/input_processor.py",  # what is left of the context
         "engine/frontend/output_processor.py",  # the first token may be the last
-        "engine/request_spec.py",
+        "engine/request_spec.py",  # one token
         "engine/sched/request_limits.py",
-        "prefill_node/service.py",  # one token
+        "prefill_node/service.py",
     },
     "min_tokens": {
         "engine/frontend/output_processor.py",  # stop strings
         "engine/sample",
-        "engine/sched/scheduler.py",  # stop tokens
-        "prefill_node/service.py",  # one token
+        "engine/request_spec.py",  # one token
+        "engine/sched/request_limits.py",  # stop tokens
     },
     "stop": {"engine/frontend/output_processor.py", "engine/request_spec.py"},
     "stop_token_ids": {
         "engine/frontend/output_processor.py",  # the first token may be the last
         "engine/sample",  # before min_tokens
+        "engine/sched/request_limits.py",
         "engine/sched/row.py",
-        "engine/sched/scheduler.py",
     },
     "ignore_eos": {
         "engine/frontend/output_processor.py",
+        "engine/sched/request_limits.py",
         "engine/sched/row.py",
-        "engine/sched/scheduler.py",
     },
-    "seed": {"decode_node/serving/openai_serving.py", "engine/sample"},
+    "seed": {
+        "decode_node/serving/openai_serving.py",
+        "engine/request_spec.py",  # of each answer
+        "engine/sample",
+    },
     "grammar": set(),  # carried to the workers
     "logprobs": {"decode_node/disagg/prefill_events.py", "engine/sample"},  # a peer gives as many
     "prompt_logprobs": {
