@@ -1,5 +1,5 @@
-"""The scalings of rotary frequencies that checkpoints ask for. Torch-free; `engine.layers.rotary`
-computes with them."""
+"""How an architecture rotates queries and keys. Torch-free; `engine.layers.rotary` computes with
+it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,37 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, tag="llama3"):
     original_max_position_embeddings: int
 
 
+class LinearRope(msgspec.Struct, frozen=True, kw_only=True, tag="linear"):
+    """Turns every pair `factor` times slower (`rope_type: linear`)."""
+
+    factor: float
+
+
+class YarnRope(msgspec.Struct, frozen=True, kw_only=True, tag="yarn"):
+    """Turns slow pairs slower and leaves fast ones (`rope_type: yarn`). Source: Peng et al., YaRN,
+    2023.
+
+    Attributes:
+        factor: How much slower a slow pair turns.
+        beta_fast, beta_slow: A pair that turns more often than the first within the original
+            context stays, one that turns less often than the second is slowed down in full.
+        truncate: The border pairs are rounded to whole numbers.
+        attention_factor: Multiplies cosines and sines.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+    truncate: bool
+    attention_factor: float
+
+
 class LongRope(msgspec.Struct, frozen=True, kw_only=True, tag="longrope"):
     """Scaling by a factor for each pair (`rope_type: longrope`, or `su`).
 
     Attributes:
-        factors: [head_dim / 2], which each pair turns slower.
+        factors: [dim / 2], which each pair turns slower.
         attention_factor: Multiplies cosines and sines.
     """
 
@@ -29,4 +55,36 @@ class LongRope(msgspec.Struct, frozen=True, kw_only=True, tag="longrope"):
     attention_factor: float
 
 
-AnyRopeScaling: TypeAlias = RopeScaling | LongRope
+AnyRopeScaling: TypeAlias = RopeScaling | LinearRope | YarnRope | LongRope
+
+
+class Rotary(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding of one kind of layers.
+
+    Attributes:
+        theta: The base of the frequencies.
+        dim: The first so many elements of a head turn, the others stay.
+        interleaved: Pair i is elements 2i and 2i + 1 in the checkpoint, not i and i + dim / 2.
+    """
+
+    theta: float
+    dim: int
+    scaling: AnyRopeScaling | None = None
+    interleaved: bool = False
+
+    def head_order(self, head_dim: int) -> tuple[int, ...] | None:
+        """Returns which element of a checkpoint's head becomes element i of ours, or None when they
+        are in our order.
+
+        Our kernels turn element i with i + head_dim / 2. Queries and keys whose elements are
+        reordered alike have the same scores, so any other pairing is made ours when weights are
+        loaded. Elements that stay are pairs that turn by nothing.
+        """
+        if self.dim == head_dim and not self.interleaved:
+            return None
+        turning = range(self.dim)
+        first = turning[::2] if self.interleaved else turning[: self.dim // 2]
+        second = turning[1::2] if self.interleaved else turning[self.dim // 2 :]
+        staying = range(self.dim, head_dim)
+        middle = len(staying) // 2
+        return (*first, *staying[:middle], *second, *staying[middle:])

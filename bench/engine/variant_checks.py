@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bench.engine.variant_model import VariantModel
-from engine.models.llama import LlamaDecoderLayer
+from engine.models.llama_layer import LlamaDecoderLayer
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 

@@ -20,7 +20,8 @@ from engine.layers.attention.uncached_prefill import UncachedPrefillBackend, spl
 from engine.layers.gemm_policy import GemmPolicy
 from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.factory import create_model
-from engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from engine.models.llama import LlamaForCausalLM
+from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.worker.kv_cache import layer_views

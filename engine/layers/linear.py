@@ -13,22 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.layers.methods.base import LinearLayer, LinearPart
 from engine.layers.methods.choice import column_method, gate_up_method, row_method
+from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from kv_transfer.layout import HeadRange
+from tandem_kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnPart:
-    """Outputs [start, start + count) of a projection that has `total`."""
+    """Outputs [start, start + count) of a projection that has `total`; `order` as in
+    `LinearPart`."""
 
     start: int
     count: int
     total: int
+    order: Tensor | None = None
 
 
 class MergedColumnParallelLinear(LinearLayer):
@@ -66,21 +71,27 @@ class MergedColumnParallelLinear(LinearLayer):
             start = part.start + (before if is_fused else 0)
             rows = slice(row, row + part.count)
             yield from self.method.checkpoint_weights(
-                self, LinearPart(prefix, shape, 0, start, rows)
+                self, LinearPart(prefix, shape, 0, start, rows, part.order)
             )
             row, before = row + part.count, before + part.total
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """[T, hidden] -> [T, I / ranks]: silu(gate) * up."""
+    """[T, hidden] -> [T, I / ranks]: activation(gate) * up, where the activation is SiLU, or GELU
+    by its tanh formula."""
 
     choose_method = staticmethod(gate_up_method)
 
-    def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, shard: Shard, *, is_gelu: bool = False
+    ) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard)
+        self.is_gelu = is_gelu
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_gelu:
+            return ops.gelu_tanh_and_mul(self.method.apply(self, x))
         return self.method.gate_up(self, x)
 
 
@@ -89,6 +100,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     Args:
         kv_heads: Which key/value heads this rank stores. Ranks beyond their number share one.
+        head_order: [head_dim] int64 or None: element i of each query and key head is element
+            `head_order[i]` of the checkpoint's.
     """
 
     def __init__(
@@ -101,13 +114,28 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         shard: Shard,
         *,
         bias: bool,
+        head_order: Tensor | None = None,
     ) -> None:
         start, count = shard.part(num_heads)
-        q = ColumnPart(start * head_dim, count * head_dim, num_heads * head_dim)
-        kv = ColumnPart(
-            kv_heads.start * head_dim, kv_heads.count * head_dim, num_kv_heads * head_dim
+
+        def part(first: int, heads: int, total: int, order: Tensor | None) -> ColumnPart:
+            if order is not None:
+                order = repeated(order, heads)
+            return ColumnPart(first * head_dim, heads * head_dim, total * head_dim, order)
+
+        kv = kv_heads.start, kv_heads.count, num_kv_heads
+        parts = (
+            part(start, count, num_heads, head_order),
+            part(*kv, head_order),
+            part(*kv, None),
         )
-        super().__init__(hidden_size, (q, kv, kv), shard, bias=bias)
+        super().__init__(hidden_size, parts, shard, bias=bias)
+
+
+def repeated(order: Tensor, num_heads: int) -> Tensor:
+    """Returns the order of the elements of one head, [D], for heads behind each other: [H * D]."""
+    starts = torch.arange(num_heads) * len(order)
+    return (starts[:, None] + order).flatten()
 
 
 class RowParallelLinear(LinearLayer):
@@ -126,9 +154,12 @@ class RowParallelLinear(LinearLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.method.reduce(self.method.apply(self, x), self.group)
 
-    def add_to(self, stream: ResidualStream, x: Tensor) -> None:
-        """Adds the output for [T, in / ranks] to the stream, in the GEMM where that is faster."""
-        if not self.method.add_to(self, x, stream.sum):
+    def add_to(self, stream: ResidualStream, x: Tensor, norm: RMSNorm | None = None) -> None:
+        """Adds the output for [T, in / ranks], or its norm, to the stream; in the GEMM where that
+        is faster."""
+        if norm is not None:
+            stream.add(norm(self(x)))
+        elif not self.method.add_to(self, x, stream.sum):
             stream.add(self(x))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -7,21 +7,38 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
+from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 
 
 class GatedMLP(nn.Module):
-    """Adds `down(silu(gate(x)) * up(x))` to the residual stream."""
+    """Adds `down(activation(gate(x)) * up(x))` to the residual stream.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard) -> None:
+    Args:
+        is_gelu: The activation is GELU by its tanh formula, not SiLU.
+        norm: Of what is added; None: none.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        shard: Shard,
+        *,
+        is_gelu: bool = False,
+        norm: RMSNorm | None = None,
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpParallelLinear(hidden_size, intermediate_size, shard)
+        self.gate_up_proj = GateUpParallelLinear(
+            hidden_size, intermediate_size, shard, is_gelu=is_gelu
+        )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard)
+        self.norm = norm
 
     def forward(self, x: Tensor, stream: ResidualStream) -> None:
         """Computes the MLP of the normed `x`: [T, H]."""
-        self.down_proj.add_to(stream, self.gate_up_proj(x))
+        self.down_proj.add_to(stream, self.gate_up_proj(x), self.norm)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that gate and up are one tensor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from engine.layers.shard import CheckpointWeight, Shard
@@ -11,12 +12,28 @@ from tandem_kernels import ops
 
 
 class RMSNorm(nn.Module):
-    """[T, size] -> [T, size]. Whole on every rank."""
+    """[T, size] -> [T, size]. Whole on every rank.
 
-    def __init__(self, size: int, eps: float, shard: Shard) -> None:
+    Args:
+        offset: Added to the checkpoint's weight. The sum is kept in float32: 1 + w in half
+            precision would lose what w has.
+        order: [size] int64 or None: element i of ours is element `order[i]` of the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        shard: Shard,
+        *,
+        offset: float = 0.0,
+        order: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = shard.parameter(size)
+        self.offset = offset
+        self.order = order
+        self.weight = shard.parameter(size, dtype=torch.float32 if offset else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
@@ -26,4 +43,7 @@ class RMSNorm(nn.Module):
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        yield CheckpointWeight(prefix + ".weight", self.weight, tuple(self.weight.shape))
+        shape = tuple(self.weight.shape)
+        yield CheckpointWeight(
+            prefix + ".weight", self.weight, shape, order=self.order, offset=self.offset
+        )

@@ -19,9 +19,18 @@ class ResidualStream:
         self._waiting: Tensor | None = None
 
     def add(self, x: Tensor) -> None:
-        """Adds [T, H] before the next norm. Its memory may be reused."""
-        assert self._waiting is None, "a norm comes between two additions"
+        """Adds [T, H] before the next read. Its memory may be reused."""
+        assert self._waiting is None, "the stream is read between two additions"
         self._waiting = x
+
+    def read(self, norm: RMSNorm | None) -> Tensor:
+        """Returns what a block works on, [T, H]: the norm of the stream, or the stream itself."""
+        if norm is not None:
+            return self.normed(norm)
+        if self._waiting is not None:
+            self.sum = self.sum + self._waiting
+            self._waiting = None
+        return self.sum
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """Returns the norm of the stream, [T, H]."""

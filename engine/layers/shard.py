@@ -25,6 +25,8 @@ class CheckpointWeight:
         shape: The whole tensor's, as the checkpoint must have it.
         dim: The dimension that is sliced; None: `target` takes the whole tensor.
         start: First index of the slice. `target` says how many there are.
+        order: [rows of `target`] int64 or None: row i is row `order[i]` of the slice.
+        offset: Added to what the checkpoint holds.
     """
 
     name: str
@@ -32,6 +34,8 @@ class CheckpointWeight:
     shape: tuple[int, ...]
     dim: int | None = None
     start: int = 0
+    order: Tensor | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,9 @@ class Shard:
     def tp(self) -> ParallelGroup:
         return self.place.tp
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """Returns an uninitialised parameter; the loader fills it."""
-        empty = torch.empty(*shape, dtype=self.dtype, device=self.device)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Returns an uninitialised parameter; the loader fills it. None: of the model's dtype."""
+        empty = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(empty, requires_grad=False)
 
     def part(self, total: int) -> tuple[int, int]:

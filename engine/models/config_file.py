@@ -13,7 +13,7 @@ import msgspec
 
 from engine.models.errors import CheckpointError
 
-_DEFAULT_ROPE_THETA = 10_000.0
+DEFAULT_ROPE_THETA = 10_000.0
 
 
 class RopeFields(msgspec.Struct):
@@ -28,7 +28,15 @@ class RopeFields(msgspec.Struct):
     attention_factor: float | None = None
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
-    partial_rotary_factor: float = 1.0
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial_rotary_factor: float | None = None
+    full_attention: RopeFields | None = None
+    """Belongs to layers that see everything, where kinds of layers differ."""
+    sliding_attention: RopeFields | None = None
 
     @property
     def kind(self) -> str:
@@ -50,17 +58,26 @@ class ConfigFile(msgspec.Struct):
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float | None = None
+    rope_local_base_freq: float | None = None
     rope_scaling: RopeFields | None = None
     rope_parameters: RopeFields | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    tie_word_embeddings: bool | None = None
+    """Families differ in the default."""
+    attention_bias: bool | None = None
     mlp_bias: bool = False
     hidden_act: str = "silu"
+    hidden_activation: str | None = None
+    """Gemma's name of `hidden_act`."""
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
+    final_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
+    use_bidirectional_attention: bool | None = None
     partial_rotary_factor: float | None = None
     original_max_position_embeddings: int | None = None
     sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
+    sliding_window_pattern: int | None = None
     quantization_config: dict[str, object] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -75,7 +92,7 @@ class ConfigFile(msgspec.Struct):
         return self.rope_parameters or self.rope_scaling or RopeFields()
 
     def base_frequency(self) -> float:
-        return self.rope.rope_theta or self.rope_theta or _DEFAULT_ROPE_THETA
+        return self.rope.rope_theta or self.rope_theta or DEFAULT_ROPE_THETA
 
 
 class GenerationConfigFile(msgspec.Struct):

@@ -1,98 +1,84 @@
-"""The decoder that Llama, Mistral, Phi-3, Qwen2 and Qwen3 share; `DenseSpec` states what differs.
+"""The decoder that dense architectures share; `DenseSpec` states what differs.
 
 ids ─ embed ─┬─ norm ─ qkv ─ rope, cache, attend ─ o ─(+)─ norm ─ gate·up ─ down ─(+) ... norm
              └────────────────── residual stream ──────────────────────────────┘
+
+Some have a norm in front of each (+), some no norm behind the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
-from engine.layers.attention.block import AttentionBlock
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
-from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rotary import cos_sin_cache
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.base import CausalLM, ForwardInputs
+from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
 
 
-class LlamaDecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm."""
-
-    def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard) -> None:
-        super().__init__()
-        model = config.model
-        self.is_fused = spec.fused_projections
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard)
-        self.self_attn = AttentionBlock(
-            spec.hidden_size,
-            model.head_dim,
-            model.num_heads,
-            model.num_kv_heads,
-            shard,
-            bias=spec.attention_bias,
-            head_norm=spec.head_norm,
-            eps=spec.rms_norm_eps,
-        )
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard)
-        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, shard)
-
-    def forward(self, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs) -> None:
-        self.self_attn(stream.normed(self.input_layernorm), stream, kv_cache, inputs)
-        self.mlp(stream.normed(self.post_attention_layernorm), stream)
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        fused = self.is_fused
-        yield from self.input_layernorm.checkpoint_weights(f"{prefix}.input_layernorm")
-        yield from self.self_attn.checkpoint_weights(f"{prefix}.self_attn", is_fused=fused)
-        yield from self.post_attention_layernorm.checkpoint_weights(
-            f"{prefix}.post_attention_layernorm"
-        )
-        yield from self.mlp.checkpoint_weights(f"{prefix}.mlp", is_fused=fused)
-
-
 class LlamaForCausalLM(CausalLM):
-    """Embedding, layers, head. `cos_sin_cache` covers `max_model_len` positions."""
-
-    cos_sin_cache: Tensor
+    """Embedding, layers, head. The tables of cosines and sines cover `max_model_len` positions."""
 
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard) -> None:
         super().__init__()
         model = config.model
+        self.spec = spec
         self.embed_tokens = VocabParallelEmbedding(model.vocab_size, spec.hidden_size, shard)
         self.layer_indices = shard.place.layers
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, spec, shard) for _ in self.layer_indices
+            LlamaDecoderLayer(config, spec, shard, index) for index in self.layer_indices
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard)
-        self.is_tied = spec.tie_word_embeddings
-        shared = self.embed_tokens.weight if self.is_tied else None
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
+        shared = self.embed_tokens.weight if spec.tie_word_embeddings else None
         self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard, shared)
-        rotary = cos_sin_cache(
-            model.head_dim, model.max_model_len, spec.rope_theta, spec.rope_scaling
-        )
-        self.register_buffer("cos_sin_cache", rotary.to(shard.device), persistent=False)
+        rotations = [spec.rotary_of(index) for index in self.layer_indices]
+        tables = {
+            rotary: cos_sin_cache(model.head_dim, model.max_model_len, rotary).to(shard.device)
+            for rotary in dict.fromkeys(rotations)
+        }
+        groups = config.kv_layout.groups
+        group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+        self.kinds = [
+            (group_of[index], tables[rotary])
+            for index, rotary in zip(self.layer_indices, rotations, strict=True)
+        ]
+        """The KV group and the table of cosines and sines of each layer."""
 
     def forward(self, step: ForwardInputs) -> Tensor:
-        (group,) = step.groups
-        inputs = AttentionInputs(
-            step.positions, self.cos_sin_cache, group.slot_mapping, group.metadata, step.backend
-        )
-        stream = ResidualStream(self.embed_tokens(step.input_ids))
+        inputs = self._inputs(step)
+        embedded = self.embed_tokens(step.input_ids)
+        if self.spec.scales_embedding:
+            embedded = embedded * torch.tensor(self.spec.hidden_size**0.5, dtype=embedded.dtype)
+        stream = ResidualStream(embedded)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
-            layer(stream, kv_cache, inputs)
+            layer(stream, kv_cache, inputs[index])
             step.on_layer(index)
         return stream.normed(self.norm)
 
+    def _inputs(self, step: ForwardInputs) -> list[AttentionInputs]:
+        """Returns what each layer attends with; alike layers share it."""
+        made: dict[tuple[int, int], AttentionInputs] = {}
+        for group_index, table in self.kinds:
+            if (group_index, id(table)) not in made:
+                group = step.groups[group_index]
+                made[group_index, id(table)] = AttentionInputs(
+                    step.positions, table, group.slot_mapping, group.metadata, step.backend
+                )
+        return [made[group_index, id(table)] for group_index, table in self.kinds]
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
+        if cap := self.spec.final_softcap:
+            logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
 
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
@@ -101,10 +87,10 @@ class LlamaForCausalLM(CausalLM):
             assert isinstance(layer, LlamaDecoderLayer)
             yield from layer.checkpoint_weights(f"model.layers.{index}")
         yield from self.norm.checkpoint_weights("model.norm")
-        if not self.is_tied:
+        if not self.spec.tie_word_embeddings:
             yield from self.lm_head.checkpoint_weights("lm_head")
 
     @property
     def unused_weights(self) -> frozenset[str]:
         """Returns the names of a tied head, which may be stored beside the embedding."""
-        return frozenset({"lm_head.weight"} if self.is_tied else ())
+        return frozenset({"lm_head.weight"} if self.spec.tie_word_embeddings else ())

@@ -107,12 +107,21 @@ def _fill_from(path: Path, weights: list[CheckpointWeight]) -> Iterable[Checkpoi
     try:
         with safe_open(path, framework="pt") as file:
             for weight in weights:
-                weight.target.copy_(_read(file, weight))
+                _fill(weight, _read(file, weight))
                 yield weight
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             path, f"cannot be read ({error})", "copy or download the checkpoint again"
         ) from error
+
+
+def _fill(weight: CheckpointWeight, stored: Tensor) -> None:
+    """Fills the target; `stored` is its slice."""
+    if weight.order is not None:
+        stored = stored.index_select(0, weight.order)
+    weight.target.copy_(stored)
+    if weight.offset:
+        weight.target.add_(weight.offset)
 
 
 def _read(file: Any, weight: CheckpointWeight) -> Tensor:
@@ -137,8 +146,8 @@ def _fill_dummy(wanted: list[CheckpointWeight], report: Callable[[float], None])
         whole = torch.empty(weight.shape, dtype=torch.float32, device=target.device)
         whole.normal_(0.0, _DUMMY_STD, generator=generator)
         if weight.name.endswith("norm.weight"):
-            whole += 1.0
+            whole += 1.0 - weight.offset
         if weight.dim is not None:
             whole = whole.narrow(weight.dim, weight.start, target.shape[weight.dim])
-        target.copy_(whole)
+        _fill(weight, whole)
         report((index + 1) / len(wanted))

@@ -12,8 +12,11 @@ import msgspec
 from engine.config import ModelConfig
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec
+from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
+from engine.models.specs.glm4 import Glm4Spec
 from engine.models.specs.llama import LlamaSpec
 from engine.models.specs.mistral import MistralSpec
+from engine.models.specs.olmo2 import Olmo2Spec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec
 
@@ -32,8 +35,12 @@ class Entry:
 
 _LLAMA = "engine.models.llama:LlamaForCausalLM"
 MODELS: dict[str, Entry] = {
+    "Gemma2ForCausalLM": Entry(Gemma2Spec, _LLAMA),
+    "Gemma3ForCausalLM": Entry(Gemma3Spec, _LLAMA),
+    "Glm4ForCausalLM": Entry(Glm4Spec, _LLAMA),
     "LlamaForCausalLM": Entry(LlamaSpec, _LLAMA),
     "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
+    "Olmo2ForCausalLM": Entry(Olmo2Spec, _LLAMA),
     "Phi3ForCausalLM": Entry(Phi3Spec, _LLAMA),
     "Qwen2ForCausalLM": Entry(Qwen2Spec, _LLAMA),
     "Qwen3ForCausalLM": Entry(Qwen3Spec, _LLAMA),

@@ -35,6 +35,7 @@ from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
 from engine.layers.attention.selection import choose_attention
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
+from engine.models.registry import spec_of
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sample.siblings import DRAWS_AT_ONCE
@@ -104,7 +105,8 @@ class ModelRunner:
             [group.window for group in self._groups],
         )
         self._result_copier = ResultCopier(device)
-        self._attention = choose_attention(config, device)
+        bounds_scores = spec_of(config.model).bounds_scores
+        self._attention = choose_attention(config, device, bounds_scores=bounds_scores)
         self._graphs: CudaGraphManager | None = None
         self.drafter: Drafter | None = None
         """Asked after each step, if decodes have more than one token."""

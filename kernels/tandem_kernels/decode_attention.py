@@ -30,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.device import num_programs, supports_pdl
+from tandem_kernels.soft_cap import soft_capped
 
 LOG2_E = 1.4426950408889634
 
@@ -97,11 +98,13 @@ def _attend(
     block_stride: tl.tensor,
     value_stride: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Returns the softmax state (peak, sum, accumulator) of `q` [ROWS, BLOCK_DIM] over tiles of one
@@ -127,6 +130,8 @@ def _attend(
         mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
         keys = tl.load(kv_cache + place[:, None] + dim[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if CAPPED:
+            scores = soft_capped(scores, cap)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
@@ -157,6 +162,7 @@ def decode_attention_kernel(
     head_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -165,6 +171,7 @@ def decode_attention_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     REQS: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -199,11 +206,13 @@ def decode_attention_kernel(
             block_stride,
             value_stride,
             scale,
+            cap,
             HEAD_DIM,
             BLOCK_DIM,
             BLOCK_SIZE,
             ROWS,
             TILE,
+            CAPPED,
             PRECISION,
         )
         if (first_tile == 0) & (last_tile == tiles):
@@ -297,6 +306,7 @@ def decode_attention(
     scale: float,
     out: Tensor,
     tuning: DecodeTuning | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Attends for one query token of each request.
 
@@ -307,15 +317,15 @@ def decode_attention(
         scale: Multiplies the scores.
         out: [R, Hq, D] contiguous, written completely.
         tuning: None: the choice for this shape.
+        softcap: Bound of the scores; 0: none.
     """
     num_reqs, num_q_heads, head_dim = q.shape
-    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    num_kv_heads = kv_cache.shape[2]
     group = num_q_heads // num_kv_heads
     tuning = tuning or decode_tuning(num_reqs * num_kv_heads, head_dim, kv_cache.dtype)
     programs = num_programs(q.device, tuning.programs_per_sm)
     partial_acc = torch.empty((programs, 2, group, head_dim), dtype=torch.float32, device=q.device)
     partial_state = torch.empty((programs, 2, 2, group), dtype=torch.float32, device=q.device)
-    overlap = supports_pdl(q.device)
     shape = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -323,8 +333,7 @@ def decode_attention(
         "BLOCK_DIM": triton.next_power_of_2(head_dim),
         "TILE": tuning.tile,
         "REQS": max(16, triton.next_power_of_2(num_reqs)),
-        "OVERLAP": overlap,
-        **({"launch_pdl": True} if overlap else {}),
+        **({"OVERLAP": True, "launch_pdl": True} if supports_pdl(q.device) else {"OVERLAP": False}),
     }
     decode_attention_kernel[(programs,)](
         q,
@@ -341,8 +350,10 @@ def decode_attention(
         kv_cache.stride(2),
         metadata.block_tables.stride(0),
         scale * LOG2_E,
-        BLOCK_SIZE=block_size,
+        softcap / scale,
+        BLOCK_SIZE=kv_cache.shape[3],
         ROWS=max(16, triton.next_power_of_2(group)),
+        CAPPED=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

@@ -13,7 +13,7 @@ from tandem_kernels.prefill_attention import fixed_tuning, prefill_attention
 
 
 def paged_attention(
-    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
+    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float = 0.0
 ) -> Tensor:
     """See `reference.attention.paged_attention`. The heads of one query token must be adjacent.
 
@@ -25,14 +25,16 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if metadata.fixed_order:
         tuning = fixed_tuning(q.shape[-1], kv_cache.dtype)
-        prefill_attention(q, kv_cache, replace(metadata, num_decodes=0), scale, out, tuning)
+        prefill_attention(
+            q, kv_cache, replace(metadata, num_decodes=0), scale, out, tuning, softcap
+        )
         return out
     if metadata.window is not None or metadata.decode_query_len > 1:
-        prefill_attention(q, kv_cache, replace(metadata, num_decodes=0), scale, out)
+        prefill_attention(q, kv_cache, replace(metadata, num_decodes=0), scale, out, None, softcap)
         return out
     if metadata.num_decodes > 0:
         decodes = q[: metadata.num_decodes]
-        decode_attention(decodes, kv_cache, metadata, scale, out)
+        decode_attention(decodes, kv_cache, metadata, scale, out, None, softcap)
     if metadata.num_decodes < metadata.seq_lens.shape[0]:
-        prefill_attention(q, kv_cache, metadata, scale, out)
+        prefill_attention(q, kv_cache, metadata, scale, out, None, softcap)
     return out

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.device import has_copy_engine
+from tandem_kernels.soft_cap import soft_capped
 
 LOG2_E = 1.4426950408889634
 LONG_CONTEXT = 4096
@@ -91,12 +92,16 @@ def _advance(
     position: tl.tensor,
     own_position: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Take keys and values at `position` [TILE] into a softmax state."""
     scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if CAPPED:
+        scores = soft_capped(scores, cap)
     if MASKED:
         seen = position[None, :] <= own_position[:, None]
         if WINDOW > 0:
@@ -175,6 +180,7 @@ def prefill_attention_kernel(
     head_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -186,6 +192,7 @@ def prefill_attention_kernel(
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
 ) -> None:
     """Computes, in program (h, i), the i-th tile from the end of KV head h; spare programs end at
     once.
@@ -239,8 +246,8 @@ def prefill_attention_kernel(
             keys = tl.load(places, mask=real_dim, other=0.0)
             values = tl.load(places + value_stride, mask=real_dim, other=0.0)
         peak, total, acc = _advance(
-            queries, peak, total, acc, keys, values, start + lane, own_position, scale,
-            False, WINDOW, PRECISION,
+            queries, peak, total, acc, keys, values, start + lane, own_position, scale, cap,
+            False, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
     for start in range(masked_from, needed, TILE):
         inside = start + lane < seq_len
@@ -252,8 +259,8 @@ def prefill_attention_kernel(
         keys = tl.load(places, mask=mask, other=0.0)
         values = tl.load(places + value_stride, mask=mask, other=0.0)
         peak, total, acc = _advance(
-            queries, peak, total, acc, keys, values, start + lane, own_position, scale,
-            True, WINDOW, PRECISION,
+            queries, peak, total, acc, keys, values, start + lane, own_position, scale, cap,
+            True, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
     if WINDOW > 0:
         # Requests without a context may come this way as decodes: theirs is zero.
@@ -270,6 +277,7 @@ def prefill_attention(
     scale: float,
     out: Tensor,
     tuning: PrefillTuning | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Attends for the requests of `metadata` behind its decodes.
 
@@ -280,6 +288,7 @@ def prefill_attention(
         scale: Multiplies the scores.
         out: [T, Hq, D] contiguous; rows of the requests behind the decodes are written.
         tuning: None: the choice for this shape.
+        softcap: Bound of the scores; 0: none.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -315,6 +324,7 @@ def prefill_attention(
         kv_cache.stride(2),
         metadata.block_tables.stride(0),
         scale * LOG2_E,
+        softcap / scale,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -326,6 +336,7 @@ def prefill_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         DESCRIBED=described,
         WINDOW=metadata.window or 0,
+        CAPPED=softcap > 0,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

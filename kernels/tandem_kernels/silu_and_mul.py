@@ -1,4 +1,4 @@
-"""Gated activation of the MLP."""
+"""Gated activations of the MLP."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def silu_and_mul_kernel(
     x_stride: tl.tensor,
     width: tl.tensor,
     BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Writes, in program (t, j), columns j * BLOCK and on of row t."""
@@ -30,12 +31,25 @@ def silu_and_mul_kernel(
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
-    activated = wide / (1.0 + tl.exp(-wide)) * up
+    # GELU's tanh formula is SiLU of another argument: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)).
+    steep = wide
+    if GELU:
+        steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    activated = wide / (1.0 + tl.exp(-steep)) * up
     tl.store(out + row * width + column, activated.to(gate.dtype), mask=inside)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """See `reference.elementwise.silu_and_mul`."""
+    return _activate(x, is_gelu=False)
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """See `reference.elementwise.gelu_tanh_and_mul`."""
+    return _activate(x, is_gelu=True)
+
+
+def _activate(x: Tensor, *, is_gelu: bool) -> Tensor:
     num_tokens, doubled = x.shape
     width = doubled // 2
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
@@ -49,6 +63,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
             x.stride(0),
             width,
             BLOCK=block,
+            GELU=is_gelu,
             OVERLAP=overlap,
             num_warps=4,
             **({"launch_pdl": True} if overlap else {}),

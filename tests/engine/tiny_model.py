@@ -9,6 +9,7 @@ import msgspec
 from engine.config import ModelConfig
 from engine.models.specs.llama import LlamaSpec
 from engine.parallel import ParallelPlace
+from engine.rope import Rotary
 
 _TINY: dict[str, Any] = {
     "path": "",
@@ -31,8 +32,7 @@ _TINY_SPEC: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 96,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "rope_scaling": None,
+    "rotary": Rotary(theta=10_000.0, dim=8),
     "tie_word_embeddings": False,
 }
 

@@ -90,12 +90,13 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                 },
                 {"num_warps": 8},
             )
-        yield Case(
-            silu_and_mul.silu_and_mul_kernel,
-            dtype,
-            pointers,
-            {"BLOCK": 1024, "OVERLAP": capability >= 90},
-        )
+        for is_gelu in (False, True):
+            yield Case(
+                silu_and_mul.silu_and_mul_kernel,
+                f"{dtype} gelu={is_gelu}",
+                pointers,
+                {"BLOCK": 1024, "GELU": is_gelu, "OVERLAP": capability >= 90},
+            )
 
 
 def small_m_cases(capability: int) -> Iterator[Case]:
@@ -191,7 +192,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
             **named(f"*{dtype}", "q", "kv_cache", "out"),
             **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
             **named("*fp32", "partial_acc", "partial_state"),
-            "scale": "fp32",
+            **named("fp32", "scale", "cap"),
         }
         shape = {
             "NUM_KV_HEADS": 8,
@@ -209,7 +210,13 @@ def attention_cases(capability: int) -> Iterator[Case]:
                 decode_attention.decode_attention_kernel,
                 f"{label} block_size={block_size}",
                 types,
-                {**shape_of_tile, "BLOCK_SIZE": block_size, "ROWS": 16, "PRECISION": "tf32"},
+                {
+                    **shape_of_tile,
+                    "BLOCK_SIZE": block_size,
+                    "ROWS": 16,
+                    "PRECISION": "tf32",
+                    "CAPPED": False,
+                },
                 {"num_warps": decode.num_warps, "num_stages": decode.num_stages},
             )
         yield Case(decode_attention.merge_kernel, label, types, {**shape_of_tile, "PARTS": 16})
@@ -234,6 +241,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
                     "PRECISION": "tf32",
                     "DESCRIBED": described,
                     "WINDOW": 0,
+                    "CAPPED": vary and block_size == 16,
                     **({} if described else {"tiles_of_blocks": None}),
                 },
                 {"num_warps": prefill.num_warps, "num_stages": prefill.num_stages},

@@ -45,6 +45,7 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
     check.rms_norm(ops.rms_norm.kernel, 3, 80, dtype)
     check.fused_add_rms_norm(ops.fused_add_rms_norm.kernel, 3, 96, dtype)
     check.silu_and_mul(ops.silu_and_mul.kernel, 3, 1100, dtype)
+    check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul.kernel, 3, 1100, dtype)
 
 
 def test_products_of_few_rows() -> None:
@@ -113,6 +114,21 @@ def test_paged_attention_through_a_window(window: int, fixed_order: bool) -> Non
         page_padding=32,
     )
     batch.metadata = replace(batch.metadata, fixed_order=fixed_order)
+    check.paged_attention(ops.paged_attention.kernel, batch)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_paged_attention_with_bounded_scores(window: int | None) -> None:
+    batch = oracle.paged_batch(
+        [5, 200, 33, 70],
+        [1, 1, 1, 20],
+        num_kv_heads=2,
+        group=2,
+        head_dim=16,
+        block_size=16,
+        window=window,
+    )
+    batch.softcap = 0.7
     check.paged_attention(ops.paged_attention.kernel, batch)
 
 

@@ -25,10 +25,11 @@ ATTENTION = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 def rms_norm(op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
     x = (torch.randn(rows, width, device=device) * 3).to(dtype)
-    weight = torch.randn(width, device=device).to(dtype)
-    out = op(x, weight, 1e-5)
-    assert out.dtype == dtype
-    assert oracle.relative_error(out, oracle.rms_norm(x, weight, 1e-5)) < ELEMENTWISE[dtype]
+    for weight_dtype in {dtype, torch.float32}:
+        weight = torch.randn(width, device=device).to(weight_dtype)
+        out = op(x, weight, 1e-5)
+        assert out.dtype == dtype
+        assert oracle.relative_error(out, oracle.rms_norm(x, weight, 1e-5)) < ELEMENTWISE[dtype]
 
 
 def fused_add_rms_norm(
@@ -107,6 +108,17 @@ def silu_and_mul(op: Op, rows: int, width: int, dtype: torch.dtype, device: str 
     assert oracle.relative_error(out, gate / (1 + (-gate).exp()) * up) < ELEMENTWISE[dtype]
 
 
+def gelu_tanh_and_mul(
+    op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    x = (torch.randn(rows, 2 * width, device=device) * 4).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    out = op(x)
+    assert out.shape == (rows, width)
+    gelu = 0.5 * gate * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
+    assert oracle.relative_error(out, gelu * up) < ELEMENTWISE[dtype]
+
+
 def rope_and_cache(
     op: Op,
     dtype: torch.dtype,
@@ -158,7 +170,7 @@ def rope_and_cache(
 
 
 def paged_attention(op: Op, batch: oracle.PagedBatch) -> None:
-    out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale)
+    out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale, batch.softcap)
     assert out.dtype == batch.q.dtype
     assert oracle.relative_error(out, batch.expected()) < ATTENTION[out.dtype]
 

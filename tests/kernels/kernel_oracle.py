@@ -49,6 +49,7 @@ class PagedBatch:
     keys: list[Tensor]
     values: list[Tensor]
     scale: float
+    softcap: float = 0.0
 
     def expected(self) -> Tensor:
         """Computes [T, Hq, D] float64 by softmax over each query token's own context."""
@@ -67,6 +68,8 @@ class PagedBatch:
             for head in range(self.q.shape[1]):
                 queries = self.q[start:end, head].double()
                 scores = queries @ keys[head // group].double().T * self.scale
+                if self.softcap:
+                    scores = self.softcap * (scores / self.softcap).tanh()
                 weights = scores.masked_fill_(unseen, -math.inf).softmax(-1)
                 out[start:end, head] = weights @ values[head // group].double()
         return out

@@ -33,6 +33,24 @@ def test_mixed_batch(dtype: torch.dtype, group: int, head_dim: int) -> None:
     )
 
 
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+def test_bounded_scores(window: int | None, fixed_order: bool) -> None:
+    torch.manual_seed(2)
+    batch = oracle.paged_batch(
+        [5, 70, 33, 64, 20],
+        [1, 1, 1, 7, 20],
+        num_kv_heads=2,
+        group=3,
+        head_dim=24,
+        block_size=16,
+        window=window,
+    )
+    batch.softcap = 0.7
+    batch.metadata = replace(batch.metadata, fixed_order=fixed_order)
+    check.paged_attention(ops.paged_attention, batch)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fixed_order(dtype: torch.dtype) -> None:
     torch.manual_seed(1)

@@ -47,8 +47,9 @@ def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 @dtypes
 @shapes
-def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
+def test_gated_activations(dtype: torch.dtype, rows: int, width: int) -> None:
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype)
+    check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul, rows, width, dtype)
 
 
 @dtypes

@@ -36,6 +36,7 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None
     check.rms_norm(ops.rms_norm, rows, width, dtype, "cuda")
     check.fused_add_rms_norm(ops.fused_add_rms_norm, rows, width, dtype, "cuda")
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype, "cuda")
+    check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul, rows, width, dtype, "cuda")
 
 
 @halves
@@ -75,6 +76,19 @@ def test_attention_through_a_window(dtype: torch.dtype, window: int, block_size:
     padded = {**shape, "block_size": block_size, "page_padding": 1024}
     _attention([1, 127, 128, 129, 1000], [1] * 5, **padded)
     _attention([300, 700, 2500], [1, 129, 2400], **padded)
+
+
+@halves
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_attention_with_bounded_scores(
+    dtype: torch.dtype, window: int | None, head_dim: int
+) -> None:
+    shape = {"num_kv_heads": 2, "group": 2, "head_dim": head_dim, "dtype": dtype, "block_size": 64}
+    lengths = [1, 127, 128, 1000, 2500], [1, 1, 1, 129, 2400]
+    batch = oracle.paged_batch(*lengths, **shape, window=window, device="cuda")  # type: ignore[arg-type]
+    batch.softcap = 0.7
+    check.paged_attention(ops.paged_attention, batch)
 
 
 @halves

@@ -87,12 +87,14 @@ class AttentionSpec:
     Attributes:
         num_heads, num_kv_heads: Of this rank.
         scale: Factor of the scores.
+        softcap: Bound of the scores, `softcap * tanh(score / softcap)`; 0: none.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    softcap: float = 0.0
 
 
 class AttentionBackend(ABC):

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.layer import Attention, AttentionInputs
-from engine.layers.linear import QKVParallelLinear, RowParallelLinear
+from engine.layers.linear import QKVParallelLinear, RowParallelLinear, repeated
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
-from kv_transfer.layout import heads_of_rank
+from engine.layers.split_norm import SplitRMSNorm
+from kv_transfer.layout import HeadRange, heads_of_rank
+
+HeadNorm = Literal["none", "each", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """Says what an architecture's attention has besides its sizes.
+
+    Attributes:
+        bias: Queries, keys and values have one.
+        head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
+            ranks together, or none.
+        eps: Of those norms.
+        norm_offset: See `RMSNorm`.
+        scale: Of the scores; None: head_dim ** -0.5.
+        softcap: Bound of the scores; 0: none.
+        head_order: See `engine.rope.Rotary.head_order`.
+    """
+
+    bias: bool = False
+    head_norm: HeadNorm = "none"
+    eps: float = 0.0
+    norm_offset: float = 0.0
+    scale: float | None = None
+    softcap: float = 0.0
+    head_order: tuple[int, ...] | None = None
 
 
 class AttentionBlock(nn.Module):
@@ -19,13 +49,11 @@ class AttentionBlock(nn.Module):
 
     Args:
         num_heads, num_kv_heads: Of all ranks.
-        bias: Queries, keys and values have one.
-        head_norm: RMSNorm over each head of queries and keys, before RoPE.
-        eps: Of those norms.
+        norm: Of what is added; None: none.
     """
 
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    q_norm: RMSNorm | SplitRMSNorm | None
+    k_norm: RMSNorm | SplitRMSNorm | None
 
     def __init__(
         self,
@@ -34,36 +62,65 @@ class AttentionBlock(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         shard: Shard,
+        options: AttentionOptions,
         *,
-        bias: bool,
-        head_norm: bool,
-        eps: float,
+        norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
-        _, local_heads = shard.part(num_heads)
+        first_head, local_heads = shard.part(num_heads)
         kv_heads = heads_of_rank(num_kv_heads, shard.tp.rank, shard.tp.size)
-        self.eps = eps
+        self.eps = options.eps
+        self.norm = norm
+        order = options.head_order
+        head_order = None if order is None else torch.tensor(order)
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, head_dim, num_heads, num_kv_heads, kv_heads, shard, bias=bias
+            hidden_size,
+            head_dim,
+            num_heads,
+            num_kv_heads,
+            kv_heads,
+            shard,
+            bias=options.bias,
+            head_order=head_order,
         )
-        self.q_norm = RMSNorm(head_dim, eps, shard) if head_norm else None
-        self.k_norm = RMSNorm(head_dim, eps, shard) if head_norm else None
-        self.attention = Attention(local_heads, kv_heads.count, head_dim)
+        self.q_norm = self.k_norm = None
+        if options.head_norm == "each":
+            self.q_norm, self.k_norm = (
+                RMSNorm(head_dim, options.eps, shard, offset=options.norm_offset, order=head_order)
+                for _ in range(2)
+            )
+        elif options.head_norm == "all":
+            heads = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
+            self.q_norm, self.k_norm = (
+                SplitRMSNorm(
+                    part.start * head_dim,
+                    part.count * head_dim,
+                    total * head_dim,
+                    options.eps,
+                    shard,
+                    order=None if head_order is None else repeated(head_order, part.count),
+                )
+                for part, total in heads
+            )
+        self.attention = Attention(
+            local_heads, kv_heads.count, head_dim, options.scale, options.softcap
+        )
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, shard)
 
     def forward(
         self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
     ) -> None:
         """Attends for the normed `x`: [T, H]."""
-        attended: Tensor = self.attention(
-            self.qkv_proj(x),
-            kv_cache,
-            inputs,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-        )
-        self.o_proj.add_to(stream, attended)
+        qkv = self.qkv_proj(x)
+        weights: list[Tensor | None] = [None, None]
+        if isinstance(self.q_norm, SplitRMSNorm) and isinstance(self.k_norm, SplitRMSNorm):
+            q, k = self.q_norm.weight.numel(), self.k_norm.weight.numel()
+            qkv[:, :q] = self.q_norm(qkv[:, :q])
+            qkv[:, q : q + k] = self.k_norm(qkv[:, q : q + k])
+        else:
+            weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        attended: Tensor = self.attention(qkv, kv_cache, inputs, *weights, self.eps)
+        self.o_proj.add_to(stream, attended, self.norm)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that queries, keys and values are one

@@ -35,11 +35,21 @@ class Attention(nn.Module):
 
     Args:
         num_heads, num_kv_heads: Of this rank.
+        scale: Factor of the scores; None: head_dim ** -0.5.
+        softcap: See `AttentionSpec`.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.spec = AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+        scale = head_dim**-0.5 if scale is None else scale
+        self.spec = AttentionSpec(num_heads, num_kv_heads, head_dim, scale, softcap)
 
     def forward(
         self,

@@ -16,8 +16,8 @@ from engine.layers.attention.backend import (
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 
-PagedKernel = Callable[[Tensor, Tensor, AttentionMetadata, float], Tensor]
-"""See `tandem_kernels.reference.attention.paged_attention`."""
+PagedKernel = Callable[..., Tensor]
+"""See `tandem_kernels.reference.attention.paged_attention`; not all have its soft bound."""
 
 _LONGEST_DECODE_BESIDE_PROMPTS = 4096
 """A recorded step with prompts attends decodes without cutting their contexts: one program walks
@@ -57,4 +57,6 @@ class PagedBackend(AttentionBackend):
     def attend(
         self, spec: AttentionSpec, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        return self.kernel(heads[:, : spec.num_heads], kv_cache, metadata, spec.scale)
+        queries = heads[:, : spec.num_heads]
+        bound = (spec.softcap,) if spec.softcap else ()
+        return self.kernel(queries, kv_cache, metadata, spec.scale, *bound)

@@ -23,20 +23,26 @@ class AttentionBackendError(CannotStartError):
     """This machine or model does not have the kernels that the setting wants."""
 
 
-def choose_attention(config: EngineConfig, device: torch.device) -> AttentionBackend:
+def choose_attention(
+    config: EngineConfig, device: torch.device, *, bounds_scores: bool = False
+) -> AttentionBackend:
     """Returns the backend that the setting and this device ask for.
+
+    Args:
+        bounds_scores: The model's attention scores have a soft bound.
 
     Raises:
         AttentionBackendError: The kernels that the setting wants are not here.
     """
     wanted = config.device.attention_backend
     has_window = any(group.window is not None for group in config.kv_layout.groups)
-    if has_window and wanted == "flash-attn":
+    needs_own = "a sliding window" if has_window else "a soft bound" if bounds_scores else ""
+    if needs_own and wanted == "flash-attn":
         raise AttentionBackendError(
-            f"attention_backend flash-attn has no sliding window, which {config.model.architecture}"
-            " needs; choose auto or triton"
+            f"attention_backend flash-attn does not have {needs_own}, which "
+            f"{config.model.architecture} needs; choose auto or triton"
         )
-    if config.device.deterministic or has_window:
+    if config.device.deterministic or needs_own:
         wanted = "triton"
     shape = getattr(torch, config.model.dtype), config.model.head_dim, device
     if wanted == "flash-attn":

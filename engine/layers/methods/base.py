@@ -30,6 +30,8 @@ class LinearPart:
         dim: 0: the layer has some of the outputs; 1: some of the inputs.
         start: First index of them in the checkpoint's tensor.
         rows: Outputs of the layer that this part fills.
+        order: [rows] int64 or None: output i of the part is output `order[i]` of the checkpoint's
+            slice.
     """
 
     prefix: str
@@ -37,6 +39,7 @@ class LinearPart:
     dim: int
     start: int
     rows: slice = field(default_factory=lambda: slice(None))
+    order: Tensor | None = None
 
 
 class LinearLayer(nn.Module):
@@ -91,10 +94,14 @@ class Unquantised(LinearMethod):
         self, layer: LinearLayer, part: LinearPart
     ) -> Iterator[CheckpointWeight]:
         weight = layer.weight[part.rows]
-        yield CheckpointWeight(part.prefix + ".weight", weight, part.shape, part.dim, part.start)
+        yield CheckpointWeight(
+            part.prefix + ".weight", weight, part.shape, part.dim, part.start, part.order
+        )
         if layer.bias is not None:
             bias = layer.bias[part.rows]
-            yield CheckpointWeight(part.prefix + ".bias", bias, part.shape[:1], 0, part.start)
+            yield CheckpointWeight(
+                part.prefix + ".bias", bias, part.shape[:1], 0, part.start, part.order
+            )
 
 
 class Wrapped(LinearMethod):

@@ -58,6 +58,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         the model's KV heads, and see all tokens."""
         return ()
 
+    @property
+    def bounds_scores(self) -> bool:
+        """Returns whether attention scores have a soft bound, which few kernels know."""
+        return False
+
     @abstractmethod
     def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:
         """Returns everything but the weights that the KV depends on, in a fixed order."""

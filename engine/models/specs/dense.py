@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
 
 from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
-from engine.models.specs.rope import read_llama3_or_plain
-from engine.rope import AnyRopeScaling
+from engine.models.specs.rope import read_rotary
+from engine.rope import Rotary
 from kv_transfer.layout import attention_group
+
+HeadNorm = Literal["none", "each", "all"]
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+"""Maps names of transformers to ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The checkpoint's names of a layer's norms; None: there is none in this place.
+
+    Attributes:
+        before_attention, before_mlp: Of what a block reads.
+        after_attention, after_mlp: Of what a block adds to the residual stream.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
 
 
 class DenseSpec(ModelSpec, frozen=True, kw_only=True):
@@ -19,40 +44,67 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
 
     Attributes:
         attention_bias: Queries, keys and values have a bias.
-        head_norm: RMSNorm over each head of queries and keys, before RoPE.
-        fused_projections: The checkpoint has queries, keys and values as one tensor, and so gate
-            and up.
+        head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
+            ranks together, or none.
+        fused_qkv, fused_gate_up: The checkpoint has queries, keys and values as one tensor, gate
+            and up as one.
         default_head_dim: Where config.json has none; None: hidden_size / heads.
+        norms: Where norms stand.
+        norm_offset: Added to the weights of norms: 1 where checkpoints hold their distance from 1.
+        activation: Of the gate.
+        default_tied: Where config.json does not say whether embedding and head share weights.
+        default_rotary_part: The part of a head that rotates where config.json does not say; None:
+            always all of it.
+        interleaved_rotary: See `engine.rope.Rotary`.
+        scales_embedding: Embeddings are multiplied by the root of the hidden size.
         sliding_window: A token sees itself and so many less one before it; None: all before it, or
             no sequence is longer than the window.
+        window_layers: The layers that the window belongs to; None: all.
+        window_rotary: How those rotate; None: as all others.
+        attention_scale: Of the scores; None: head_dim ** -0.5.
+        attention_softcap, final_softcap: Bound of scores and of logits, `cap * tanh(x / cap)`; 0:
+            none.
     """
 
     attention_bias: ClassVar[bool] = False
-    head_norm: ClassVar[bool] = False
-    fused_projections: ClassVar[bool] = False
+    head_norm: ClassVar[HeadNorm] = "none"
+    fused_qkv: ClassVar[bool] = False
+    fused_gate_up: ClassVar[bool] = False
     default_head_dim: ClassVar[int | None] = None
+    norms: ClassVar[NormNames] = NormNames()
+    norm_offset: ClassVar[float] = 0.0
+    activation: ClassVar[Activation] = "silu"
+    default_tied: ClassVar[bool] = False
+    default_rotary_part: ClassVar[float | None] = None
+    interleaved_rotary: ClassVar[bool] = False
+    scales_embedding: ClassVar[bool] = False
 
     hidden_size: int
     intermediate_size: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: AnyRopeScaling | None
+    rotary: Rotary
     tie_word_embeddings: bool
     sliding_window: int | None = None
+    window_layers: tuple[int, ...] | None = None
+    window_rotary: Rotary | None = None
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    final_softcap: float = 0.0
 
     @classmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
-        for fault in _faults(file):
+        for fault in cls._faults(file):
             raise fault
         window = cls.read_window(file)
+        tied = file.tie_word_embeddings
         return cls(
             hidden_size=file.hidden_size,
             intermediate_size=file.intermediate_size,
             rms_norm_eps=file.rms_norm_eps,
-            rope_theta=file.base_frequency(),
-            rope_scaling=cls.read_rope(file, max_model_len),
-            tie_word_embeddings=file.tie_word_embeddings,
+            rotary=cls.read_rotary(file, max_model_len),
+            tie_word_embeddings=cls.default_tied if tied is None else tied,
             sliding_window=None if window is None or window >= max_model_len else window,
+            **cls.read_more(file, max_model_len),
         )
 
     @classmethod
@@ -61,9 +113,15 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         return file.head_dim or cls.default_head_dim or computed
 
     @classmethod
-    def read_rope(cls, file: ConfigFile, max_model_len: int) -> AnyRopeScaling | None:
-        """Returns the scaling of rotary frequencies. Raises `UnsupportedField`."""
-        return read_llama3_or_plain(file)
+    def read_rotary(cls, file: ConfigFile, max_model_len: int) -> Rotary:
+        """Returns how all layers rotate. Raises `UnsupportedField`."""
+        return read_rotary(
+            file,
+            cls.head_dim_of(file),
+            max_model_len,
+            partial=cls.default_rotary_part or 1.0,
+            interleaved=cls.interleaved_rotary,
+        )
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:
@@ -73,17 +131,41 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             raise UnsupportedField("use_sliding_window", "attention over a sliding window")
         return None
 
+    @classmethod
+    def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
+        """Returns the fields that only some families set. Raises `UnsupportedField`."""
+        return {}
+
+    def rotary_of(self, layer: int) -> Rotary:
+        """Returns how one layer rotates."""
+        is_local = self.window_layers is not None and layer in self.window_layers
+        return self.window_rotary if is_local and self.window_rotary is not None else self.rotary
+
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         if self.sliding_window is None:
             return ()
-        group = attention_group(
-            layers=range(model.num_layers),
-            heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=model.dtype,
-            block_size=1,
-        )
-        return (KVLayers(layers=group.layers, planes=group.planes, window=self.sliding_window),)
+        every = range(model.num_layers)
+        local = every if self.window_layers is None else self.window_layers
+        everywhere = [i for i in every if i not in local]
+        # A block has a page for each layer of the largest group, so groups are best of one size.
+        size = len(everywhere) or len(local)
+        parts = [local[start : start + size] for start in range(0, len(local), size)]
+        kinds = [(everywhere, None)] if everywhere else []
+        groups = []
+        for layers, window in [*kinds, *((part, self.sliding_window) for part in parts)]:
+            group = attention_group(
+                layers=layers,
+                heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                dtype=model.dtype,
+                block_size=1,
+            )
+            groups.append(KVLayers(layers=group.layers, planes=group.planes, window=window))
+        return tuple(groups)
+
+    @property
+    def bounds_scores(self) -> bool:
+        return self.attention_softcap > 0
 
     def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
         for count, name in (
@@ -116,13 +198,47 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             model.head_dim,
             model.vocab_size,
             self.rms_norm_eps,
-            self.rope_theta,
-            self.rope_scaling,
+            self.rotary.theta,
+            self.rotary.scaling,
             *(() if self.sliding_window is None else (self.sliding_window,)),
+            *self._rare_facts(model),
         )
 
+    def _rare_facts(self, model: ModelConfig) -> tuple[Any, ...]:
+        """Returns what differs from its default: nodes of an older release know no more."""
+        facts = (
+            ("rotary_dim", self.rotary.dim, model.head_dim),
+            ("interleaved", self.rotary.interleaved, False),
+            ("window_layers", self.window_layers, None),
+            ("window_rotary", self.window_rotary, None),
+            ("attention_scale", self.attention_scale, None),
+            ("attention_softcap", self.attention_softcap, 0.0),
+        )
+        return tuple((name, value) for name, value, default in facts if value != default)
 
-def _faults(file: ConfigFile) -> Iterator[UnsupportedField]:
+    @classmethod
+    def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
+        """Yields what config.json asks for and this family does not have."""
+        yield from _size_faults(file)
+        if file.quantization_config is not None:
+            yield UnsupportedField("quantization_config", "quantised weights")
+        activation = file.hidden_activation or file.hidden_act
+        if ACTIVATIONS.get(activation) != cls.activation:
+            yield UnsupportedField("hidden_act", repr(activation))
+        for name, is_set in (
+            ("attention_bias", bool(file.attention_bias) > cls.attention_bias),
+            ("mlp_bias", file.mlp_bias),
+        ):
+            if is_set:
+                yield UnsupportedField(name, "biases beyond those of its family")
+        part = file.partial_rotary_factor or file.rope.partial_rotary_factor or 1.0
+        if cls.default_rotary_part is None and part != 1.0:
+            yield UnsupportedField(
+                "partial_rotary_factor", "rotary embedding of a part of each head"
+            )
+
+
+def _size_faults(file: ConfigFile) -> Iterator[UnsupportedField]:
     sizes = {
         "vocab_size": file.vocab_size,
         "hidden_size": file.hidden_size,
@@ -140,12 +256,3 @@ def _faults(file: ConfigFile) -> Iterator[UnsupportedField]:
         yield UnsupportedField(
             "num_key_value_heads", f"{heads} heads over {kv_heads} key/value heads"
         )
-    if file.quantization_config is not None:
-        yield UnsupportedField("quantization_config", "quantised weights")
-    if file.hidden_act != "silu":
-        yield UnsupportedField("hidden_act", repr(file.hidden_act))
-    for name, is_set in (("attention_bias", file.attention_bias), ("mlp_bias", file.mlp_bias)):
-        if is_set:
-            yield UnsupportedField(name, "biases beyond those of its family")
-    if (file.partial_rotary_factor or file.rope.partial_rotary_factor) != 1.0:
-        yield UnsupportedField("partial_rotary_factor", "rotary embedding of a part of each head")

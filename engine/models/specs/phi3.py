@@ -8,23 +8,14 @@ import msgspec
 
 from engine.models.config_file import ConfigFile
 from engine.models.specs.dense import DenseSpec
-from engine.models.specs.rope import read_llama3_or_plain, read_longrope
-from engine.rope import AnyRopeScaling
-
-_LONGROPE_NAMES = ("longrope", "su")
-"""The second is that of early releases."""
 
 
 class Phi3Spec(DenseSpec, frozen=True, kw_only=True):
-    """Fused tensors in the checkpoint, LongRoPE, and a sliding window."""
+    """Fused tensors in the checkpoint, a part of each head rotates, and a sliding window."""
 
-    fused_projections: ClassVar[bool] = True
-
-    @classmethod
-    def read_rope(cls, file: ConfigFile, max_model_len: int) -> AnyRopeScaling | None:
-        if file.rope.kind in _LONGROPE_NAMES:
-            return read_longrope(file, cls.head_dim_of(file), max_model_len)
-        return read_llama3_or_plain(file)
+    fused_qkv: ClassVar[bool] = True
+    fused_gate_up: ClassVar[bool] = True
+    default_rotary_part: ClassVar[float | None] = 1.0
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:

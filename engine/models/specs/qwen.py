@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.models.specs.dense import DenseSpec
+from engine.models.specs.dense import DenseSpec, HeadNorm
 
 
 class Qwen2Spec(DenseSpec, frozen=True, kw_only=True):
@@ -16,5 +16,5 @@ class Qwen2Spec(DenseSpec, frozen=True, kw_only=True):
 class Qwen3Spec(DenseSpec, frozen=True, kw_only=True):
     """Each head of queries and keys is normalised."""
 
-    head_norm: ClassVar[bool] = True
+    head_norm: ClassVar[HeadNorm] = "each"
     default_head_dim: ClassVar[int | None] = 128

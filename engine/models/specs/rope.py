@@ -1,58 +1,129 @@
-"""The rotary settings of config.json, read into a scaling."""
+"""The rotary settings of config.json, read into a `Rotary`."""
 
 from __future__ import annotations
 
 import math
 
-from engine.models.config_file import ConfigFile
+from engine.models.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import UnsupportedField
-from engine.rope import AnyRopeScaling, LongRope, RopeScaling
+from engine.rope import AnyRopeScaling, LinearRope, LongRope, RopeScaling, Rotary, YarnRope
+
+_LONGROPE_NAMES = ("longrope", "su")
+"""The second is that of early releases."""
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 
-def read_llama3_or_plain(file: ConfigFile) -> AnyRopeScaling | None:
-    """Returns Llama 3's scaling, or None for plain rotary embedding.
+def read_rotary(
+    file: ConfigFile,
+    head_dim: int,
+    max_model_len: int,
+    *,
+    rope: RopeFields | None = None,
+    theta: float | None = None,
+    partial: float = 1.0,
+    interleaved: bool = False,
+) -> Rotary:
+    """Returns how a kind of layers rotates.
+
+    Args:
+        rope: The settings of this kind of layers; None: those of all.
+        theta: The base where `rope` has none; None: config.json's own.
+        partial: The part of a head that turns, where config.json does not say.
+        interleaved: See `Rotary`.
 
     Raises:
-        UnsupportedField: The kind is another one, or a number of it is missing.
+        UnsupportedField: The kind of scaling is unknown, or a number of it is missing.
     """
-    rope = file.rope
-    if rope.kind == "default":
-        return None
-    if rope.kind != "llama3":
-        raise UnsupportedField("rope_parameters", f"rope_type {rope.kind!r}")
-    if (
-        rope.factor is None
-        or rope.low_freq_factor is None
-        or rope.high_freq_factor is None
-        or rope.original_max_position_embeddings is None
-    ):
-        raise UnsupportedField(
-            "rope_parameters", "rope_type 'llama3' without all of its four numbers"
-        )
-    return RopeScaling(
-        factor=rope.factor,
-        low_freq_factor=rope.low_freq_factor,
-        high_freq_factor=rope.high_freq_factor,
-        original_max_position_embeddings=rope.original_max_position_embeddings,
+    rope = rope or file.rope
+    said = rope.partial_rotary_factor or file.partial_rotary_factor
+    part = partial if said is None else said
+    dim = int(head_dim * part)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise UnsupportedField("partial_rotary_factor", f"{part} of a head of {head_dim}")
+    return Rotary(
+        theta=rope.rope_theta or theta or file.base_frequency(),
+        dim=dim,
+        scaling=_read_scaling(file, rope, dim, max_model_len),
+        interleaved=interleaved,
     )
 
 
-def read_longrope(file: ConfigFile, head_dim: int, max_model_len: int) -> LongRope:
+def _read_scaling(
+    file: ConfigFile, rope: RopeFields, dim: int, max_model_len: int
+) -> AnyRopeScaling | None:
+    match rope.kind:
+        case "default" | "dynamic":
+            # Dynamic scaling begins behind the model's own positions, where no sequence gets.
+            return None
+        case "linear":
+            return LinearRope(factor=_number(rope, "factor"))
+        case "llama3":
+            return RopeScaling(
+                factor=_number(rope, "factor"),
+                low_freq_factor=_number(rope, "low_freq_factor"),
+                high_freq_factor=_number(rope, "high_freq_factor"),
+                original_max_position_embeddings=int(
+                    _number(rope, "original_max_position_embeddings")
+                ),
+            )
+        case "yarn":
+            return _read_yarn(file, rope)
+        case kind if kind in _LONGROPE_NAMES:
+            return _read_longrope(file, rope, dim, max_model_len)
+        case kind:
+            raise UnsupportedField("rope_parameters", f"rope_type {kind!r}")
+
+
+def _number(rope: RopeFields, name: str) -> float:
+    value: float | None = getattr(rope, name)
+    if value is None:
+        raise UnsupportedField("rope_parameters", f"rope_type {rope.kind!r} without its {name}")
+    return value
+
+
+def _original_length(file: ConfigFile, rope: RopeFields) -> int:
+    return (
+        rope.original_max_position_embeddings
+        or file.original_max_position_embeddings
+        or file.max_position_embeddings
+    )
+
+
+def _read_yarn(file: ConfigFile, rope: RopeFields) -> YarnRope:
+    original = _original_length(file, rope)
+    factor = rope.factor or file.max_position_embeddings / original
+    attention_factor = rope.attention_factor
+    if attention_factor is None:
+        attention_factor = yarn_magnitude(factor, 1.0)
+        if rope.mscale and rope.mscale_all_dim:
+            attention_factor = yarn_magnitude(factor, rope.mscale) / yarn_magnitude(
+                factor, rope.mscale_all_dim
+            )
+    return YarnRope(
+        factor=factor,
+        beta_fast=rope.beta_fast or _BETA_FAST,
+        beta_slow=rope.beta_slow or _BETA_SLOW,
+        original_max_position_embeddings=original,
+        truncate=rope.truncate,
+        attention_factor=attention_factor,
+    )
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Returns what YaRN multiplies scores by, to the half, for a context `factor` times longer."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _read_longrope(file: ConfigFile, rope: RopeFields, dim: int, max_model_len: int) -> LongRope:
     """Returns the short factors where no sequence grows beyond the original context, else the long
     ones for all: cached keys are rotated once, however long their sequence becomes.
-
-    Raises:
-        UnsupportedField: Factors are missing, or not as many as a head has pairs.
     """
-    rope = file.rope
-    original = rope.original_max_position_embeddings or file.original_max_position_embeddings
-    if original is None:
-        original = file.max_position_embeddings
+    original = _original_length(file, rope)
     name = "long_factor" if max_model_len > original else "short_factor"
     factors = rope.long_factor if max_model_len > original else rope.short_factor
-    if factors is None or len(factors) != head_dim // 2:
+    if factors is None or len(factors) != dim // 2:
         raise UnsupportedField(
-            "rope_parameters", f"rope_type 'longrope' without {head_dim // 2} numbers in {name}"
+            "rope_parameters", f"rope_type 'longrope' without {dim // 2} numbers in {name}"
         )
     attention_factor = rope.attention_factor
     if attention_factor is None:

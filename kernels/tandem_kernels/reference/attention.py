@@ -19,7 +19,11 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 def paged_attention(
-    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Computes the causal attention of the step's query tokens over their requests' contexts.
 
@@ -29,6 +33,7 @@ def paged_attention(
             written.
         metadata: The ragged batch.
         scale: Multiplies the scores, usually `D ** -0.5`.
+        softcap: Bounds them softly, to `softcap * tanh(score / softcap)`; 0: not.
 
     Returns:
         [T, Hq, D] in the dtype of `q`. Rows of requests with `seq_lens` 0 are zero.
@@ -36,8 +41,8 @@ def paged_attention(
     out = torch.zeros_like(q)
     seq_lens = metadata.seq_lens.tolist()
     window = metadata.window
-    one_by_one = metadata.fixed_order or window is not None or metadata.decode_query_len > 1
-    num_decodes = 0 if one_by_one else metadata.num_decodes
+    alone = metadata.fixed_order or window is not None or metadata.decode_query_len > 1
+    num_decodes = 0 if alone or softcap else metadata.num_decodes
     for requests in _similar_lengths(seq_lens[:num_decodes], kv_cache.shape[3]):
         _decode(out, q, kv_cache, metadata, requests, scale)
     if num_decodes < len(seq_lens):
@@ -48,7 +53,7 @@ def paged_attention(
                 first = 0 if window is None else max(0, seq_lens[r] - (end - start) - window + 1)
                 k, v = _context(kv_cache, metadata.block_tables[r], first, seq_lens[r])
                 attend = _one_by_one if metadata.fixed_order else _prefill
-                out[start:end] = attend(q[start:end], k, v, scale, window)
+                out[start:end] = attend(q[start:end], k, v, scale, softcap, window)
     return out
 
 
@@ -126,7 +131,9 @@ def _context(
     return k, v
 
 
-def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def _prefill(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: int | None
+) -> Tensor:
     """Attends for `q` [T, Hq, D] over one context [Hkv, L, D]; query i sits at position L -
     T + i.
     """
@@ -137,6 +144,8 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) 
         mask = mask.tril_(seq_len - num_tokens)
         if window is not None:
             mask = mask.triu_(seq_len - num_tokens - window + 1)
+    if softcap:
+        return _soft_capped(q, k, v, scale, softcap, mask)
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.unsqueeze(0),
@@ -149,11 +158,27 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) 
     return attended[0].transpose(0, 1)
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def _soft_capped(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None
+) -> Tensor:
+    """Computes what `_prefill` does, with bounded scores."""
+    if mask is None:
+        mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_()
+    group = q.shape[1] // k.shape[0]
+    keys, values = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
+    scores = torch.einsum("thd,hld->htl", q.float(), keys) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill_(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("htl,hld->thd", weights, values).to(q.dtype)
+
+
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: int | None
+) -> Tensor:
     """Computes what `_prefill` does, each token on nothing but what it sees."""
     rows = []
     for row, end in zip(q, range(k.shape[1] - len(q) + 1, k.shape[1] + 1), strict=True):
         seen = slice(0 if window is None else max(0, end - window), end)
         k_seen, v_seen = k[:, seen].contiguous(), v[:, seen].contiguous()
-        rows.append(_prefill(row[None], k_seen, v_seen, scale, None))
+        rows.append(_prefill(row[None], k_seen, v_seen, scale, softcap, None))
     return torch.cat(rows)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row of `x` [..., H] to unit mean square, then by `weight` [H]."""
+    """Scale each row of `x` [..., H] to unit mean square, then by `weight` [H], which may be more
+    exact than `x`."""
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -41,6 +44,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return F.silu(gate).mul_(up)
     return F.silu(gate.float()).mul_(up).to(x.dtype)
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """Computes the gated activation [T, 2I] -> [T, I], `gelu(x[:, :I]) * x[:, I:]`, with GELU by
+    its tanh formula."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate.float(), approximate="tanh").mul_(up).to(x.dtype)
 
 
 def rope_and_cache(

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.config import EngineConfig, KVLayers, ModelConfig
-from engine.layers.attention.block import AttentionBlock
+from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.linear import RowParallelLinear
@@ -36,6 +36,7 @@ from engine.models.base import CausalLM, ForwardInputs
 from engine.models.registry import MODELS, Entry
 from engine.models.specs.base import ModelSpec
 from engine.parallel import ParallelPlace
+from engine.rope import Rotary
 from kv_transfer.layout import DTYPE_BYTES, Plane
 
 ARCHITECTURE = "GroupedForTests"
@@ -157,13 +158,13 @@ class GroupedLM(CausalLM):
             if kind == "latent"
             else AttentionBlock(
                 HIDDEN, HEAD_DIM, NUM_HEADS, KV_HEADS[kind], shard,
-                bias=False, head_norm=False, eps=EPS,
+                AttentionOptions(),
             )
             for layer, kind in enumerate(KINDS)
         )  # fmt: skip
         self.norm = RMSNorm(HIDDEN, EPS, shard)
         self.lm_head = LMHead(VOCAB, HIDDEN, shard)
-        rotary = cos_sin_cache(HEAD_DIM, MAX_LEN, ROPE_THETA, None)
+        rotary = cos_sin_cache(HEAD_DIM, MAX_LEN, Rotary(theta=ROPE_THETA, dim=HEAD_DIM))
         self.register_buffer("cos_sin_cache", rotary, persistent=False)
 
     def forward(self, step: ForwardInputs) -> Tensor:

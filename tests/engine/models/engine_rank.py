@@ -114,7 +114,7 @@ def greedy(
         engine_id=f"parity-{folder.name}-{mode}-{size}",
         epoch=1,
         model=load_model_config(folder),
-        cache=CacheConfig(block_size=16, num_blocks=80),
+        cache=CacheConfig(block_size=16, num_blocks=160),
         parallel=ParallelConfig(tensor_parallel_size=size),
         scheduler=SchedulerConfig(
             max_num_seqs=8,

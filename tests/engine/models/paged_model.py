@@ -15,13 +15,14 @@ from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 BLOCK_SIZE = 16
-_NUM_BLOCKS = 64
+_NUM_BLOCKS = 128
 
 
 @dataclass
 class PagedSequence:
     tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """Block ids of each KV group."""
     num_computed: int = 0
 
     @property
@@ -40,7 +41,8 @@ class PagedModel:
         self._device = device
         self._free = list(range(_NUM_BLOCKS))
         layout = config.kv_layout
-        self._window = layout.groups[0].window
+        self._windows = [group.window for group in layout.groups]
+        assert {group.block_size for group in layout.groups} == {BLOCK_SIZE}
         memory = torch.empty(_NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
         self.kv_caches = layer_views(memory, layout)
         for layer in self.kv_caches:
@@ -64,7 +66,8 @@ class PagedModel:
         common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
         shared = common // BLOCK_SIZE
         assert shared > 0
-        follower = PagedSequence(second, leader.blocks[:shared], shared * BLOCK_SIZE)
+        blocks = [of_group[:shared] for of_group in leader.blocks]
+        follower = PagedSequence(second, blocks, shared * BLOCK_SIZE)
         return self._compute([follower], chunk)[0]
 
     def _compute(self, sequences: list[PagedSequence], chunk: int) -> list[torch.Tensor]:
@@ -86,26 +89,32 @@ class PagedModel:
     def _step(self, sequences: list[PagedSequence], counts: list[int]) -> torch.Tensor:
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        slots: list[list[int]] = [[] for _ in self._windows]
         for sequence, count in zip(sequences, counts, strict=True):
             stop = sequence.num_computed + count
-            while len(sequence.blocks) * BLOCK_SIZE < stop:
-                sequence.blocks.append(self._free.pop())
-            for position in range(sequence.num_computed, stop):
-                ids.append(sequence.tokens[position])
-                positions.append(position)
-                block = sequence.blocks[position // BLOCK_SIZE]
-                slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+            sequence.blocks = sequence.blocks or [[] for _ in self._windows]
+            positions += range(sequence.num_computed, stop)
+            ids += sequence.tokens[sequence.num_computed : stop]
+            for blocks, of_group in zip(sequence.blocks, slots, strict=True):
+                while len(blocks) * BLOCK_SIZE < stop:
+                    blocks.append(self._free.pop())
+                of_group += [
+                    blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                    for position in range(sequence.num_computed, stop)
+                ]
             sequence.num_computed = stop
         with torch.device(self._device):
-            inputs = torch.tensor(ids), torch.tensor(positions), torch.tensor(slots)
-            metadata = replace(_metadata(sequences, counts), window=self._window)
-        input_ids, at, slot_mapping = inputs
+            groups = tuple(
+                GroupInputs(
+                    torch.tensor(of_group), replace(_metadata(sequences, counts, i), window=window)
+                )
+                for i, (of_group, window) in enumerate(zip(slots, self._windows, strict=True))
+            )
+            inputs = torch.tensor(ids), torch.tensor(positions)
         hidden = self._model(
             ForwardInputs(
-                input_ids,
-                at,
-                (GroupInputs(slot_mapping, metadata),),
+                *inputs,
+                groups,
                 self.kv_caches,
                 PagedBackend(),
                 self.layers_seen.append,
@@ -115,9 +124,10 @@ class PagedModel:
         return logits
 
 
-def _metadata(sequences: list[PagedSequence], counts: list[int]) -> AttentionMetadata:
-    longest = max(len(sequence.blocks) for sequence in sequences)
-    tables = [sequence.blocks + [0] * (longest - len(sequence.blocks)) for sequence in sequences]
+def _metadata(sequences: list[PagedSequence], counts: list[int], group: int) -> AttentionMetadata:
+    blocks = [sequence.blocks[group] for sequence in sequences]
+    longest = max(map(len, blocks))
+    tables = [of_one + [0] * (longest - len(of_one)) for of_one in blocks]
     lengths = [sequence.num_computed for sequence in sequences]
     starts = torch.tensor([0, *counts]).cumsum(0)
     return AttentionMetadata(

@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PretrainedConfig,
@@ -67,9 +75,42 @@ class Family:
     changes: dict[str, Any] = field(default_factory=dict)
     shard_size: str = "5GB"
     older_config: bool = False
+    norm_center: float = 1.0
+    """Gemma's norms hold their distance from 1."""
 
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+}
+
+_LOCAL_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
 FAMILIES = {
+    "gemma2": Family(
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {"head_dim": 24, "sliding_window": 19, "query_pre_attn_scalar": 20, "num_hidden_layers": 4},
+        norm_center=0.0,
+    ),
+    "gemma3": Family(
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 17,
+            "query_pre_attn_scalar": 12,
+            "num_hidden_layers": 6,
+            "layer_types": _LOCAL_AND_FULL,
+        },
+        norm_center=0.0,
+    ),
+    "glm4": Family(
+        Glm4ForCausalLM, Glm4Config, {"head_dim": 24, "eos_token_id": 0, "pad_token_id": 0}
+    ),
+    "olmo2": Family(Olmo2ForCausalLM, Olmo2Config, {"eos_token_id": 0, "pad_token_id": 0}),
     "llama": Family(LlamaForCausalLM, LlamaConfig),
     "llama3_rope_tied_sharded": Family(
         LlamaForCausalLM,
@@ -81,9 +122,19 @@ FAMILIES = {
         LlamaForCausalLM, LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}, older_config=True
     ),
     "llama_one_kv_head": Family(LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
+    "llama_linear_rope": Family(
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
     "mistral": Family(MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 32}),
     "mistral_window": Family(MistralForCausalLM, MistralConfig, {"sliding_window": 21}),
     "phi3": Family(Phi3ForCausalLM, Phi3Config, {**_PHI3, "sliding_window": MAX_LEN}),
+    "phi3_part_rotates": Family(
+        Phi3ForCausalLM,
+        Phi3Config,
+        {**_PHI3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
     "phi3_longrope_tied": Family(
         Phi3ForCausalLM,
         Phi3Config,
@@ -94,6 +145,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_yarn": Family(Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "rope_parameters": _YARN}),
     "qwen2": Family(Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": {"rope_theta": 1e6}}),
     "qwen3_tied": Family(
         Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "tie_word_embeddings": True}
@@ -111,7 +163,7 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
             vector = parameter.dim() == 1
-            parameter.copy_(1.0 + 0.2 * noise if vector else 0.15 * noise)
+            parameter.copy_(family.norm_center + 0.2 * noise if vector else 0.15 * noise)
     model.to(dtype).save_pretrained(folder, max_shard_size=family.shard_size)
     if family.older_config:
         _to_older_config(folder / "config.json")

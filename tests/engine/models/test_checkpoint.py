@@ -75,15 +75,15 @@ def check_error(error: CheckpointError, path: Path, *words: str) -> None:
 def test_both_spellings_of_rope_settings_mean_the_same(checkpoints: Path) -> None:
     newer = spec(checkpoints / SHARDED)
     older = spec(checkpoints / "llama3_rope_older_config")
-    assert newer.rope_theta == older.rope_theta == 500.0
-    assert newer.rope_scaling == older.rope_scaling
-    assert newer.rope_scaling == RopeScaling(
+    assert newer.rotary == older.rotary
+    assert newer.rotary.theta == 500.0
+    assert newer.rotary.scaling == RopeScaling(
         factor=4.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
         original_max_position_embeddings=64,
     )
-    assert spec(checkpoints / "llama").rope_scaling is None
+    assert spec(checkpoints / "llama").rotary.scaling is None
 
 
 def spec(folder: Path, **settings: Any) -> DenseSpec:
@@ -94,9 +94,9 @@ def spec(folder: Path, **settings: Any) -> DenseSpec:
 
 def test_families(checkpoints: Path) -> None:
     qwen2 = spec(checkpoints / "qwen2")
-    assert (qwen2.attention_bias, qwen2.head_norm, qwen2.rope_theta) == (True, False, 1e6)
+    assert (qwen2.attention_bias, qwen2.head_norm, qwen2.rotary.theta) == (True, "none", 1e6)
     qwen3 = spec(checkpoints / "qwen3_tied")
-    assert (qwen3.attention_bias, qwen3.head_norm) == (False, True)
+    assert (qwen3.attention_bias, qwen3.head_norm) == (False, "each")
     assert load_model_config(checkpoints / "qwen3_tied").head_dim == 24
     assert qwen3.tie_word_embeddings
     llama = load_model_config(checkpoints / "llama", served_model_name="tiny", max_model_len=50)
@@ -258,8 +258,9 @@ def test_bad_json(copy: Callable[[str], Path]) -> None:
         ({"num_key_value_heads": 3}, ("4 heads over 3",)),
         ({"quantization_config": {"quant_method": "awq"}}, ("quantised",)),
         ({"layer_types": ["sliding_attention"] * 3}, ("sliding window",)),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ("'yarn'",)),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ("four numbers",)),
+        ({"rope_parameters": {"rope_type": "proportional"}}, ("'proportional'",)),
+        ({"rope_parameters": {"rope_type": "linear"}}, ("'linear' without its factor",)),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor",)),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "part of each head")),
         ({"dtype": "float64"}, ("'float64'", "bfloat16")),
     ],
@@ -280,7 +281,14 @@ def test_config_that_is_refused(
     [
         ("mistral", {"layer_types": ["sliding_attention"] * 3}, ("sliding window", "use_sliding")),
         ("mistral", {"rope_parameters": {"rope_type": "longrope"}}, ("'longrope'",)),
-        ("phi3", {"partial_rotary_factor": 0.75}, ("partial_rotary_factor",)),
+        (
+            "phi3",
+            {"rope_parameters": {"partial_rotary_factor": 1.5}},
+            ("partial_rotary_factor", "1.5 of a head"),
+        ),
+        ("gemma3", {"layer_types": ["chunked_attention"]}, ("chunked_attention", "layer_types")),
+        ("gemma2", {"use_bidirectional_attention": True}, ("later tokens",)),
+        ("gemma2", {"hidden_activation": "silu"}, ("'silu'",)),
         (
             "phi3",
             {"rope_parameters": {"rope_type": "su", "long_factor": [1.0], "short_factor": [1.0]}},
@@ -328,14 +336,15 @@ def test_longrope_is_chosen_by_the_longest_sequence(
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
     factors = {"short_factor": [1.0 + i for i in range(8)], "long_factor": [9.0] * 8}
     edit_config(folder, rope_parameters={**rope, **factors})
-    scaling = spec(folder, max_model_len=max_model_len).rope_scaling
+    rotary = spec(folder, max_model_len=max_model_len).rotary
+    scaling = rotary.scaling
     assert isinstance(scaling, LongRope) and scaling.factors == tuple(factors[name])
     theirs = AutoConfig.from_pretrained(folder)
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](
         theirs, torch.device("cpu"), seq_len=max_model_len
     )
     assert scaling.attention_factor == attention_factor != 1.0
-    table = cos_sin_cache(16, 3, 10_000.0, scaling)
+    table = cos_sin_cache(16, 3, rotary)
     expected = torch.cat((frequencies.cos(), frequencies.sin())) * attention_factor
     torch.testing.assert_close(table[1], expected)
     hashes = {load_model_config(folder, max_model_len=n).model_hash for n in (150, 151, 152)}

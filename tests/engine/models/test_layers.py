@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.distributed import ParallelGroup
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
@@ -13,7 +14,7 @@ from engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import cos_sin_cache, inverse_frequencies, llama3_scaled
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.parallel import ParallelPlace
-from engine.rope import RopeScaling
+from engine.rope import RopeScaling, Rotary
 from kv_transfer.layout import heads_of_rank
 
 
@@ -89,11 +90,57 @@ def test_a_layer_that_cannot_be_shared() -> None:
 
 
 def test_rotary_table_turns_pairs() -> None:
-    table = cos_sin_cache(8, 20, 10_000.0, None)
+    table = cos_sin_cache(8, 20, Rotary(theta=10_000.0, dim=8))
     assert table.shape == (20, 8) and table.dtype == torch.float32
     angles = 7 * 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
     torch.testing.assert_close(table[7], torch.cat((angles.cos(), angles.sin())))
     assert table[0].tolist() == [1.0] * 4 + [0.0] * 4
+
+
+@given(
+    pairs=st.integers(1, 6),
+    staying=st.integers(0, 4),
+    interleaved=st.booleans(),
+    position=st.integers(0, 19),
+)
+def test_reordered_heads_score_alike(
+    pairs: int, staying: int, interleaved: bool, position: int
+) -> None:
+    """Against the plain meaning: pairs where the checkpoint has them, the rest as it is."""
+    dim, size = 2 * pairs, 2 * (pairs + staying)
+    rotary = Rotary(theta=100.0, dim=dim, interleaved=interleaved)
+    query, key = torch.randn(2, size, dtype=torch.float64)
+    angles = position * 100.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+    def turned(head: Tensor) -> Tensor:
+        halves = (head[:dim:2], head[1:dim:2]) if interleaved else head[:dim].chunk(2)
+        pairs = torch.complex(*halves) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((pairs.real, pairs.imag, head[dim:]))
+
+    order = rotary.head_order(size)
+    table = cos_sin_cache(size, 20, rotary)[position].double()
+    cos, sin = table.chunk(2)
+
+    def turned_by_us(head: Tensor) -> Tensor:
+        first, second = (head if order is None else head[list(order)]).chunk(2)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin))
+
+    assert (order is None) == (not interleaved and not staying)
+    torch.testing.assert_close(
+        turned_by_us(query) @ key_in_order(key, order), turned(query) @ plain(key, rotary),
+        rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
+
+
+def key_in_order(key: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    return key if order is None else key[list(order)]
+
+
+def plain(key: Tensor, rotary: Rotary) -> Tensor:
+    """Returns a key at position 0, its pairs as `turned` lists them."""
+    dim = rotary.dim
+    halves = (key[:dim:2], key[1:dim:2]) if rotary.interleaved else key[:dim].chunk(2)
+    return torch.cat((*halves, key[dim:]))
 
 
 def test_llama3_scaling_leaves_fast_pairs_and_slows_slow_ones() -> None:

@@ -30,6 +30,7 @@ from engine.layers.attention.uncached_prefill import (
     UncachedPrefillMetadata,
 )
 from engine.layers.rotary import cos_sin_cache
+from engine.rope import Rotary
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
 
 HEADS, KV_HEADS, MAX_LEN = 8, 2, 4096
@@ -172,7 +173,7 @@ class _Batch:
         self.slots = block * block_size + self.positions % block_size
         self.qkv = randn(len(self.positions), (HEADS + 2 * KV_HEADS) * head_dim)
         self.kv_cache = randn(num_blocks, 2, KV_HEADS, block_size, head_dim)
-        self.rotary = cos_sin_cache(head_dim, MAX_LEN, 1e4, None).to(device)
+        self.rotary = cos_sin_cache(head_dim, MAX_LEN, Rotary(theta=1e4, dim=head_dim)).to(device)
         self.layer = Attention(HEADS, KV_HEADS, head_dim)
 
     def attended(self, backend: AttentionBackend) -> Tensor:

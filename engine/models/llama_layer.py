@@ -1,0 +1,77 @@
+"""One layer of the decoder in `engine.models.llama`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from engine.config import EngineConfig
+from engine.layers.attention.block import AttentionBlock, AttentionOptions
+from engine.layers.attention.layer import AttentionInputs
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import RMSNorm
+from engine.layers.residual import ResidualStream
+from engine.layers.shard import CheckpointWeight, Shard
+from engine.models.specs.dense import DenseSpec
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and feed-forward, each between the norms that the architecture has there."""
+
+    before_attention: RMSNorm | None
+    before_mlp: RMSNorm | None
+
+    def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard, index: int) -> None:
+        super().__init__()
+        model = config.model
+        self.spec = spec
+
+        def norm(name: str | None) -> RMSNorm | None:
+            if name is None:
+                return None
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
+
+        self.before_attention = norm(spec.norms.before_attention)
+        self.self_attn = AttentionBlock(
+            spec.hidden_size,
+            model.head_dim,
+            model.num_heads,
+            model.num_kv_heads,
+            shard,
+            AttentionOptions(
+                bias=spec.attention_bias,
+                head_norm=spec.head_norm,
+                eps=spec.rms_norm_eps,
+                norm_offset=spec.norm_offset,
+                scale=spec.attention_scale,
+                softcap=spec.attention_softcap,
+                head_order=spec.rotary_of(index).head_order(model.head_dim),
+            ),
+            norm=norm(spec.norms.after_attention),
+        )
+        self.before_mlp = norm(spec.norms.before_mlp)
+        self.mlp = GatedMLP(
+            spec.hidden_size,
+            spec.intermediate_size,
+            shard,
+            is_gelu=spec.activation == "gelu_tanh",
+            norm=norm(spec.norms.after_mlp),
+        )
+
+    def forward(self, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs) -> None:
+        self.self_attn(stream.read(self.before_attention), stream, kv_cache, inputs)
+        self.mlp(stream.read(self.before_mlp), stream)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        spec, names = self.spec, self.spec.norms
+        for norm, name in (
+            (self.before_attention, names.before_attention),
+            (self.self_attn.norm, names.after_attention),
+            (self.before_mlp, names.before_mlp),
+            (self.mlp.norm, names.after_mlp),
+        ):
+            if norm is not None:
+                yield from norm.checkpoint_weights(f"{prefix}.{name}")
+        yield from self.self_attn.checkpoint_weights(f"{prefix}.self_attn", is_fused=spec.fused_qkv)
+        yield from self.mlp.checkpoint_weights(f"{prefix}.mlp", is_fused=spec.fused_gate_up)

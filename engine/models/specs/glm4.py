@@ -1,0 +1,23 @@
+"""GLM-4, dense (the releases of 2025: GLM-4-0414 and GLM-Z1)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from engine.models.specs.dense import DenseSpec, NormNames
+
+
+class Glm4Spec(DenseSpec, frozen=True, kw_only=True):
+    """Norms on both sides of each block; the first half of a head rotates, in interleaved pairs."""
+
+    attention_bias: ClassVar[bool] = True
+    fused_gate_up: ClassVar[bool] = True
+    default_head_dim: ClassVar[int | None] = 128
+    default_rotary_part: ClassVar[float | None] = 0.5
+    interleaved_rotary: ClassVar[bool] = True
+    norms: ClassVar[NormNames] = NormNames(
+        before_attention="input_layernorm",
+        after_attention="post_self_attn_layernorm",
+        before_mlp="post_attention_layernorm",
+        after_mlp="post_mlp_layernorm",
+    )
