@@ -32,8 +32,8 @@ from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.openai_serving import OpenAIServing
 from edge.address import join_address
 from edge.http.guarded_protocol import guarded_protocol
-from edge.security.certificate_metrics import CertificateCollector
 from edge.security.credentials import Credentials
+from edge.security.metrics import CredentialsCollector
 from edge.security.tls_http import TlsConfig
 from edge.tracing.file import TraceFile
 from engine.frontend.async_llm import AsyncLLM
@@ -87,12 +87,12 @@ class DecodeNode:
             self._note_status,
         )
         self._metrics = create_metrics(engine, self._proxy, traces)
-        self._metrics.registry.register(CertificateCollector(credentials))
+        self._metrics.registry.register(CredentialsCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
         app = create_node_app(
             settings, engine, tokenizer, self._proxy, self._metrics, self._state, callers
         )
-        self._tls = credentials.server_context(demands_certificate=not callers.has_keys)
+        self._tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
         self._http = HttpServer(
             TlsConfig(
                 app,

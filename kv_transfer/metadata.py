@@ -216,6 +216,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
         reclaimed: Transfers that have ended since it started, by `Reclaim`.
         commands_address: Where it listens for commands when the engine core is on another host.
         dropped_messages: On its sockets, since it started, that are none of this engine's.
+        plaintext_connections: Accepted without TLS where there is TLS, since it started.
     """
 
     process: int
@@ -231,6 +232,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
     reclaimed: dict[str, int] = {}
     commands_address: str = ""
     dropped_messages: int = 0
+    plaintext_connections: int = 0
 
 
 ProcessMessage = TransferEvent | ProcessReport

@@ -14,8 +14,8 @@ import asyncio
 import logging
 
 from edge.address import join_address
-from edge.security.certificate_metrics import CertificateCollector
 from edge.security.credentials import Credentials
+from edge.security.metrics import CredentialsCollector
 from edge.tracing.file import TraceFile
 from engine.frontend.async_llm import AsyncLLM
 from engine.node.grpc_server import NodeGrpcServer
@@ -71,7 +71,7 @@ async def _serve_engine(
     )
     metrics = PrefillMetrics(engine.config)
     metrics.registry.register(EngineCollector(engine))
-    metrics.registry.register(CertificateCollector(credentials))
+    metrics.registry.register(CredentialsCollector(credentials))
     servicer = PrefillServicer(
         engine,
         status,

@@ -27,8 +27,8 @@ from edge.http import headers as names
 from edge.http.client_connection import request_headers, request_id
 from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import HttpError, error_body
-from edge.security.certificate_metrics import CertificateCollector
 from edge.security.credentials import Credentials
+from edge.security.metrics import CredentialsCollector
 from edge.tracing.file import TraceFile
 from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.gate_metrics import GateCollector
@@ -87,6 +87,7 @@ class Services:
     gate: AdmissionGate
     keys: ApiKeys
     meter: TrafficMeter
+    credentials: Credentials
     draining: bool = False
 
     def view(self) -> RouterView:
@@ -186,10 +187,11 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     )
     gate = _make_gate(settings, registry, world.rng)
     metrics.registry.register(GateCollector(gate))
-    metrics.registry.register(CertificateCollector(credentials))
+    metrics.registry.register(CredentialsCollector(credentials))
     return Services(
         registry=registry,
         keys=keys,
+        credentials=credentials,
         meter=TrafficMeter(metrics.totals),
         metrics=metrics,
         transport=transport,

@@ -23,6 +23,8 @@ from starlette.types import ASGIApp
 
 from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.security.credentials import Credentials
+from edge.security.server_tls import ServerTls
 from edge.security.tls_files import TlsFiles
 from edge.security.tls_http import TlsConfig, TlsServer
 from edge.supervisor import tell_supervisor
@@ -80,7 +82,7 @@ class RouterServer(TlsServer):
         super().__init__(
             TlsConfig(
                 app,
-                _https_context(settings),
+                _https(settings, app.state.services.credentials),
                 handshake_timeout_s=settings.header_timeout_s,
                 loop="uvloop",
                 http=guarded_protocol(limits, app.state.key_check),
@@ -148,10 +150,13 @@ def https_files(settings: RouterSettings) -> tuple[str, str] | None:
     return str(certificate), str(key)
 
 
-def _https_context(settings: RouterSettings) -> ssl.SSLContext | None:
-    """Returns the TLS context. Raises `ConfigurationError`, `SecurityError`."""
+def _https(settings: RouterSettings, credentials: Credentials) -> ServerTls | None:
+    """Returns the TLS for clients. Raises `ConfigurationError`, `SecurityError`."""
     files = https_files(settings)
-    return None if files is None else TlsFiles(*files).server_context(ssl.CERT_NONE)
+    if files is None:
+        return None
+    context = TlsFiles(*files).server_context(ssl.CERT_NONE)
+    return ServerTls(context, credentials.plaintext_counter("https"))
 
 
 def bind(host: str, port: int) -> socket.socket:

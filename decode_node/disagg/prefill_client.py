@@ -64,16 +64,18 @@ class _Node:
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.channel = RenewedChannel(
-            lambda: credentials.channel(address, Role.PREFILL, _CHANNEL_OPTIONS), credentials
+            lambda: credentials.channel(address, Role.PREFILL, _CHANNEL_OPTIONS),
+            address,
+            credentials,
         )
         self.peer: KVPeer | None = None
         self.avoid_until = 0.0
         self.handshake_lock = asyncio.Lock()
 
-    def stub(self) -> prefill_pb2_grpc.PrefillStub:
+    async def stub(self) -> prefill_pb2_grpc.PrefillStub:
         """Returns a stub for one call. Raises `PrefillError` if the node must not be dialled."""
         try:
-            channel = self.channel.get()
+            channel = await self.channel.get()
         except (PlaintextRefused, ValueError) as error:
             raise PrefillError("not_dialled", str(error)) from None
         return prefill_pb2_grpc.PrefillStub(channel)  # type: ignore[no-untyped-call]
@@ -118,7 +120,8 @@ class PrefillClient:
         node = self._nodes[address]
         trace = request.trace.child_headers() if request.trace is not None else {}
         metadata = (*trace.items(), *self._credentials.metadata())
-        call = node.stub().Prefill(_message(request, params), metadata=metadata)
+        stub = await node.stub()
+        call = stub.Prefill(_message(request, params), metadata=metadata)
         events = PrefillEvents(request.spec, self._vocab_size)
         try:
             async for message in call:
@@ -147,7 +150,8 @@ class PrefillClient:
         if time.monotonic() < node.avoid_until:
             raise PrefillError(AVOIDED, f"{address} did not answer a moment ago")
         try:
-            reply: prefill_pb2.HandshakeReply = await node.stub().Handshake(
+            stub = await node.stub()
+            reply: prefill_pb2.HandshakeReply = await stub.Handshake(
                 prefill_pb2.HandshakeRequest(decode=peer_to_proto(self._us)),
                 timeout=self._handshake_timeout_s,
                 metadata=self._credentials.metadata(),

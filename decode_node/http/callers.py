@@ -73,18 +73,26 @@ class CallerCheck:
         return self.has_keys or self._credentials.config.is_secured
 
     def admit(
-        self, path: str, headers: Mapping[str, str], names: Collection[str] | None = None
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        names: Collection[str] | None = None,
+        *,
+        is_plaintext: bool = False,
     ) -> Caller | None:
         """Returns who is calling; None on a path that is open to everybody. `names` are the DNS
-        names of the certificate that was shown, if one was. Raises `HttpError`."""
-        return None if path in _OPEN_PATHS else self._judge(headers, names)
+        names of the certificate that was shown, if one was; `is_plaintext`: the connection is
+        without TLS. Raises `HttpError`."""
+        return None if path in _OPEN_PATHS else self._judge(headers, names, is_plaintext)
 
-    def _judge(self, headers: Mapping[str, str], names: Collection[str] | None) -> Caller:
-        if self._credentials.asks_nothing_of(headers):
+    def _judge(
+        self, headers: Mapping[str, str], names: Collection[str] | None, is_plaintext: bool
+    ) -> Caller:
+        if self._credentials.asks_nothing_of(headers, is_plaintext=is_plaintext):
             self._keys.check(headers.get("authorization", ""))
             return Caller.TRUSTED
         try:
-            self._credentials.check_caller(_ROUTERS, names, headers)
+            self._credentials.check_caller(_ROUTERS, names, headers, is_plaintext=is_plaintext)
             return Caller.TRUSTED
         except CallerRefused as refusal:
             if self.has_keys:

@@ -48,10 +48,16 @@ class HeadCheck(Protocol):
     def asks_for_key(self) -> bool: ...
 
     def admit(
-        self, path: str, headers: Mapping[str, str], names: Collection[str] | None
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        names: Collection[str] | None,
+        *,
+        is_plaintext: bool,
     ) -> object | None:
         """Returns who is calling; None for a path that is open to everybody. `names` are those of
-        the certificate that was shown, if one was. Raises `HttpError`."""
+        the certificate that was shown, if one was; `is_plaintext`: the connection is without TLS.
+        Raises `HttpError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +93,11 @@ class GuardedProtocol(HttpToolsProtocol):
     _is_ending = False
     _address = ""
     _names: Collection[str] | None = None
+    _is_plaintext = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._is_plaintext = transport.get_extra_info("sslcontext") is None
         self._names = certificate_names(transport.get_extra_info("peercert"))
         self._address = self.client[0] if self.client else ""
         by_address = self.open_connections.by_address
@@ -184,7 +192,9 @@ class GuardedProtocol(HttpToolsProtocol):
             return None
         path = self.url.partition(b"?")[0].decode("latin-1")
         try:
-            caller = self.check.admit(path, headers_of(self.headers), self._names)
+            caller = self.check.admit(
+                path, headers_of(self.headers), self._names, is_plaintext=self._is_plaintext
+            )
         except HttpError as error:
             return error
         if caller is not None:

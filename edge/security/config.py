@@ -4,7 +4,8 @@
     token      the caller shows a secret that all services know       --cluster-token-file
     plaintext  nobody shows anything: on loopback, or by explicit flag  --allow-plaintext
 
-TLS and token may be used together; then both are demanded.
+TLS and token may be used together; then both are demanded. While one of them is turned on in a
+running cluster it may be missing:  --accept-missing-tls, --accept-missing-token
 
 A DNS name `tandem-<role>` in a certificate says which kind of service its owner is.
 """
@@ -61,6 +62,8 @@ class SecurityConfig:
         cluster_token_file: A secret on each line. The first is shown, each is accepted.
         accept_missing_token: Callers that show no token are let in: for the time in which it is
             turned on. A wrong one is refused all the same.
+        accept_missing_tls: Listeners take connections without TLS as well, and peers that do not
+            speak it are dialled without: for the time in which it is turned on.
         allow_plaintext: Connections beyond this host without TLS and token are wanted.
     """
 
@@ -70,6 +73,7 @@ class SecurityConfig:
     tls_identity: TlsIdentity = "address"
     cluster_token_file: str = ""
     accept_missing_token: bool = False
+    accept_missing_tls: bool = False
     allow_plaintext: bool = False
 
     @property
@@ -94,7 +98,10 @@ class SecurityConfig:
                 f"TLS between services needs {', '.join(files)}, all three: "
                 f"{' and '.join(missing)} not given"
             )
-
+        if self.accept_missing_tls and not self.has_tls:
+            raise SecurityError(
+                f"--accept-missing-tls is for turning TLS on: give {', '.join(files)} as well"
+            )
         if self.accept_missing_token and not self.cluster_token_file:
             raise SecurityError(
                 "--accept-missing-token is for turning the cluster token on: give "

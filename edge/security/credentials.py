@@ -1,7 +1,7 @@
 """Credentials are what a service shows to others, and what it demands of them.
 
-    dial      `channel` (gRPC), `client_context` and `headers` (HTTP): by these alone
-    listen    `add_port` (gRPC), `server_context` (HTTP)
+    dial      `meet`, then `channel` (gRPC) or `client_context` and `metadata`: by these alone
+    listen    `server_tls`; `add_port` for grpcio's own server
     judge     `check_caller`, for every call: role and token
 
 Certificates and tokens are read again when their files change; no restart.
@@ -10,7 +10,8 @@ Certificates and tokens are read again when their files change; no restart.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -18,7 +19,9 @@ import grpc.aio
 
 from edge.address import join_address, split_address
 from edge.security.cluster_token import TOKEN_HEADER, ClusterToken
-from edge.security.config import Role, SecurityConfig, roles_of
+from edge.security.config import Role, SecurityConfig, SecurityError, roles_of
+from edge.security.peer_tls import PeerTls
+from edge.security.server_tls import ServerTls
 from edge.security.tls_files import TlsFiles
 
 Metadata = tuple[tuple[str, str], ...]
@@ -49,12 +52,17 @@ class Credentials:
             if config.has_tls
             else None
         )
+        self._peers = PeerTls() if config.accept_missing_tls else None
+        self.plaintext_connections = Counter[str]()
+        """Connections without TLS that were accepted where there is TLS, by port."""
+        self.num_missing_tokens = 0
+        """Calls that were let in without the token that there is."""
         self._token = ClusterToken(config.cluster_token_file) if config.cluster_token_file else None
 
-    @property
-    def version(self) -> int:
-        """Version of the certificates: connections made under another one show old ones."""
-        return 0 if self._tls is None else self._tls.version
+    def version(self, address: str) -> tuple[int, bool]:
+        """Returns what changes when a connection should be made anew: because of our certificates,
+        or because the peer speaks TLS now."""
+        return 0 if self._tls is None else self._tls.version, self._is_plain(address)
 
     def certificate_expires_at(self) -> float | None:
         """Returns when the certificate ends, in Unix time, or None without TLS."""
@@ -66,6 +74,12 @@ class Credentials:
         """Returns what to send with every call."""
         return () if self._token is None else ((TOKEN_HEADER, self._token.shown()),)
 
+    async def meet(self, address: str) -> None:
+        """Finds out whether the peer there speaks TLS, while that may be missing. Comes before
+        everything that dials."""
+        if self._peers is not None:
+            await self._peers.ask(address)
+
     def check_dial(self, host: str) -> None:
         """Raises `PlaintextRefused` where nobody may be dialled without TLS."""
         self.config.check_plaintext("a connection to another service", host)
@@ -75,7 +89,7 @@ class Credentials:
     ) -> grpc.aio.Channel:
         """Returns a channel to a service of this role. Raises `PlaintextRefused`."""
         self.check_dial(split_address(address)[0])
-        if self._tls is None:
+        if self._tls is None or self._is_plain(address):
             return grpc.aio.insecure_channel(address, options=list(options))
         certificate, key, authorities = self._tls.pems()
         credentials = grpc.ssl_channel_credentials(authorities, key, certificate)
@@ -84,15 +98,20 @@ class Credentials:
             options = [*options, ("grpc.ssl_target_name_override", name)]
         return grpc.aio.secure_channel(address, credentials, options=list(options))
 
-    def client_context(self, *, h2: bool = False) -> ssl.SSLContext | None:
+    def client_context(self, address: str, *, h2: bool = False) -> ssl.SSLContext | None:
         """Returns the TLS context for one connection, or None without TLS."""
-        return None if self._tls is None else self._tls.client_context(h2=h2)
+        if self._tls is None or self._is_plain(address):
+            return None
+        return self._tls.client_context(h2=h2)
 
     def server_name(self, server: Role) -> str | None:
         """Returns the name that a server's certificate must have; None stands for the address
         that was dialled."""
         is_by_role = self._tls is not None and self.config.tls_identity == "role"
         return server.certificate_name if is_by_role else None
+
+    def _is_plain(self, address: str) -> bool:
+        return self._peers is not None and self._peers.speaks_plaintext(address)
 
     # Listening --------------------------------------------------------------------------------
 
@@ -101,12 +120,18 @@ class Credentials:
         self.config.check_plaintext("listening for other services", host)
 
     def add_port(self, server: grpc.aio.Server, host: str, port: int) -> int:
-        """Returns the port. Raises `PlaintextRefused`, and `RuntimeError` when it cannot be had."""
+        """Returns the port. Raises `PlaintextRefused`, `RuntimeError` when it cannot be had, and
+        `SecurityError` where TLS may be missing."""
         self.check_listen(host)
         address = join_address(host, port)
         tls = self._tls
         if tls is None:
             return server.add_insecure_port(address)
+        if self.config.accept_missing_tls:
+            raise SecurityError(
+                "grpcio's server cannot serve with and without TLS on one port: "
+                "--accept-missing-tls needs the pull transport h2"
+            )
 
         def configuration() -> grpc.ServerCertificateConfiguration:
             certificate, key, authorities = tls.pems()
@@ -117,39 +142,62 @@ class Credentials:
         )
         return server.add_secure_port(address, credentials)
 
-    def server_context(
-        self, *, demands_certificate: bool = True, h2: bool = False
-    ) -> ssl.SSLContext | None:
-        """Returns the TLS context for a listener, or None without TLS."""
+    def server_tls(
+        self, port: str, *, demands_certificate: bool = True, h2: bool = False
+    ) -> ServerTls | None:
+        """Returns the TLS of a listener, or None without TLS. `port` is its name among those of
+        this service."""
         if self._tls is None:
             return None
         mode = ssl.CERT_REQUIRED if demands_certificate else ssl.CERT_OPTIONAL
-        return self._tls.server_context(mode, h2=h2)
+        return ServerTls(self._tls.server_context(mode, h2=h2), self.plaintext_counter(port))
+
+    def plaintext_counter(self, port: str) -> Callable[[], None] | None:
+        """Returns what counts connections without TLS on a port; None where they are refused."""
+        if not self.config.accept_missing_tls:
+            return None
+        self.plaintext_connections[port] = 0
+        return lambda: self.plaintext_connections.update((port,))
 
     # Judging ----------------------------------------------------------------------------------
 
     def check_caller(
-        self, allowed: Collection[Role], names: Collection[str] | None, headers: Mapping[str, str]
+        self,
+        allowed: Collection[Role],
+        names: Collection[str] | None,
+        headers: Mapping[str, str],
+        *,
+        is_plaintext: bool = False,
     ) -> None:
         """Checks whether a caller may go on, by its certificate and the token. `names` are the DNS
-        names of its certificate; None when it has shown none. Raises `CallerRefused`."""
-        if self._tls is not None:
+        names of its certificate; None when it has shown none. `is_plaintext`: it has come without
+        TLS. Raises `CallerRefused`."""
+        if self._demands_tls(is_plaintext):
             self._check_role(allowed, names)
-        if self._may_be_missing(headers):
+        if self._token is None or self._is_missing_and_may_be(headers):
             return
-        if self._token is not None and not self._token.accepts(headers.get(TOKEN_HEADER, "")):
+        if not self._token.accepts(headers.get(TOKEN_HEADER, "")):
             raise CallerRefused(
                 "the cluster token is missing or wrong; give all services the same "
                 "--cluster-token-file",
                 is_known=False,
             )
 
-    def asks_nothing_of(self, headers: Mapping[str, str]) -> bool:
+    def asks_nothing_of(self, headers: Mapping[str, str], *, is_plaintext: bool = False) -> bool:
         """Returns whether a caller with these headers is let in without having shown anything."""
-        return self._tls is None and (self._token is None or self._may_be_missing(headers))
+        if self._demands_tls(is_plaintext):
+            return False
+        return self._token is None or self._is_missing_and_may_be(headers)
 
-    def _may_be_missing(self, headers: Mapping[str, str]) -> bool:
-        return self.config.accept_missing_token and TOKEN_HEADER not in headers
+    def _demands_tls(self, is_plaintext: bool) -> bool:
+        may_be_missing = is_plaintext and self.config.accept_missing_tls
+        return self._tls is not None and not may_be_missing
+
+    def _is_missing_and_may_be(self, headers: Mapping[str, str]) -> bool:
+        """Returns whether the token is not shown and need not be, and counts it then."""
+        is_let_in = self.config.accept_missing_token and TOKEN_HEADER not in headers
+        self.num_missing_tokens += is_let_in
+        return is_let_in
 
     def _check_role(self, allowed: Collection[Role], names: Collection[str] | None) -> None:
         if names is None:

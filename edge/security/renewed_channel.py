@@ -1,8 +1,9 @@
 """Keeps a gRPC channel that shows certificates of today.
 
 1. dialled     when first asked for
-2. replaced    at the first call after the certificates were renewed; calls in motion stay on the
-               old channel, which is closed when the longest of them must be over
+2. replaced    at the first call after the certificates were renewed, or after the peer has learned
+               TLS (`Credentials.version`); calls in motion stay on the old channel, which is closed
+               when the longest of them must be over
 3. closed      with all of it
 """
 
@@ -19,18 +20,22 @@ _LONGEST_CALL_S = 900.0
 
 
 class RenewedChannel:
-    """Calls `dial` for a channel that shows what `credentials` are now."""
+    """Calls `dial` for a channel to `address` that shows what `credentials` are now."""
 
-    def __init__(self, dial: Callable[[], grpc.aio.Channel], credentials: Credentials) -> None:
+    def __init__(
+        self, dial: Callable[[], grpc.aio.Channel], address: str, credentials: Credentials
+    ) -> None:
         self._dial = dial
+        self._address = address
         self._credentials = credentials
-        self._version = -1
+        self._version: tuple[int, bool] | None = None
         self._channel: grpc.aio.Channel | None = None
         self._retired: set[asyncio.Task[None]] = set()
 
-    def get(self) -> grpc.aio.Channel:
+    async def get(self) -> grpc.aio.Channel:
         """Returns a channel for one call. Raises what `dial` does."""
-        version = self._credentials.version
+        await self._credentials.meet(self._address)
+        version = self._credentials.version(self._address)
         if self._channel is None or version != self._version:
             old = self._channel
             self._channel = self._dial()

@@ -40,6 +40,12 @@ class SecuritySettings(BaseSettings):
         description="Let callers in that show no cluster token; a wrong one is refused. For the "
         "time in which the token is turned on or off in a running release.",
     )
+    accept_missing_tls: bool = Field(
+        default=False,
+        description="Serve connections without TLS as well, on ports that have it, and dial "
+        "services without it that do not speak it. For the time in which TLS is turned on in a "
+        "running release: until it is turned off again, who can change traffic can read it.",
+    )
     allow_plaintext: bool = Field(
         default=False,
         description="Listen on and connect to addresses beyond this host with neither TLS nor "
@@ -55,6 +61,7 @@ class SecuritySettings(BaseSettings):
             tls_identity=self.tls_identity,
             cluster_token_file=_text(self.cluster_token_file),
             accept_missing_token=self.accept_missing_token,
+            accept_missing_tls=self.accept_missing_tls,
             allow_plaintext=self.allow_plaintext,
         )
         config.check()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
+
+from edge.http.either_listener import EitherListener
+from edge.security.server_tls import ServerTls
 
 
 class TlsConfig(uvicorn.Config):
@@ -16,18 +18,18 @@ class TlsConfig(uvicorn.Config):
     def __init__(
         self,
         app: Any,
-        tls: ssl.SSLContext | None,
+        tls: ServerTls | None,
         *,
         handshake_timeout_s: float = 10.0,
         **options: Any,
     ) -> None:
         super().__init__(app, **options)
-        self._tls = tls
+        self.tls = tls
         self.handshake_timeout_s = handshake_timeout_s
 
     def load(self) -> None:
         super().load()
-        self.ssl = self._tls
+        self.ssl = None if self.tls is None else self.tls.context
 
 
 class TlsServer(uvicorn.Server):
@@ -35,22 +37,30 @@ class TlsServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config = self.config
-        if not isinstance(config, TlsConfig) or config.ssl is None or sockets is None:
+        if not isinstance(config, TlsConfig) or config.tls is None or sockets is None:
             await super().startup(sockets)
             return
         await super().startup([])
         self.started = False
-        loop = asyncio.get_running_loop()
         for listener in sockets:
-            server = await loop.create_server(
-                self._protocol,
-                sock=listener,
-                ssl=config.ssl,
-                ssl_handshake_timeout=config.handshake_timeout_s,
-                backlog=config.backlog,
-            )
-            self.servers.append(server)
+            self.servers.append(await self._listen(listener, config, config.tls))
         self.started = True
+
+    async def _listen(
+        self, listener: socket.socket, config: TlsConfig, tls: ServerTls
+    ) -> asyncio.Server:
+        timeout_s = config.handshake_timeout_s
+        if tls.count_plaintext is not None:
+            listener.listen(config.backlog)
+            either = EitherListener(listener, tls, self._protocol, timeout_s)
+            return cast("asyncio.Server", either)
+        return await asyncio.get_running_loop().create_server(
+            self._protocol,
+            sock=listener,
+            ssl=tls.context,
+            ssl_handshake_timeout=timeout_s,
+            backlog=config.backlog,
+        )
 
     def _protocol(self) -> asyncio.Protocol:
         config = self.config

@@ -97,7 +97,7 @@ class ServicesServer:
         self._server = H2Server(
             self._methods,
             self._judge,
-            self._credentials.server_context(h2=True),
+            self._credentials.server_tls("grpc", h2=True),
             max_calls=_MAX_CALLS,
             max_send_threads=_SEND_THREADS,
             ping_after_s=_PING_AFTER_S,
@@ -111,12 +111,16 @@ class ServicesServer:
         if server is not None:
             await server.close()
 
-    def _judge(self, names: Collection[str] | None, headers: Mapping[str, str]) -> None:
+    def _judge(
+        self, names: Collection[str] | None, headers: Mapping[str, str], *, is_plaintext: bool
+    ) -> None:
         """Checks who calls. Raises `CallerRefused`."""
         service = headers.get(":path", "").split("/")[1:2]
         name = service[0] if service else ""
         if name not in OPEN_SERVICES:
-            self._credentials.check_caller(self._callers.get(name, ()), names, headers)
+            self._credentials.check_caller(
+                self._callers.get(name, ()), names, headers, is_plaintext=is_plaintext
+            )
 
     def _method(self, handler: grpc.RpcMethodHandler[Any, Any]) -> RpcMethod:
         serialize = handler.response_serializer

@@ -50,6 +50,7 @@ class PeerClient:
     async def handshake(self, peer: KVPeer, address: str) -> None:
         """Raises `PeerLost` or `HandshakeMismatch`."""
         # A channel of its own: one that has failed before would answer from its backoff.
+        await self._credentials.meet(address)
         async with new_channel(address, self._credentials) as channel:
             answer = await self._ask(channel, address)
         check_peer(self._me.layout, peer, peer_from_proto(answer))
@@ -64,8 +65,9 @@ class PeerClient:
             epoch=meta.peer.epoch,
             complete=meta.complete,
         )
+        channel = await self._channels.get(address, CONTROL)
         release: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseRequest, pb.ReleaseReply] = (
-            self._channels.get(address, CONTROL).unary_unary(
+            channel.unary_unary(
                 f"/{SERVICE}/Release",
                 request_serializer=pb.ReleaseRequest.SerializeToString,
                 response_deserializer=pb.ReleaseReply.FromString,

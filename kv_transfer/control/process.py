@@ -89,6 +89,7 @@ class TransferProcess:
 
     def __init__(self, config: TransferProcessConfig) -> None:
         self._config = config
+        self._credentials = Credentials(config.transfer.security)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._events = connect_events(self._context, config)
@@ -205,7 +206,7 @@ class TransferProcess:
         service = PullService(transfer, self._me, sender)
         methods = service.methods()
         await sender.listen(methods)
-        server = new_pull_server(transfer, methods, Credentials(transfer.security))
+        server = new_pull_server(transfer, methods, self._credentials)
         try:
             port = await server.listen(host, self._config.fixed_port or self._config.port)
         except OSError as error:
@@ -308,6 +309,7 @@ class TransferProcess:
                 reclaimed={str(why): count for why, count in sender.reclaimed.items()},
                 commands_address=self._commands_address,
                 dropped_messages=self._num_dropped,
+                plaintext_connections=self._credentials.plaintext_connections.total(),
             )
         assert self._receiver is not None
         receiver = self._receiver

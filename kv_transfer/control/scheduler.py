@@ -163,6 +163,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             "processes_ready": float(self._processes.num_ready),
             "process_restarts": float(self._processes.num_restarts),
             "dropped_messages": float(self._processes.num_dropped_messages),
+            "plaintext_connections": total("plaintext_connections"),
         }
 
     def check_alive(self) -> None:

@@ -195,6 +195,7 @@ def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
         corrupt_chunks=past.corrupt_chunks + last.corrupt_chunks,
         leases_expired=past.leases_expired + last.leases_expired,
         dropped_messages=past.dropped_messages + last.dropped_messages,
+        plaintext_connections=past.plaintext_connections + last.plaintext_connections,
         reclaimed=dict(Counter(past.reclaimed) + Counter(last.reclaimed)),
     )
 

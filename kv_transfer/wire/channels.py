@@ -74,15 +74,15 @@ class ChannelPool:
     def __len__(self) -> int:
         return len(self._channels)
 
-    def get(self, address: str, slot: int) -> grpc.aio.Channel:
+    async def get(self, address: str, slot: int) -> grpc.aio.Channel:
         """Raises `PeerLost` if it would be plaintext that nobody wanted."""
         key = (address, slot)
         if key not in self._channels:
             self._channels[key] = RenewedChannel(
-                lambda: new_channel(address, self._credentials), self._credentials
+                lambda: new_channel(address, self._credentials), address, self._credentials
             )
         self._used_at[key] = time.monotonic()
-        return self._channels[key].get()
+        return await self._channels[key].get()
 
     async def drop(self, address: str) -> None:
         """Drops the channel to a peer that was lost. Calls in motion on it fail."""

@@ -113,7 +113,12 @@ class ApiKeyCheck:
         return self._keys.asks
 
     def admit(
-        self, path: str, headers: Mapping[str, str], names: Collection[str] | None = None
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        names: Collection[str] | None = None,
+        *,
+        is_plaintext: bool = False,
     ) -> Tenant | None:
         """Returns whose key was shown; None on a path that needs none. Raises `Unauthorized`."""
         tenant = self._keys.admit(headers.get("authorization", ""))

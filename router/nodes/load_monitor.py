@@ -113,6 +113,7 @@ class LoadMonitor:
     async def _call(self, address: NodeAddress) -> int:
         """Makes one connection; returns how many reports came."""
         role = Role(address.role)
+        await self._credentials.meet(address.status_target)
         async with self._credentials.channel(address.status_target, role, _OPTIONS) as channel:
             stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
             return await self._follow(stub, address)

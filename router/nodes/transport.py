@@ -13,6 +13,7 @@ from typing import Protocol
 import aiohttp
 from yarl import URL
 
+from edge.address import join_address
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from router.errors import NodeLost, NodeUnreachable
@@ -106,7 +107,9 @@ class HttpTransport:
             self._credentials.check_dial(target.host or "")
         except PlaintextRefused as error:
             raise NodeUnreachable(str(error)) from error
-        tls = self._credentials.client_context()
+        address = join_address(target.host or "", target.port or 0)
+        await self._credentials.meet(address)
+        tls = self._credentials.client_context(address)
         try:
             response = await self._session.request(
                 method,

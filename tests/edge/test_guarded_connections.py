@@ -28,7 +28,12 @@ class OneKey:
     asks_for_key = True
 
     def admit(
-        self, path: str, headers: Mapping[str, str], names: Collection[str] | None
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        names: Collection[str] | None,
+        *,
+        is_plaintext: bool,
     ) -> str | None:
         if path == "/health":
             return None

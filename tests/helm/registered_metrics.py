@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from decode_node.metrics import DecodeMetrics
-from edge.security.certificate_metrics import CertificateCollector
+from edge.security.metrics import CredentialsCollector
 from engine.node.metrics import EngineCollector
 from engine.outputs import SchedulerStats
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
@@ -47,8 +47,13 @@ def series_of(component: str) -> frozenset[str]:
 
 def _node_series(registry: CollectorRegistry) -> frozenset[str]:
     registry.register(EngineCollector(_engine()))
-    credentials: Any = SimpleNamespace(certificate_expires_at=lambda: None)
-    registry.register(CertificateCollector(credentials))
+    credentials: Any = SimpleNamespace(
+        certificate_expires_at=lambda: None,
+        plaintext_connections={"http": 0},
+        config=SimpleNamespace(accept_missing_token=True),
+        num_missing_tokens=0,
+    )
+    registry.register(CredentialsCollector(credentials))
     return frozenset(_series(generate_latest(registry).decode()))
 
 

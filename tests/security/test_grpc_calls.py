@@ -145,13 +145,15 @@ async def test_renewed_certificates_are_used_without_a_restart(authority, foreig
     server_folder, client_folder = authority.service("s"), authority.service("c")
     client, outdated = Credentials(tls_config(client_folder)), authority.credentials()
     async with server_of(Credentials(tls_config(server_folder))) as address:
-        channel = RenewedChannel(lambda: client.channel(address, Role.PREFILL, OPTIONS), client)
-        first = channel.get()
+        channel = RenewedChannel(
+            lambda: client.channel(address, Role.PREFILL, OPTIONS), address, client
+        )
+        first = await channel.get()
         assert await call(first, client) == b"hello"
         move_service(foreign.service("s"), server_folder)
         move_service(foreign.service("c"), client_folder)
-        assert channel.get() is not first
-        assert await call(channel.get(), client) == b"hello"
+        assert await channel.get() is not first
+        assert await call(await channel.get(), client) == b"hello"
         assert await call(first, client) == b"hello"
         assert await outcome(address, outdated) is UNAVAILABLE
         await channel.close()

@@ -42,7 +42,7 @@ async def decode_api(
 ):
     """Returns its address. It says whom it takes the caller for."""
     callers = CallerCheck(CallerKeys(keys), credentials)
-    tls = credentials.server_context(demands_certificate=not callers.has_keys)
+    tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
     listener = listen(host, 0)
     app = EdgeMiddleware(_who, callers)
     protocol = guarded_protocol(ConnectionLimits(), callers)

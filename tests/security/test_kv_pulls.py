@@ -159,8 +159,8 @@ async def test_a_peer_that_reads_slowly_gets_every_byte(authority: Authority):
         end.setblocking(False)
     credentials = authority.credentials()
     sender, reader = await asyncio.gather(
-        TlsSocket.accept(ours, credentials.server_context(h2=True)),
-        TlsSocket.connect(theirs, credentials.client_context(h2=True), "127.0.0.1"),
+        TlsSocket.accept(ours, credentials.server_tls("kv", h2=True).context),
+        TlsSocket.connect(theirs, credentials.client_context("127.0.0.1:1", h2=True), "127.0.0.1"),
     )
     draw = random.Random(0)
     parts = [draw.randbytes(draw.choice([1, 9, 5000, 70_000, 200_000])) for _ in range(60)]

@@ -30,11 +30,11 @@ UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 
 @asynccontextmanager
-async def prefill_node(credentials: Credentials, host: str = "127.0.0.1"):
+async def prefill_node(credentials: Credentials, host: str = "127.0.0.1", port: int = 0):
     """Returns its address."""
     engine = FakePrefillEngine()
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, 60)
-    server = NodeGrpcServer(host, 0, credentials, CALLERS)
+    server = NodeGrpcServer(host, port, credentials, CALLERS)
     servicer = PrefillServicer(
         engine,
         status,
@@ -53,6 +53,7 @@ async def prefill_node(credentials: Credentials, host: str = "127.0.0.1"):
 async def outcomes(address: str, caller: Credentials) -> list[grpc.StatusCode]:
     """Returns how calls end: a load report, a handshake that fits no layout, and the health."""
     metadata = caller.metadata()
+    await caller.meet(address)
     async with caller.channel(address, Role.PREFILL, []) as channel:
         watch = node_pb2_grpc.NodeStatusStub(channel).Watch(
             node_pb2.WatchRequest(), metadata=metadata

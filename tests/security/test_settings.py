@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from edge.address import is_loopback, join_address, split_address
 from edge.security.certificate import expires_at
-from edge.security.certificate_metrics import CertificateCollector
 from edge.security.cluster_token import TOKEN_HEADER
 from edge.security.config import PlaintextRefused, Role, SecurityConfig, SecurityError
 from edge.security.credentials import CallerRefused, Credentials
+from edge.security.metrics import CredentialsCollector
 from tests.security.authority import Authority, move_service, tls_config
 
 SECRET, OTHER = "a" * 32, "b" * 32
@@ -78,15 +78,15 @@ def test_files_that_cannot_be_used_are_named(tmp_path, authority: Authority):
 def test_renewed_files_that_do_not_fit_leave_the_former_ones_in_use(authority, caplog):
     folder, new = authority.service("ours"), authority.service("new")
     credentials = Credentials(tls_config(folder))
-    before = credentials.client_context()
+    before = credentials.client_context("a:1")
     (new / "tls.crt").replace(folder / "tls.crt")
-    assert credentials.client_context() is before
-    assert credentials.version == 0
+    assert credentials.client_context("a:1") is before
+    assert credentials.version("a:1") == (0, False)
     assert "former" in caplog.text
     (new / "tls.key").replace(folder / "tls.key")
-    assert credentials.client_context() is not before
-    assert credentials.version == 1
-    assert credentials.client_context() is credentials.client_context()
+    assert credentials.client_context("a:1") is not before
+    assert credentials.version("a:1") == (1, False)
+    assert credentials.client_context("a:1") is credentials.client_context("a:1")
 
 
 def judge(credentials: Credentials, names=(), token="") -> None:
@@ -155,7 +155,7 @@ def test_certificates_of_another_service_can_take_over(authority: Authority, for
     folder = authority.service("ours")
     credentials = Credentials(tls_config(folder))
     move_service(foreign.service("theirs"), folder)
-    assert credentials.version == 1
+    assert credentials.version("a:1") == (1, False)
 
 
 @pytest.mark.parametrize("until", [datetime(2049, 12, 31, 23, 59, 59), datetime(2050, 1, 1)])
@@ -178,7 +178,7 @@ def test_what_is_no_certificate_is_refused(content):
 def test_the_end_of_the_certificate_in_use_is_a_metric(authority: Authority):
     def metric() -> float | None:
         registry = CollectorRegistry()
-        registry.register(CertificateCollector(credentials))
+        registry.register(CredentialsCollector(credentials))
         return registry.get_sample_value("tandem_tls_certificate_expiry_timestamp_seconds")
 
     folder = authority.service("ours")

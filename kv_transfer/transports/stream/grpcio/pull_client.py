@@ -22,9 +22,10 @@ class GrpcPullClient(PullClient):
     async def pull(
         self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
     ) -> None:
-        call: grpc.aio.UnaryStreamMultiCallable[pb.PullRequest, bytes] = self._channels.get(
-            address, slot
-        ).unary_stream(PULL_PATH, request_serializer=pb.PullRequest.SerializeToString)
+        channel = await self._channels.get(address, slot)
+        call: grpc.aio.UnaryStreamMultiCallable[pb.PullRequest, bytes] = channel.unary_stream(
+            PULL_PATH, request_serializer=pb.PullRequest.SerializeToString
+        )
         try:
             async for message in call(request, metadata=self._credentials.metadata()):
                 _give(message, sink)

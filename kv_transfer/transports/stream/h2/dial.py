@@ -15,7 +15,8 @@ from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
 
 
 async def dial(address: str, credentials: Credentials, source: str = "") -> Connection:
-    """Returns a connection, by TLS if we have certificates, that does not block. `source`: our
+    """Returns a connection, by TLS if we have certificates (and the peer may not
+    lack them), that does not block. `source`: our
     address to connect from, where it is of the same kind; empty: any. Raises `PeerLost`."""
     loop = asyncio.get_running_loop()
     reason: OSError = OSError("the name has no address")
@@ -24,9 +25,10 @@ async def dial(address: str, credentials: Credentials, source: str = "") -> Conn
         credentials.check_dial(host)
         infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         sources = await _sources(source)
+        await credentials.meet(address)
     except (OSError, ValueError, PlaintextRefused) as error:
         raise PeerLost(f"{address}: {error}") from error
-    tls = credentials.client_context(h2=True)
+    tls = credentials.client_context(address, h2=True)
     name = credentials.server_name(Role.PREFILL) or host
     for family, kind, protocol, _, target in infos:
         sock = socket.socket(family, kind, protocol)

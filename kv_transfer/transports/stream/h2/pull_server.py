@@ -19,7 +19,7 @@ class H2PullServer(PullServer):
         self._server = H2Server(
             methods,
             partial(credentials.check_caller, CALLERS),
-            credentials.server_context(h2=True),
+            credentials.server_tls("kv", h2=True),
         )
 
     async def listen(self, host: str, port: int) -> int:

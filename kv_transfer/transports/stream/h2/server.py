@@ -11,15 +11,15 @@ import asyncio
 import logging
 import os
 import socket
-import ssl
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
+from edge.security.server_tls import ServerTls, begins_with_tls
 from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads
 from kv_transfer.transports.stream.h2.server_connection import H2ServerConnection, Judge, welcome
-from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
+from kv_transfer.transports.stream.h2.tls_socket import HANDSHAKE_S, TlsSocket
 from kv_transfer.wire.rpc_method import RpcMethod
 
 _BACKLOG = 512
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class H2Server:
-    """`methods` by path; `judge` says of each call whether its caller may go on; `tls`, if given,
-    is for every connection, which carries `max_calls` at a time. A peer that is silent for
-    `ping_after_s` is asked whether it lives, and left after `give_up_after_s`. Lives on the event
-    loop on which it was made."""
+    """`methods` by path; `judge` says of each call whether its caller may go on; `tls` is for every
+    connection, or for those that begin so. A connection carries `max_calls` at a time. A peer that
+    is silent for `ping_after_s` is asked whether it lives, and left after `give_up_after_s`. Lives
+    on the event loop on which it was made."""
 
     def __init__(
         self,
         methods: Mapping[str, RpcMethod],
         judge: Judge = welcome,
-        tls: ssl.SSLContext | None = None,
+        tls: ServerTls | None = None,
         *,
         max_calls: int = 256,
         max_send_threads: int = 4,
@@ -58,7 +58,7 @@ class H2Server:
         self._listener: socket.socket | None = None
         self._connections: set[H2ServerConnection] = set()
         self._num_of_peer: Counter[str] = Counter()
-        """Connections by address."""
+        """Connections by address, those in a handshake included."""
         self._check: asyncio.Task[None] | None = None
 
     async def listen(self, host: str, port: int) -> int:
@@ -100,6 +100,7 @@ class H2Server:
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._num_of_peer[peer[0]] += 1
             if self._tls is None:
                 self._serve(sock, peer[0])
             else:
@@ -111,14 +112,32 @@ class H2Server:
         num_all = len(self._connections) + len(self._arriving)
         return num_all < _MAX_CONNECTIONS and self._num_of_peer[peer] < _MAX_CONNECTIONS_OF_PEER
 
-    async def _shake_hands(self, sock: socket.socket, peer: str, tls: ssl.SSLContext) -> None:
+    async def _shake_hands(self, sock: socket.socket, peer: str, tls: ServerTls) -> None:
         try:
-            self._serve(await TlsSocket.accept(sock, tls), peer)
+            self._serve(await self._secured(sock, tls), peer)
         except OSError as error:
+            self._forget_peer(peer)
             logger.debug("a peer was refused: %s", error)
+        except BaseException:
+            self._forget_peer(peer)
+            raise
+
+    async def _secured(self, sock: socket.socket, tls: ServerTls) -> Connection:
+        """Takes over `sock`. Raises OSError."""
+        if tls.count_plaintext is None:
+            return await TlsSocket.accept(sock, tls.context)
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                is_tls = await begins_with_tls(sock)
+        except BaseException:
+            sock.close()
+            raise
+        if is_tls:
+            return await TlsSocket.accept(sock, tls.context)
+        tls.count_plaintext()
+        return sock
 
     def _serve(self, sock: Connection, peer: str) -> None:
-        self._num_of_peer[peer] += 1
         self._connections.add(
             H2ServerConnection(
                 sock,
@@ -132,6 +151,9 @@ class H2Server:
 
     def _forget(self, peer: str, connection: H2ServerConnection) -> None:
         self._connections.discard(connection)
+        self._forget_peer(peer)
+
+    def _forget_peer(self, peer: str) -> None:
         self._num_of_peer[peer] -= 1
         if not self._num_of_peer[peer]:
             del self._num_of_peer[peer]

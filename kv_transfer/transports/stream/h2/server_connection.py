@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -38,12 +39,20 @@ _PING = h2.frame(h2.FrameKind.PING, 0, 0, b"tandemkv")
 
 logger = logging.getLogger(__name__)
 
-Judge = Callable[[Collection[str] | None, Mapping[str, str]], None]
-"""Takes the DNS names of the certificate that was shown, if any, and the headers of a call. Raises
-`CallerRefused`."""
+
+class Judge(Protocol):
+    """Judges calls."""
+
+    def __call__(
+        self, names: Collection[str] | None, headers: Mapping[str, str], *, is_plaintext: bool
+    ) -> None:
+        """Takes the DNS names of the certificate that was shown, if any, the headers of a call, and
+        whether it came without TLS. Raises `CallerRefused`."""
 
 
-def welcome(names: Collection[str] | None, headers: Mapping[str, str]) -> None:
+def welcome(
+    names: Collection[str] | None, headers: Mapping[str, str], *, is_plaintext: bool
+) -> None:
     """Whoever calls may do so."""
 
 
@@ -62,6 +71,7 @@ class H2ServerConnection:
         self._socket = sock
         self._methods = methods
         self._judge = judge
+        self._is_plaintext = not isinstance(sock, TlsSocket)
         self._names = (
             certificate_names(sock.peer_certificate) if isinstance(sock, TlsSocket) else None
         )
@@ -247,7 +257,7 @@ class H2ServerConnection:
 
     def _judged(self, fields: Mapping[str, str]) -> CallerRefused | None:
         try:
-            self._judge(self._names, fields)
+            self._judge(self._names, fields, is_plaintext=self._is_plaintext)
         except CallerRefused as error:
             return error
         return None

@@ -26,7 +26,7 @@ _PIECE_BYTES = 64 << 10
 """Encrypted in one go, without Python's lock."""
 _SMALL_BYTES = 4 << 10
 """Joined with its neighbours, so that it needs no record of its own."""
-_HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0
 
 _NOT_NOW = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -58,7 +58,7 @@ class TlsSocket:
     async def _shake_hands(cls, tls: ssl.SSLSocket) -> TlsSocket:
         loop, fd = asyncio.get_running_loop(), tls.fileno()
         try:
-            async with asyncio.timeout(_HANDSHAKE_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 while True:
                     try:
                         tls.do_handshake()

@@ -1,0 +1,264 @@
+"""A port that serves TLS and plaintext tells them apart by one byte, whatever strangers send and
+however slowly, on both kinds of event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.responses import PlainTextResponse
+
+from edge.http import either_listener
+from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.security.config import Role
+from edge.security.credentials import Credentials
+from edge.security.tls_http import TlsConfig
+from engine.node.http_server import HttpServer, listen
+from kv_transfer.transports.stream.h2 import server as h2_server
+from kv_transfer.transports.stream.h2.frames import client_opening
+from kv_transfer.transports.stream.h2.server import H2Server
+from tests.security.authority import Authority, tls_config
+
+SOON_S = 0.5
+TIMEOUT_S = 30.0
+Run: TypeAlias = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    with asyncio.Runner(loop_factory=request.param) as runner:
+        yield lambda test: runner.run(_bounded(test))
+
+
+async def _bounded(test: Callable[[], Awaitable[None]]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        await test()
+
+
+@pytest.fixture
+def credentials(authority: Authority) -> Credentials:
+    config = tls_config(authority.service("node", Role.DECODE))
+    return Credentials(replace(config, accept_missing_tls=True))
+
+
+@dataclass
+class Port:
+    """A port of ours. `hello` is what a plaintext client says first, `answer` what it hears."""
+
+    number: int
+    hello: bytes
+    answer: bytes
+    credentials: Credentials
+    num_waiting: Callable[[], int]
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.number)
+
+    async def is_served(self, **tls: Any) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.number, **tls)
+        writer.write(self.hello)
+        assert await reader.readexactly(len(self.answer)) == self.answer
+        writer.close()
+
+    async def serves_both(self) -> None:
+        await self.is_served()
+        await self.is_served(
+            ssl=self.credentials.client_context("127.0.0.1:0"), server_hostname="127.0.0.1"
+        )
+
+
+@asynccontextmanager
+async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
+    app = PlainTextResponse("here")
+    server = HttpServer(
+        TlsConfig(
+            app,
+            credentials.server_tls("http"),
+            handshake_timeout_s=SOON_S,
+            http=guarded_protocol(ConnectionLimits(header_timeout_s=SOON_S)),
+            lifespan="off",
+            log_config=None,
+            ws="none",
+        )
+    )
+    listener = listen("127.0.0.1", 0)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    [either] = server.servers
+    hello = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+    yield Port(
+        listener.getsockname()[1],
+        hello,
+        b"HTTP/1.1 200 OK\r\n",
+        credentials,
+        lambda: len(either._undecided) + len(server.server_state.connections),
+    )
+    server.should_exit = True
+    await serving
+
+
+@asynccontextmanager
+async def h2_port(credentials: Credentials) -> AsyncIterator[Port]:
+    server = H2Server({}, tls=credentials.server_tls("kv", h2=True), ping_after_s=SOON_S)
+    yield Port(
+        await server.listen("127.0.0.1", 0),
+        client_opening(),
+        struct.pack(">I", 12)[1:] + b"\x04",
+        credentials,
+        lambda: server._num_of_peer.total(),
+    )
+    await server.close()
+
+
+@pytest.fixture(params=[http_port, h2_port], ids=["http", "h2"])
+def port(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(h2_server, "HANDSHAKE_S", SOON_S)
+    monkeypatch.setattr("kv_transfer.transports.stream.h2.tls_socket.HANDSHAKE_S", SOON_S)
+    monkeypatch.setattr(h2_server, "_CHECK_S", 0.05)
+    return request.param
+
+
+async def ended(reader: asyncio.StreamReader) -> None:
+    """Waits for the end of a connection, however it comes."""
+    try:
+        while await reader.read(1 << 16):
+            pass
+    except ConnectionError:
+        return
+
+
+async def nobody_waits(port: Port) -> None:
+    while port.num_waiting():
+        await asyncio.sleep(0.01)
+
+
+def test_who_falls_silent_is_left(run: Run, port: Any, credentials: Credentials):
+    words = [b"", b"\x16", b"\x16\x03\x01", b"G", b"P", b"\x00"]
+
+    async def test() -> None:
+        async with port(credentials) as here:
+            silent = [await here.open() for _ in words]
+            for (_, writer), said in zip(silent, words, strict=True):
+                writer.write(said)
+            await here.serves_both()
+            for reader, writer in silent:
+                await ended(reader)
+                writer.close()
+            await nobody_waits(here)
+            assert credentials.plaintext_connections.total() == 1 + 3
+
+    run(test)
+
+
+def test_who_leaves_without_a_word_costs_nothing(run: Run, port: Any, credentials: Credentials):
+    async def test() -> None:
+        async with port(credentials) as here:
+            for linger in (0, 1):
+                sock = socket.create_connection(("127.0.0.1", here.number))
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", linger, 0))
+                sock.close()
+            await here.serves_both()
+            await nobody_waits(here)
+            assert credentials.plaintext_connections.total() == 1
+
+    run(test)
+
+
+def test_plaintext_may_come_byte_by_byte(run: Run, port: Any, credentials: Credentials):
+    async def test() -> None:
+        async with port(credentials) as here:
+            reader, writer = await here.open()
+            writer.transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )
+            for byte in here.hello:
+                writer.write(bytes([byte]))
+                await writer.drain()
+            assert await reader.readexactly(len(here.answer)) == here.answer
+            writer.close()
+
+    run(test)
+
+
+def test_a_handshake_may_come_byte_by_byte(run: Run, port: Any, credentials: Credentials):
+    async def test() -> None:
+        async with port(credentials) as here:
+            reader, writer = await here.open()
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            context = credentials.client_context("127.0.0.1:0")
+            assert context is not None
+            tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+
+            async def until_done(step: Callable[[], Any]) -> Any:
+                while True:
+                    try:
+                        return step()
+                    except ssl.SSLWantReadError:
+                        for byte in outgoing.read():
+                            writer.write(bytes([byte]))
+                            await writer.drain()
+                        incoming.write(await reader.read(1 << 16))
+
+            await until_done(tls.do_handshake)
+            tls.write(here.hello)
+            answer = await until_done(lambda: tls.read(len(here.answer)))
+            assert answer == here.answer[: len(answer)] != b""
+            writer.close()
+            assert credentials.plaintext_connections.total() == 0
+
+    run(test)
+
+
+def test_of_many_that_say_nothing_the_oldest_go(
+    run: Run, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(either_listener, "_MAX_UNDECIDED", 8)
+    monkeypatch.setattr(f"{__name__}.SOON_S", TIMEOUT_S)
+
+    async def test() -> None:
+        async with http_port(credentials) as here:
+            silent = [await here.open() for _ in range(20)]
+            await here.serves_both()
+            for reader, _ in silent[:10]:
+                await ended(reader)
+            assert here.num_waiting() <= 8
+            for _, writer in silent:
+                writer.close()
+
+    run(test)
+
+
+@settings(max_examples=10)
+@given(words=st.binary(min_size=1, max_size=400), cut=st.integers(0, 400))
+def test_no_first_words_hurt_others(authority_once: Credentials, words: bytes, cut: int) -> None:
+    async def test() -> None:
+        for new_port in (http_port, h2_port):
+            async with new_port(authority_once) as here:
+                reader, writer = await here.open()
+                writer.write(words[:cut])
+                await here.is_served()
+                writer.write(words[cut:])
+                writer.write_eof()
+                await ended(reader)
+                writer.close()
+                await nobody_waits(here)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_bounded(test))
+
+
+@pytest.fixture(scope="module")
+def authority_once(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    folder = Authority(tmp_path_factory.mktemp("ours")).service("node", Role.DECODE)
+    return Credentials(replace(tls_config(folder), accept_missing_tls=True))
