@@ -30,7 +30,7 @@ ROUTER_SETS = {
 }  # fmt: skip
 SECURITY_SETS = {
     "tls_cert_file", "tls_key_file", "tls_ca_file", "tls_identity", "cluster_token_file",
-    "allow_plaintext", "accept_missing_token",
+    "allow_plaintext", "accept_missing_token", "accept_missing_tls",
 }  # fmt: skip
 TIER_SETS = {
     "model", "served_model_name", "dtype", "max_model_len", "host", "port", "metrics_port",

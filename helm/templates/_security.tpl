@@ -28,6 +28,9 @@
 - --tls-key-file=/etc/tandem/tls/tls.key
 - --tls-ca-file=/etc/tandem/tls/ca.crt
 - --tls-identity=role
+{{- if .root.Values.tls.acceptMissing }}
+- --accept-missing-tls
+{{- end }}
 {{- end }}
 {{- if .root.Values.auth.clusterToken.enabled }}
 - --cluster-token-file=/etc/tandem/cluster-token/{{ .root.Values.auth.clusterToken.secretKey }}

@@ -46,6 +46,9 @@
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "tls.certManager.renewBefore (%s) must be less than duration (%s)" $tls.certManager.renewBefore $tls.certManager.duration)) -}}
 {{- end -}}
 {{- end -}}
+{{- if and $tls.acceptMissing (eq $tls.mode "none") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "tls.acceptMissing is for the upgrade that turns TLS on, but tls.mode is none: set tls.mode to where certificates come from") -}}
+{{- end -}}
 {{- if $https.enabled -}}
 {{- if not (or $https.existingSecret (include "tandem.hasTls" .root)) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.https.enabled needs a certificate: set router.https.existingSecret to a Secret with tls.crt and tls.key, or tls.mode") -}}

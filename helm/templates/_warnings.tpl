@@ -12,6 +12,9 @@
 {{- include "tandem.mistake" (dict "found" $found "text" "services trust whoever reaches them: set auth.clusterToken.enabled or tls.mode, unless networkPolicy is enforced") -}}
 {{- end -}}
 {{- end -}}
+{{- if .Values.tls.acceptMissing -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "tls.acceptMissing: who can change traffic can make services talk in plaintext; when nothing connects without TLS any more, upgrade with it set to false") -}}
+{{- end -}}
 {{- if not .Values.networkPolicy.enabled -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "networkPolicy.enabled is false: every pod of the cluster can reach the tiers") -}}
 {{- end -}}

@@ -112,6 +112,7 @@ BETWEEN_VALUES = [
         {"tls": {"mode": "generated", "existingSecret": {"router": "r"}}},
         "set tls.mode to existingSecret",
     ),
+    ({"tls": {"acceptMissing": True}}, "set tls.mode to where certificates come from"),
     ({"router": {"https": {"enabled": True}}}, "set router.https.existingSecret"),
     ({"router": {"https": {"existingSecret": "s"}}}, "router.https.enabled is false"),
     (

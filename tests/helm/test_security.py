@@ -87,6 +87,21 @@ def test_a_token_that_is_being_turned_on_may_be_missing() -> None:
         assert settings["accept_missing_token"] is False
 
 
+def test_tls_that_is_being_turned_on_may_be_missing() -> None:
+    """It may be missing for one upgrade: every service is told so, none without being asked to,
+    and the operator is reminded.
+    """
+    values: dict[str, Any] = {"tls": {"mode": "generated", "acceptMissing": True}}
+    found = HelmSdk.shared().render(overlay(values_of("default"), values))
+    for service in ("router", "prefill", "decode"):
+        args = [arg for c in serving_pod(found, service)["spec"]["containers"] for arg in c["args"]]
+        assert {"--accept-missing-tls", "--tls-identity=role"} <= set(args)
+    assert "upgrade with it set to false" in found.notes
+    for name in ("default", "tls-generated"):
+        for settings in settings_of(name).values():
+            assert settings["accept_missing_tls"] is False
+
+
 @each_mode
 def test_every_container_has_its_own_certificate(name: str) -> None:
     found = rendered(name)
