@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr
 
 from edge.http.settings import HttpEdgeSettings
 from engine.node.settings import EngineSettings
+from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
 
 
 class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
@@ -91,6 +92,13 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         default=False,
         description="Let requests bring a chat template of their own (`chat_template`). It runs in "
         "a sandbox, but it can keep a processor busy.",
+    )
+    max_logprobs: int = Field(
+        default=DEFAULT_MAX_LOGPROBS,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Most likely tokens of which a request may ask log probabilities, for each "
+        "token of its answer or prompt.",
     )
     max_choices: int = Field(
         default=64, ge=1, description="Most answers to one request (prompts times n)."

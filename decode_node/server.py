@@ -28,6 +28,7 @@ from decode_node.http.router_headers import prefill_nodes
 from decode_node.http.routes import Api, ApiState
 from decode_node.metrics import DecodeMetrics
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
+from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.openai_serving import OpenAIServing
 from edge.address import join_address
@@ -259,7 +260,7 @@ def create_node_app(
         tokenizer,
         proxy,
         metrics,
-        max_choices=settings.max_choices,
+        limits=AskLimits(settings.max_choices, settings.max_logprobs),
         send_timeout_s=settings.send_timeout_s,
         heartbeats=state.heartbeats,
         reading=reading,

@@ -18,7 +18,9 @@ import msgspec
 
 from engine.errors import check
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
+"""Engines can give so many; a decode node's setting allows fewer."""
+DEFAULT_MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
@@ -112,12 +114,13 @@ def check_sampling(
         "min_tokens",
         f"must be between 0 and max_tokens ({params.max_tokens}), not {params.min_tokens}",
     )
+    most = min(MAX_LOGPROBS, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
         check(
-            asked is None or 0 <= asked <= MAX_LOGPROBS,
+            asked is None or 0 <= asked <= most,
             name,
-            f"must be between 0 and {MAX_LOGPROBS}, not {asked}",
+            f"must be between 0 and {most}, not {asked}",
         )
     _check_stop(params, vocab_size)
     _check_logit_bias(params, vocab_size)

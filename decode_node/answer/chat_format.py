@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from decode_node.answer.call_ids import CallIds
-from decode_node.answer.format import FormatOptions, ResponseFormat, unset
+from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
 from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.logprobs import TokenTexts, chat_logprobs
 from decode_node.answer.output_readers import CallNews, News, OutputReaders
@@ -83,7 +83,7 @@ class ChatFormat(ResponseFormat):
             delta=self._delta(choice, news, is_first=is_first),
             logprobs=self._logprobs(output.logprobs),
             finish_reason=self._finish_reason(choice, output.finish_reason),
-            stop_reason=unset(output.stop_reason),
+            stop_reason=stop_reason(output),
             token_ids=self._token_ids(output.token_ids),
         )
         return self._encode([item], self._chunk_usage(choice), timeline)
@@ -104,7 +104,7 @@ class ChatFormat(ResponseFormat):
                 message=self._message(result),
                 logprobs=self._logprobs(result.logprobs),
                 finish_reason=self._finish_reason(result.choice, result.finish_reason),
-                stop_reason=unset(result.stop_reason),
+                stop_reason=result.stop_reason,
                 token_ids=self._token_ids(result.token_ids),
                 prompt_token_ids=self._token_ids(result.choice.request.spec.own_prompt_token_ids),
             )

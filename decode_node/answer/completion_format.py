@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from decode_node.answer.format import FormatOptions, ResponseFormat, unset
+from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
 from decode_node.answer.generation import Choice, ChoiceResult, unpacked
 from decode_node.answer.logprobs import (
     TokenTexts,
@@ -48,7 +48,7 @@ class CompletionFormat(ResponseFormat):
             text=text,
             logprobs=self._chunk_logprobs(choice, output, offset, is_first=is_first),
             finish_reason=output.finish_reason,
-            stop_reason=unset(output.stop_reason),
+            stop_reason=stop_reason(output),
             token_ids=self._token_ids(output.token_ids),
             prompt_token_ids=self._prompt_ids(choice) if is_first else UNSET,
         )
@@ -70,7 +70,7 @@ class CompletionFormat(ResponseFormat):
                 text=result.choice.prompt_text + result.text,
                 logprobs=self._logprobs(result.choice, result.logprobs, result.prompt_logprobs),
                 finish_reason=result.finish_reason,
-                stop_reason=unset(result.stop_reason),
+                stop_reason=result.stop_reason,
                 token_ids=self._token_ids(result.token_ids),
                 prompt_token_ids=self._prompt_ids(result.choice),
                 prompt_logprobs=self._prompt_logprobs(result),

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from decode_node.answer.generation import Choice, ChoiceResult
-from decode_node.answer.logprobs import TokenTexts, prompt_logprobs
+from decode_node.answer.logprobs import TokenNames, TokenTexts, prompt_logprobs
 from decode_node.observe.timeline import Timeline
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from engine.frontend.output_processor import RequestOutput
@@ -25,6 +25,8 @@ class FormatOptions:
     continuous_usage: bool
     return_token_ids: bool
     return_prompt_logprobs: bool
+    tokens_as_ids: bool = False
+    """Log probabilities name tokens by their ids."""
 
 
 class ResponseFormat(ABC):
@@ -45,7 +47,7 @@ class ResponseFormat(ABC):
         """The Unix seconds at which the answer was created. An answer that is resumed keeps its
         own.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer = TokenNames(tokenizer, by_id=options.tokens_as_ids)
         self._options = options
         self._encoder = msgspec.json.Encoder()
 
@@ -89,5 +91,6 @@ class ResponseFormat(ABC):
         )
 
 
-def unset(value: int | str | None) -> int | str | UnsetType:
-    return UNSET if value is None else value
+def stop_reason(output: RequestOutput) -> int | str | UnsetType | None:
+    """Returns what a chunk says: nothing before the end."""
+    return output.stop_reason if output.finished else UNSET

@@ -23,6 +23,17 @@ class TokenTexts(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
+class TokenNames:
+    """Says how log probabilities name tokens: by their text, or by their ids."""
+
+    def __init__(self, texts: TokenTexts, *, by_id: bool = False) -> None:
+        self.token_bytes = texts.token_bytes
+        self._by_id = by_id
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_id else _text(self.token_bytes(token_id))
+
+
 def _text(token: bytes) -> str:
     return token.decode("utf-8", "replace")
 
@@ -32,21 +43,20 @@ def _finite(logprob: float) -> float:
 
 
 def completion_logprobs(
-    tokenizer: TokenTexts, logprobs: list[TokenLogprobs], text_offset: int
+    tokens: TokenNames, logprobs: list[TokenLogprobs], text_offset: int
 ) -> CompletionLogprobs:
     """Returns log probabilities as completions have them. `text_offset` counts the characters of
     the answer before the first of these tokens."""
     result = CompletionLogprobs([], [], [], [])
     for position in logprobs:
-        tokens = [tokenizer.token_bytes(token_id) for token_id in position.token_ids]
-        texts = [_text(token) for token in tokens]
+        texts = [tokens.name(token_id) for token_id in position.token_ids]
         values = [_finite(value) for value in position.logprobs]
         result.tokens.append(texts[0])
         result.token_logprobs.append(values[0])
         top = dict(zip(reversed(texts), reversed(values), strict=True))
         result.top_logprobs.append(top)
         result.text_offset.append(text_offset)
-        text_offset += _num_chars(tokens[0])
+        text_offset += _num_chars(tokens.token_bytes(position.token_ids[0]))
     return result
 
 
@@ -61,14 +71,13 @@ def _num_chars(token: bytes) -> int:
 
 
 def echoed_logprobs(
-    tokenizer: TokenTexts, prompt: list[int], text: str, logprobs: list[TokenLogprobs]
+    tokens: TokenNames, prompt: list[int], text: str, logprobs: list[TokenLogprobs]
 ) -> CompletionLogprobs:
     """Returns log probabilities of the tokens of `prompt`, which the answer repeats as `text`;
     `logprobs` begin with the second."""
-    first = _text(tokenizer.token_bytes(prompt[0]))
-    result = CompletionLogprobs([first], [None], [None], [])
-    result.extend(completion_logprobs(tokenizer, logprobs, 0))
-    result.text_offset = _offsets(tokenizer, prompt, text)
+    result = CompletionLogprobs([tokens.name(prompt[0])], [None], [None], [])
+    result.extend(completion_logprobs(tokens, logprobs, 0))
+    result.text_offset = _offsets(tokens, prompt, text)
     return result
 
 
@@ -103,13 +112,12 @@ def prompt_logprobs(tokenizer: TokenTexts, logprobs: list[TokenLogprobs]) -> Pro
     return result
 
 
-def chat_logprobs(tokenizer: TokenTexts, logprobs: list[TokenLogprobs]) -> ChatLogprobs:
+def chat_logprobs(tokens: TokenNames, logprobs: list[TokenLogprobs]) -> ChatLogprobs:
     content = []
     for position in logprobs:
         top = [
-            TopLogprob(_text(token), _finite(value), list(token))
-            for token_id, value in zip(position.token_ids, position.logprobs, strict=True)
-            for token in [tokenizer.token_bytes(token_id)]
+            TopLogprob(tokens.name(id_), _finite(value), list(tokens.token_bytes(id_)))
+            for id_, value in zip(position.token_ids, position.logprobs, strict=True)
         ]
         chosen = top[0]
         content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top[1:]))

@@ -74,11 +74,13 @@ class CompletionRequest(GenerationBody):
         prompt = self.prompt
         return isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is not int
 
-    def prompts(self, max_tokens: int) -> list[str | list[int]]:
-        """Returns the texts, or the ids of `max_tokens` tokens at most. Raises `BadRequest` for
-        everything but the four allowed shapes."""
+    def prompts(self, max_tokens: int, num_kept: int | None = None) -> list[str | list[int]]:
+        """Returns the texts, or the ids of `max_tokens` tokens at most: of more the last `num_kept`
+        if that is given. Raises `BadRequest` for everything but the four allowed shapes."""
         prompt = self.prompt
         parts = prompt if self._has_several else [prompt]
+        if num_kept is not None:
+            parts = [part[-num_kept:] if isinstance(part, list) else part for part in parts]
         for part in parts:
             if isinstance(part, list) and len(part) > max_tokens:
                 raise too_long(max_tokens, len(part), "prompt")

@@ -10,6 +10,7 @@ from pydantic import Field
 from decode_node.protocol.bad_words import EncodeAll, spell_bad_words
 from decode_node.protocol.body import Ignored, Int, Int32, Name, StrictBody
 from edge.http.errors import BadRequest
+from engine.frontend.text_options import TextOptions
 from engine.sampling_params import SamplingParams
 
 
@@ -76,6 +77,22 @@ class GenerationBody(StrictBody):
     """The only tokens that the answer may have; up to 4096."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     """Up to 256 words that the answer must not have."""
+
+    include_stop_str_in_output: bool | None = None
+    """The answer ends with the stop text or stop token that ended it."""
+    skip_special_tokens: bool | None = None
+    """Special tokens have no text; on unless it is false."""
+    spaces_between_special_tokens: bool | None = None
+    """Put spaces between special tokens where the tokenizer does; on unless it is false."""
+    add_special_tokens: bool | None = None
+    """Let the tokenizer put its special tokens around the prompt: around texts unless it is false,
+    around chats, whose template writes them, only if it is true."""
+    truncate_prompt_tokens: Int | None = None
+    """Keep so many tokens of the prompt, the last ones; -1: as many as fit."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens of log probabilities as `token_id:5`."""
+    request_id: Name | None = None
+    """The name of the answer, in place of the X-Request-Id header, which is echoed."""
 
     user: Ignored = None
     """Nothing is kept by user."""
@@ -144,6 +161,31 @@ class GenerationBody(StrictBody):
                 "with logprobs",
                 param="prompt_logprobs",
             )
+
+    @property
+    def text_options(self) -> TextOptions:
+        """Returns how the answer's tokens become text."""
+        return TextOptions(
+            skip_special_tokens=self.skip_special_tokens is not False,
+            spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+        )
+
+    def num_kept_tokens(self, context: int) -> int | None:
+        """Returns how many tokens of a longer prompt are kept in a model with so large a context;
+        None to refuse what does not fit. Raises `BadRequest`."""
+        asked = self.truncate_prompt_tokens
+        if asked is None:
+            return None
+        if asked == -1:
+            return max(1, context - (self.wanted_max_tokens or 1))
+        if not 1 <= asked <= context:
+            raise BadRequest(
+                f"truncate_prompt_tokens must be -1 or 1 to {context}, this model's context, "
+                f"not {asked}",
+                param="truncate_prompt_tokens",
+            )
+        return asked
 
     def sampling(self, encode: EncodeAll) -> SamplingParams:
         """Returns unchecked parameters; `max_tokens` and `seed` are set later. `encode` spells the

@@ -33,6 +33,7 @@ from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import GenerationBody
+from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
@@ -77,7 +78,7 @@ class OpenAIServing:
         proxy: DisaggProxy,
         metrics: DecodeMetrics,
         *,
-        max_choices: int,
+        limits: AskLimits,
         send_timeout_s: float,
         heartbeats: Heartbeats,
         reading: ChatReading,
@@ -89,7 +90,7 @@ class OpenAIServing:
         self._input_processor = InputProcessor(config)
         self._proxy = proxy
         self._metrics = metrics
-        self._max_choices = max_choices
+        self._limits = limits
         self._send_timeout_s = send_timeout_s
         self._heartbeats = heartbeats
         self._reading = reading
@@ -100,14 +101,8 @@ class OpenAIServing:
         """Completes prompts. Raises `HttpError`."""
         self.check_model(body.model)
         body.check_supported()
-        self._check_count(body, body.num_prompts)
-        is_long = context.is_long
-        prompts = await long_work.run(is_long, partial(body.prompts, self._model.max_model_len))
-        tokens = await self.prompts.of_texts(prompts, is_long=is_long)
-        echoes = [
-            await self.prompts.echo(prompt, is_long=is_long) if body.echo else ""
-            for prompt in prompts
-        ]
+        self._limits.check(body, body.num_prompts)
+        tokens, echoes = await self.prompts.of_texts(body, is_long=context.is_long)
         form = CompletionFormat(*self._format(body, context))
         choices = await self._choices(body, tokens, echoes, context)
         return self._answer(body, choices, form, context)
@@ -116,7 +111,7 @@ class OpenAIServing:
         """Answers a chat. Raises `HttpError`."""
         self.check_model(body.model)
         body.check_supported()
-        self._check_count(body, 1)
+        self._limits.check(body, 1)
         tool_use = body.tool_use()
         self._reading.check(tool_use)
         text, tokens = await self.prompts.of_chat(body, tool_use, is_long=context.is_long)
@@ -134,8 +129,10 @@ class OpenAIServing:
             continuous_usage=body.continuous_usage,
             return_token_ids=bool(body.return_token_ids),
             return_prompt_logprobs=body.prompt_logprobs is not None,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
         )
-        return context.request_id, self._model.served_model_name, self._tokenizer, options
+        name = body.request_id or context.request_id
+        return name, self._model.served_model_name, self._tokenizer, options
 
     def _answer(
         self,
@@ -251,6 +248,7 @@ class OpenAIServing:
             spec = self._complete(body, _continued(spec, begun))
         name = f"{context.request_id}-{next(self._serial)}"
         request = self._input_processor.request(name, spec)
+        request.text = body.text_options
         request.arrival_time = context.received_at
         request.trace = context.trace.sibling() if context.trace is not None else None
         return request
@@ -278,15 +276,6 @@ class OpenAIServing:
                 f"the model {name!r} does not exist; this server has {served!r}",
                 param="model",
                 code="model_not_found",
-            )
-
-    def _check_count(self, body: CompletionRequest | ChatCompletionRequest, prompts: int) -> None:
-        n = body.num_choices
-        if n < 1 or n * prompts > self._max_choices:
-            raise BadRequest(
-                f"n times the number of prompts must be 1 to {self._max_choices}, not "
-                f"{n} times {prompts}",
-                param="n",
             )
 
 

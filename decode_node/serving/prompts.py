@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
 
 from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import too_long
 from decode_node.protocol.tools import ToolUse
 from decode_node.serving.chat_prompt import ChatPrompt
@@ -28,34 +28,57 @@ class Prompts:
         self._chat_prompt = ChatPrompt(tokenizer, trusts_templates=trusts_templates)
 
     async def of_texts(
-        self, prompts: Sequence[str | list[int]], *, is_long: bool
-    ) -> list[list[int]]:
-        """Returns the tokens of each prompt. Raises `BadRequest`."""
-        return [
-            await self.encode(p, is_long=is_long, param="prompt") if isinstance(p, str) else p
-            for p in prompts
-        ]
+        self, body: CompletionRequest, *, is_long: bool
+    ) -> tuple[list[list[int]], list[str]]:
+        """Returns the tokens of each prompt, and each as text, empty unless the answer repeats it.
+        Raises `BadRequest`."""
+        keep = body.num_kept_tokens(self._max_tokens)
+        prompts = await long_work.run(is_long, partial(body.prompts, self._max_tokens, keep))
+        with_special = body.add_special_tokens is not False
+        tokens: list[list[int]] = []
+        echoes: list[str] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                ids = await self.encode(
+                    prompt, "prompt", keep, is_long=is_long, add_special_tokens=with_special
+                )
+            else:
+                ids = prompt
+            tokens.append(ids)
+            is_cut = keep is not None and len(ids) == keep
+            echo = partial(self._echo, prompt, ids, is_cut=is_cut)
+            echoes.append(await long_work.run(is_long, echo) if body.echo else "")
+        return tokens, echoes
 
     async def of_chat(
         self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
     ) -> tuple[str, list[int]]:
         """Returns the text of a chat's prompt, and its tokens. Raises `BadRequest`."""
+        keep = body.num_kept_tokens(self._max_tokens)
         text = await long_work.run(is_long, partial(self._chat_prompt.render, body, tool_use))
         # A rendered chat has its special tokens written out.
-        encode = partial(self.encode, is_long=is_long, param="messages", add_special_tokens=False)
-        return text, await encode(text)
+        with_special = bool(body.add_special_tokens)
+        return text, await self.encode(
+            text, "messages", keep, is_long=is_long, add_special_tokens=with_special
+        )
 
     async def encode(
-        self, text: str, *, is_long: bool, param: str, add_special_tokens: bool = True
+        self,
+        text: str,
+        param: str,
+        keep: int | None = None,
+        *,
+        is_long: bool,
+        add_special_tokens: bool = True,
     ) -> list[int]:
-        """Returns the tokens of `text`, which came in the field `param`. Raises `BadRequest`."""
-        self._check_length(text, param)
-        encode = partial(
-            self._tokenizer.encode,
-            text,
-            add_special_tokens=add_special_tokens,
-            max_tokens=self._max_tokens,
-        )
+        """Returns the tokens of `text`, which came in the field `param`: only the last ones, if it
+        is told how many to `keep`. Raises `BadRequest`."""
+        if keep is None:
+            self._check_length(text, param)
+            encode = partial(self._tokenizer.encode, text, max_tokens=self._max_tokens)
+        else:
+            encode = partial(self._tokenizer.encode_end, text, keep)
+        encode = partial(encode, add_special_tokens=add_special_tokens)
         try:
             if not is_long and len(text) <= long_work.LONG_BODY:
                 return encode()
@@ -66,11 +89,12 @@ class Prompts:
         except TypeError:
             raise BadRequest("the text holds half a surrogate pair", param=param) from None
 
-    async def echo(self, prompt: str | list[int], *, is_long: bool) -> str:
-        """Returns the text of a prompt, for an answer that repeats it."""
-        if isinstance(prompt, str):
+    def _echo(self, prompt: str | list[int], token_ids: list[int], *, is_cut: bool) -> str:
+        """Returns the text of a prompt. Token ids show their special tokens, because the client
+        sent them; those of a text are the tokenizer's."""
+        if isinstance(prompt, str) and not is_cut:
             return prompt
-        return await long_work.run(is_long, partial(self._tokenizer.decode, prompt))
+        return self._tokenizer.decode(token_ids, skip_special_tokens=isinstance(prompt, str))
 
     def _check_length(self, text: str, param: str) -> None:
         """Refuses a text that cannot fit for its length, before seconds are spent on it."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from engine.frontend.text_options import PLAIN_TEXT, TextOptions
+
 REPLACEMENT = "\ufffd"
 _WINDOW = 16
 """Tokens in the window before it begins anew."""
@@ -30,15 +32,21 @@ end."""
 class Decoder(Protocol):
     """The part of a tokenizer that a detokenizer needs."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str: ...
 
 
 class Detokenizer:
     """Forms the text of one request's output, piece by piece."""
 
-    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, decoder: Decoder, options: TextOptions = PLAIN_TEXT) -> None:
         self._decoder = decoder
-        self._skip_special_tokens = skip_special_tokens
+        self._options = options
         self._window: list[int] = []
         self._num_given = 0
         """Characters of the window's text that were given already."""
@@ -84,18 +92,23 @@ class Detokenizer:
             self._num_given = len(rest_text)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._decoder.decode(
+            token_ids,
+            skip_special_tokens=self._options.skip_special_tokens,
+            spaces_between_special_tokens=self._options.spaces_between_special_tokens,
+        )
 
 
 class StopStringMatcher:
-    """Cuts text before the first stop string that becomes complete.
+    """Cuts text before the first stop string that becomes complete, or behind it (`keeps_match`).
 
     If two become complete with the same character, the longer one counts. `matched` names it;
     after that nothing more is given.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], *, keeps_match: bool = False) -> None:
         self._stop = tuple(sorted(stop, key=len, reverse=True))
+        self._keeps_match = keeps_match
         self._kept = ""
         self.matched: str | None = None
 
@@ -109,7 +122,7 @@ class StopStringMatcher:
         if cut := self._find(text):
             start, self.matched = cut
             self._kept = ""
-            return text[:start]
+            return text[: start + len(self.matched)] if self._keeps_match else text[:start]
         keep = self._num_to_keep(text)
         self._kept = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, check
+from engine.frontend.text_options import TextOptions
 from engine.request_spec import RequestSpec
 from engine.sampling_params import check_sampling
 from kv_transfer.metadata import KVTransferParams
@@ -29,6 +30,7 @@ class GenerationRequest:
     eos_token_ids: tuple[int, ...] = ()
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
+    text: TextOptions = field(default_factory=TextOptions)
     marker_token_ids: frozenset[int] = frozenset()
     """Tokens that the reader of the outputs wants to see as such, in `RequestOutput.pieces`."""
     arrival_time: float = field(default_factory=time.monotonic)

@@ -75,8 +75,9 @@ class OutputProcessor:
         self.request_id = request.request_id
         sampling = self._sampling = request.spec.sampling
         self._eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
-        self._matcher = StopStringMatcher(sampling.stop)
+        self._shows_stop = request.text.include_stop_str_in_output
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.text)
+        self._matcher = StopStringMatcher(sampling.stop, keeps_match=self._shows_stop)
         self._markers = request.marker_token_ids
         self._pieces = PieceQueue() if self._markers and tokenizer is not None else None
         self._num_resumed_tokens = request.spec.num_resumed_tokens
@@ -119,7 +120,8 @@ class OutputProcessor:
     ) -> RequestOutput:
         """Takes in new tokens and returns what is new. An empty `finish_reason` means that it is
         not the end yet, as far as the core knows."""
-        used, text = self._add_text(token_ids, ends_with_stop_token=finish_reason == "stop")
+        hides_last = finish_reason == "stop" and not self._shows_stop
+        used, text = self._add_text(token_ids, hides_last=hides_last)
         if finish_reason and self._matcher.matched is None:
             text += self._flush()
         if self._matcher.matched is not None:
@@ -128,7 +130,7 @@ class OutputProcessor:
         pieces: list[Piece] | None = None
         if self._pieces is not None:
             pieces = self._pieces.take(len(text), is_end=self.finished)
-            if finish_reason == "stop" and self._matcher.matched is None:
+            if hides_last and self._matcher.matched is None:
                 pieces += [id_ for id_ in token_ids[-1:] if id_ in self._markers]
         prompt_logprobs: list[PromptLogprobs] | None = None
         if token_ids and self._prompt_logprobs:
@@ -167,16 +169,17 @@ class OutputProcessor:
             stop_reason=stop_reason,
         )
 
-    def _add_text(self, token_ids: list[int], *, ends_with_stop_token: bool) -> tuple[int, str]:
+    def _add_text(self, token_ids: list[int], *, hides_last: bool) -> tuple[int, str]:
         """Returns (tokens used, text): fewer than given when a stop string ends the text before.
 
-        A stop token itself has no text. Before `min_tokens` stop strings do not count.
+        With `hides_last` the last one, a stop token, has no text. Before `min_tokens` stop strings
+        do not count.
         """
         text = ""
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             self.num_output_tokens += 1
-            if self._detokenizer is None or (ends_with_stop_token and index == last):
+            if self._detokenizer is None or (hides_last and index == last):
                 continue
             if self._pieces is None:
                 piece = self._detokenizer.push(token_id)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ _TEMPLATE_FILES = {
     _DEFAULT: "chat_template.jinja",
     _WITH_TOOLS: "additional_chat_templates/tool_use.jinja",
 }
+_CUT_MARGIN = 1024
+"""Characters before those that may be needed, because a text is split otherwise near a cut."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -127,15 +130,45 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_end(
+        self, text: str, num_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Returns the last `num_tokens` tokens of `text`. What the tokenizer puts around a text
+        stays and counts. Raises TypeError for half a surrogate pair."""
+        end = text[-(num_tokens * self.max_token_length + _CUT_MARGIN) :]
+        [encoding] = self._backend.encode_batch_fast([end], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        if len(ids) <= num_tokens:
+            return ids
+        around = encoding.special_tokens_mask
+        num_front = around.index(0) if 0 in around else 0
+        front = ids[: max(0, min(num_front, num_tokens - 1))]
+        return [*front, *ids[len(ids) - num_tokens + len(front) :]]
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each text, without special tokens. Raises TypeError for half a
         surrogate pair."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """Returns the text of `token_ids`; bytes that are no UTF-8 become U+FFFD. Some tokenizers
+        put spaces between tokens: not between added ones, if `spaces_between_special_tokens` is
+        false."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if spaces_between_special_tokens or skip_special_tokens:
+            return text
+        added = self._added
+        for first, second in pairwise(token_ids):
+            if first in added and second in added:
+                one, other = added[first].content, added[second].content
+                text = text.replace(f"{one} {other}", one + other)
         return text
 
     @property

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
 """The tokens from which attention has tiles that depend on the context."""
 _FEWEST_PROMPTS = 16
-_NUM_LOGPROBS = (0, 1, 2, 5, 10, MAX_LOGPROBS)
-"""One for each power of two of what a request may ask for."""
+_NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
+"""One for each power of two of what a request may ask for where the operator allows no more."""
 _SMALL_BATCHES = (1, 2, 4, 8)
 """Parameters of a batch lie behind each other; these sizes show all their alignments."""
 

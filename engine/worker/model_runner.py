@@ -198,9 +198,8 @@ class ModelRunner:
             num_tokens, self.states.max_num_reqs, self._config.model.max_model_len
         )
         seeds = tuple(range(DRAWS_AT_ONCE))
-        self._dummy_step(
-            DummyStep(lengths, everything(MAX_LOGPROBS, MAX_LOGPROBS), sibling_seeds=seeds)
-        )
+        most = min(MAX_LOGPROBS, self._config.model.vocab_size)
+        self._dummy_step(DummyStep(lengths, everything(most, most), sibling_seeds=seeds))
 
     def _dummy_step(self, dummy: DummyStep) -> None:
         num_cached = dummy.num_cached

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_node.answer.logprobs import echoed_logprobs
+from decode_node.answer.logprobs import TokenNames, echoed_logprobs
 from tests.decode_node.http_node import HttpNode, chunks_of, http_node
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -115,6 +115,6 @@ def test_tokens_that_are_not_in_the_text_take_no_room() -> None:
             return pieces[token_id]
 
     prompt = list(range(5))
-    found = echoed_logprobs(Texts(), prompt, "the d\u00f6g</s>", [])
+    found = echoed_logprobs(TokenNames(Texts()), prompt, "the d\u00f6g</s>", [])
     assert found.text_offset == [0, 0, 3, 6, 7]
-    assert echoed_logprobs(Texts(), prompt, "the d\u00f6g", []).text_offset[-1] == 7
+    assert echoed_logprobs(TokenNames(Texts()), prompt, "the d\u00f6g", []).text_offset[-1] == 7

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 class Letters:
     """Token id to a letter."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: list[int], **options: bool) -> str:
         return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
 
 

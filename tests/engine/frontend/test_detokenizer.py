@@ -65,7 +65,7 @@ def test_the_window_stays_short_also_without_any_valid_text() -> None:
     decoded: list[int] = []
 
     class Counting:
-        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        def decode(self, token_ids: list[int], **options: bool) -> str:
             decoded.append(len(token_ids))
             return byte_level().decode(token_ids)
 
@@ -117,6 +117,16 @@ def test_stop_strings_cut_the_same_however_text_arrives(pieces: list[str], stop:
         assert expected.startswith(given_text), "text of a stop string leaked"
     given_text += matcher.flush()
     assert (given_text, matcher.matched) == (expected, matched)
+
+
+@given(pieces=st.lists(st.text(alphabet="abc", max_size=6), max_size=12), stop=STOPS)
+@settings(max_examples=200, deadline=None)
+def test_a_match_that_is_kept_is_the_end_of_the_text(pieces: list[str], stop: list[str]) -> None:
+    text = "".join(pieces)
+    before, matched = cut(text, tuple(stop))
+    matcher = StopStringMatcher(tuple(stop), keeps_match=True)
+    found = "".join(matcher.push(piece) for piece in pieces) + matcher.flush()
+    assert (found, matcher.matched) == (before + (matched or ""), matched)
 
 
 @given(text=st.text(alphabet="abx", max_size=40))

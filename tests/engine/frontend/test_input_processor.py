@@ -84,7 +84,7 @@ def test_numbers_out_of_range(name: str, value: float) -> None:
         {"top_k": 1 << 31},
         {"min_tokens": 5},
         {"min_tokens": -1},
-        {"logprobs": 21},
+        {"logprobs": 129},
         {"logprobs": -1},
         {"stop": ("",)},
         {"stop": ("x" * 257,)},

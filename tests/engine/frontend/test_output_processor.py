@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
+from engine.frontend.text_options import TextOptions
 from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
@@ -41,6 +42,37 @@ def test_text_and_logprobs_come_with_their_tokens() -> None:
     assert (output.token_ids, output.text, output.logprobs) == (ids, "dog", logprobs)
     assert (output.num_cached_tokens, output.queue_s) == (2, 0.25)
     assert not output.finished
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (TextOptions(), "dog"),
+        (TextOptions(include_stop_str_in_output=True), "dog"),
+        (TextOptions(skip_special_tokens=False), "<|user|>dog"),
+        (TextOptions(skip_special_tokens=False, include_stop_str_in_output=True), None),
+    ],
+)
+def test_special_tokens_and_the_end_are_shown_to_who_asks(
+    options: TextOptions, shown: str | None
+) -> None:
+    request = GenerationRequest("r", RequestSpec([5, 6]), eos_token_ids=(EOS,), text=options)
+    output = OutputProcessor(request, byte_level()).process(
+        [USER, *tokens("dog"), EOS], finish_reason="stop"
+    )
+    assert output.text == (shown or "<|user|>dog</s>")
+
+
+def test_a_stop_string_that_is_shown_ends_the_text() -> None:
+    text = TextOptions(include_stop_str_in_output=True)
+    sampling = SamplingParams(max_tokens=100, stop=("own",))
+    request = GenerationRequest("r", RequestSpec([5, 6], sampling), text=text)
+    process = OutputProcessor(request, byte_level())
+    outputs = [
+        process.process([token]) for token in tokens("the brown fox") if not process.finished
+    ]
+    assert collect(outputs) == "the brown"
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "own")
 
 
 def part(first_position: int, *logprobs: float) -> PromptLogprobs:
@@ -194,7 +226,7 @@ def with_markers(*, shown: bool = False, **sampling: Any) -> OutputProcessor:
 
 
 class ShowsSpecialTokens:
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: list[int], **options: bool) -> str:
         return byte_level().decode(token_ids, skip_special_tokens=False)
 
 

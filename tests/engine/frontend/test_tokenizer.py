@@ -235,3 +235,31 @@ def test_a_text_of_too_many_tokens_says_how_many() -> None:
     with pytest.raises(TooManyTokens) as refused:
         tokenizer.encode("a dog", max_tokens=size - 1)
     assert refused.value.num_tokens == size
+
+
+def test_spaces_between_special_tokens_are_left_out_where_they_are_not_wanted() -> None:
+    backend = Tokenizer.stand_in(9)._backend
+    backend.add_special_tokens(["<a>", "<b>"])
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode("t1 <a> <b> <a> t2", add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "t1 <a> <b> <a> t2"
+    close = tokenizer.decode(ids, skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert close == "t1 <a><b><a> t2"
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_the_end_of_a_text_keeps_what_the_tokenizer_puts_in_front(adds_bos: bool) -> None:
+    tokenizer = Tokenizer(byte_level_backend(adds_bos=adds_bos))
+    text = "the quick brown fox jumps over the lazy dog"
+    whole = tokenizer.encode(text)
+    for count in range(1, len(whole) + 2):
+        kept = tokenizer.encode_end(text, count)
+        assert len(kept) == min(count, len(whole))
+        if adds_bos and count > 1:
+            assert kept[0] == whole[0] and kept[1:] == whole[1:][1 - count :]
+        else:
+            assert kept == whole[-count:]
+    assert (
+        tokenizer.encode_end("dog " * 100_000, 5, add_special_tokens=False)
+        == (tokenizer.encode("dog " * 5, add_special_tokens=False)[-5:])
+    )

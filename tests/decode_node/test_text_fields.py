@@ -1,0 +1,188 @@
+"""Fields with vLLM's names that say how prompts are read and how answers are written."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.decode_node.decode_fakes import token_at
+from tests.decode_node.http_node import CONTEXT, HttpNode, chunks_of, http_node
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "the dog"}
+TEXT = {"prompt": "the dog", "max_tokens": 8, "seed": 4}
+CHAT = {"messages": [USER], "max_tokens": 8, "seed": 4}
+URLS: dict[str, dict[str, Any]] = {COMPLETIONS: TEXT, CHATS: CHAT}
+SPECIAL = "<|user|>"
+
+
+async def post(node: HttpNode, url: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    response = await node.client.post(url, json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def stream(node: HttpNode, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = await node.client.post(url, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    return chunks_of(response.text)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    if "text" in choice:
+        return choice["text"]
+    return (choice.get("message") or choice["delta"]).get("content") or ""
+
+
+def streamed_text(chunks: list[dict[str, Any]]) -> str:
+    return "".join(text_of(chunk["choices"][0]) for chunk in chunks)
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_a_stop_string_can_be_part_of_the_answer(url: str) -> None:
+    async with http_node() as node:
+        whole = text_of((await post(node, url, URLS[url]))["choices"][0])
+        stop = whole[3:5]
+        body = {**URLS[url], "stop": [stop], "include_stop_str_in_output": True}
+        choice = (await post(node, url, body))["choices"][0]
+        assert text_of(choice) == whole[: whole.index(stop) + len(stop)]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        chunks = await stream(node, url, body)
+        assert streamed_text(chunks) == text_of(choice)
+        assert chunks[-1]["choices"][0]["stop_reason"] == stop
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_the_end_says_why_also_where_there_is_nothing_to_say(url: str) -> None:
+    async with http_node() as node:
+        assert (await post(node, url, URLS[url]))["choices"][0]["stop_reason"] is None
+        *chunks, last = await stream(node, url, URLS[url])
+        assert last["choices"][0]["stop_reason"] is None
+        assert not any("stop_reason" in chunk["choices"][0] for chunk in chunks)
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_special_tokens_are_shown_to_who_asks(url: str) -> None:
+    async with http_node(auto=False) as node:
+        special = node.tokenizer.encode(SPECIAL, add_special_tokens=False)
+        assert len(special) == 1
+        for options, shown in (
+            ({}, ""),
+            ({"skip_special_tokens": False}, SPECIAL * 2),
+            ({"skip_special_tokens": False, "spaces_between_special_tokens": False}, SPECIAL * 2),
+        ):
+            node.engine.requests.clear()
+            task = node.client.post(url, json={**URLS[url], **options})
+            answer = _start(task)
+            fake = await node.engine.added()
+            output = fake.state.processor.process(special * 2, finish_reason="length")
+            fake.finished = True
+            fake.state.queue.put_nowait(output)
+            assert text_of((await answer).json()["choices"][0]) == shown
+
+
+def _start(request: Any) -> Any:
+    return asyncio.ensure_future(request)
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_prompts_are_cut_in_front(url: str) -> None:
+    async with http_node() as node:
+        long = {"prompt": "the lazy dog " * 300}
+        if url == CHATS:
+            long = {"messages": [{"role": "user", "content": long["prompt"]}]}
+        for asked, kept in ((7, 7), (CONTEXT - 8, CONTEXT - 8), (-1, CONTEXT - 8)):
+            node.engine.requests.clear()
+            body = {**URLS[url], **long, "truncate_prompt_tokens": asked}
+            answer = await post(node, url, body)
+            assert answer["usage"]["prompt_tokens"] == kept
+            ids = node.engine.only.request.spec.prompt_token_ids
+            assert "dog" in node.tokenizer.decode(ids)[-8:]
+        short = await post(node, url, {**URLS[url], "truncate_prompt_tokens": 200})
+        assert short["usage"] == (await post(node, url, URLS[url]))["usage"]
+        for wrong in (0, -2, CONTEXT + 1):
+            body = {**URLS[url], "truncate_prompt_tokens": wrong}
+            refused = await node.client.post(url, json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+async def test_token_ids_are_cut_in_front_too() -> None:
+    async with http_node() as node:
+        body = {**TEXT, "prompt": [7] * 5000 + [8, 9], "truncate_prompt_tokens": 3}
+        await post(node, COMPLETIONS, body)
+        assert node.engine.only.request.spec.prompt_token_ids == [7, 8, 9]
+
+
+async def test_an_echo_shows_the_special_tokens_that_the_client_sent() -> None:
+    async with http_node() as node:
+        [special] = node.tokenizer.encode(SPECIAL, add_special_tokens=False)
+        dog = node.tokenizer.encode("dog", add_special_tokens=False)
+        body = {**TEXT, "prompt": [special, *dog], "echo": True}
+        choice = (await post(node, COMPLETIONS, body))["choices"][0]
+        assert choice["text"].startswith(SPECIAL + "dog")
+        end = node.tokenizer.decode(node.tokenizer.encode("the lazy dog")[-2:])
+        cut = {**TEXT, "prompt": "the lazy dog", "echo": True, "truncate_prompt_tokens": 2}
+        assert (await post(node, COMPLETIONS, cut))["choices"][0]["text"].startswith(end)
+
+
+async def test_every_choice_echoes_the_prompt() -> None:
+    async with http_node() as node:
+        body = {**TEXT, "n": 2, "echo": True, "logprobs": 1}
+        plain = await post(node, COMPLETIONS, {**TEXT, "n": 2})
+        echoed = await post(node, COMPLETIONS, body)
+        for own, bare in zip(echoed["choices"], plain["choices"], strict=True):
+            assert own["text"] == "the dog" + bare["text"]
+            assert own["logprobs"]["token_logprobs"][0] is None
+
+
+async def test_tokens_of_logprobs_by_their_ids() -> None:
+    async with http_node() as node:
+        wanted = {"max_tokens": 2, "return_tokens_as_token_ids": True}
+        body = {**TEXT, **wanted, "logprobs": 1}
+        prompt = len(node.tokenizer.encode("the dog"))
+        ids = [f"token_id:{token_at(prompt + i, 4)}" for i in range(2)]
+        found = (await post(node, COMPLETIONS, body))["choices"][0]["logprobs"]
+        assert found["tokens"] == ids
+        assert [set(top) for top in found["top_logprobs"]] == [{i, "token_id:1"} for i in ids]
+        assert found["text_offset"][0] == 0
+        chat = {**CHAT, **wanted, "logprobs": True, "top_logprobs": 1}
+        entries = (await post(node, CHATS, chat))["choices"][0]["logprobs"]["content"]
+        assert all(entry["token"].startswith("token_id:") for entry in entries)
+        assert entries[0]["top_logprobs"][0]["token"] == "token_id:1"
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_the_body_may_name_the_answer(url: str) -> None:
+    async with http_node() as node:
+        answer = await post(node, url, {**URLS[url], "request_id": "mine"})
+        assert answer["id"].endswith("-mine")
+        chunks = await stream(node, url, {**URLS[url], "request_id": "mine"})
+        assert {chunk["id"] for chunk in chunks} == {answer["id"]}
+        named = await node.client.post(url, json=URLS[url], headers={"x-request-id": "theirs"})
+        assert named.json()["id"].endswith("-theirs")
+        assert named.headers["x-request-id"] == "theirs"
+
+
+async def test_prompt_logprobs_of_a_chat() -> None:
+    async with http_node() as node:
+        answer = await post(node, CHATS, {**CHAT, "prompt_logprobs": 1})
+        assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+        assert answer["prompt_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(("most", "asked", "status"), [(20, 20, 200), (3, 4, 400), (50, 50, 200)])
+async def test_the_operator_bounds_log_probabilities(most: int, asked: int, status: int) -> None:
+    async with http_node(max_logprobs=most) as node:
+        for url, extra, param in (
+            (COMPLETIONS, {"logprobs": asked}, "logprobs"),
+            (COMPLETIONS, {"prompt_logprobs": asked}, "prompt_logprobs"),
+            (CHATS, {"logprobs": True, "top_logprobs": asked}, "top_logprobs"),
+        ):
+            response = await node.client.post(url, json={**URLS[url], **extra})
+            assert response.status_code == status, response.text
+            if status == 400:
+                assert response.json()["error"]["param"] == param
+                assert str(most) in response.json()["error"]["message"]
