@@ -1,7 +1,7 @@
 """One answer, from the outputs of its choices to the events or the body that carry it.
 
-    outputs ──▶ ResponseFormat ──▶ chunk ─┐
-       └──────▶ JournalWriter  ──▶ lines ─┴──▶ event
+    outputs ──▶ ResponseFormat ──▶ events ─┐
+       └──────▶ JournalWriter  ──▶ lines ──┴──▶ what is sent at once
 
 With a journal a plain body travels as the last event: the router unpacks it. An answer that goes
 on where another node left off first replays what that one gave, which sets all state here and
@@ -17,10 +17,10 @@ from functools import partial
 
 from msgspec import UNSET, UnsetType
 
+from decode_node.answer.event import event
 from decode_node.answer.format import ResponseFormat
 from decode_node.answer.generation import Choice, ChoiceResult, Generation
-from decode_node.answer.journal import JournalWriter
-from decode_node.answer.sse import event
+from decode_node.answer.journal import JournalWriter, group_line
 from decode_node.metrics import DecodeMetrics
 from decode_node.observe.timeline import Timeline
 from edge.http import long_work
@@ -70,15 +70,15 @@ class Answer:
                     if output.is_replay:
                         self._form.resume(choice, output)
                         continue
-                    chunk = await self._chunk(choice, output, self._timeline(is_last))
+                    events = await self._events(choice, output, self._timeline(is_last))
                     self._note(choice, output)
-                    if chunk:
-                        yield self._lines(choice) + event(chunk)
+                    if events:
+                        yield self._marked(events, choice)
             if self._tells_usage:
-                usage = self._form.usage_chunk(self._generation.usage(), self._timeline(True))
+                usage = self._form.usage_events(self._generation.usage(), self._timeline(True))
                 if self._journal is not None:
                     self._journal.usage_told()
-                yield self._lines() + event(usage)
+                yield self._marked(usage)
         finally:
             self._metrics.observe(self._generation.choices)
 
@@ -123,18 +123,25 @@ class Answer:
                 self._journal.cached(choice.index, choice.record.cached_tokens)
         self._journal.output(choice.index, output)
 
+    def _marked(self, events: list[bytes], choice: Choice | None = None) -> bytes:
+        """Returns events to be sent at once, and in front of them what a router has to know."""
+        lines = self._lines(choice)
+        if self._journal is not None and len(events) > 1:
+            lines = group_line(len(events)) + lines
+        return lines + b"".join(events)
+
     def _lines(self, choice: Choice | None = None) -> bytes:
         if self._journal is None:
             return b""
         return self._journal.take(None if choice is None else choice.index)
 
-    async def _chunk(
+    async def _events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType
-    ) -> bytes | None:
+    ) -> list[bytes]:
         """Writes log probabilities of a long prompt, which takes seconds, beside the event loop."""
         if not output.prompt_logprobs:
-            return self._form.chunk(choice, output, timeline)
-        return await long_work.run(True, partial(self._form.chunk, choice, output, timeline))
+            return self._form.events(choice, output, timeline)
+        return await long_work.run(True, partial(self._form.events, choice, output, timeline))
 
     async def _body(self, results: list[ChoiceResult]) -> bytes:
         usage, timeline = self._generation.usage(), self._timeline(True)

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from decode_node.answer.call_ids import CallIds
+from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
 from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.logprobs import TokenTexts, chat_logprobs
@@ -70,12 +71,12 @@ class ChatFormat(ResponseFormat):
         self._begun: set[int] = set()
         """Choices whose role was sent."""
 
-    def chunk(
+    def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
-    ) -> bytes | None:
+    ) -> list[bytes]:
         news = News.joined(self._readers.read(choice.index, output))
         if not (self._shows(news) or self._has_more(output)):
-            return None
+            return []
         is_first = choice.index not in self._begun
         self._begun.add(choice.index)
         item = ChatChunkChoice(
@@ -86,14 +87,14 @@ class ChatFormat(ResponseFormat):
             stop_reason=stop_reason(output),
             token_ids=self._token_ids(output.token_ids),
         )
-        return self._encode([item], self._chunk_usage(choice), timeline)
+        return [self._event([item], self._usage_so_far(choice), timeline)]
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         self._readers.read(choice.index, output)
         self._begun.add(choice.index)
 
-    def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes:
-        return self._encode([], self._with_details(usage), timeline)
+    def usage_events(self, usage: Usage, timeline: Timeline | UnsetType) -> list[bytes]:
+        return [self._event([], self._with_details(usage), timeline)]
 
     def body(
         self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
@@ -195,19 +196,22 @@ class ChatFormat(ResponseFormat):
     def _logprobs(self, logprobs: list[TokenLogprobs] | None) -> ChatLogprobs | None:
         return chat_logprobs(self._tokenizer, logprobs) if logprobs else None
 
-    def _encode(
+    def _usage_so_far(self, choice: Choice) -> Usage | UnsetType | None:
+        usage = self._chunk_usage(choice)
+        return self._with_details(usage) if isinstance(usage, Usage) else usage
+
+    def _event(
         self,
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType | None,
         timeline: Timeline | UnsetType,
     ) -> bytes:
-        return self._encoder.encode(
-            ChatChunk(
-                id=self.id,
-                created=self.created,
-                model=self.model,
-                choices=choices,
-                usage=usage,
-                timeline=timeline,
-            )
+        chunk = ChatChunk(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage,
+            timeline=timeline,
         )
+        return event(self._encoder.encode(chunk))

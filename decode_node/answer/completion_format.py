@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
+from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
 from decode_node.answer.generation import Choice, ChoiceResult, unpacked
 from decode_node.answer.logprobs import (
@@ -34,13 +35,13 @@ class CompletionFormat(ResponseFormat):
         """The place where the text of the next token begins, by choice; only of those that have
         begun."""
 
-    def chunk(
+    def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
-    ) -> bytes | None:
+    ) -> list[bytes]:
         is_first = choice.index not in self._offsets
         text = choice.prompt_text + output.text if is_first else output.text
         if not (text or self._has_news(output)):
-            return None
+            return []
         offset = self._offsets.get(choice.index, len(choice.prompt_text))
         self._offsets[choice.index] = offset + text_length(self._tokenizer, output.token_ids)
         item = CompletionChoice(
@@ -52,14 +53,14 @@ class CompletionFormat(ResponseFormat):
             token_ids=self._token_ids(output.token_ids),
             prompt_token_ids=self._prompt_ids(choice) if is_first else UNSET,
         )
-        return self._encode([item], self._chunk_usage(choice), timeline)
+        return [event(self._encode([item], self._chunk_usage(choice), timeline))]
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         length = text_length(self._tokenizer, output.token_ids)
         self._offsets[choice.index] = len(choice.prompt_text) + length
 
-    def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes:
-        return self._encode([], usage, timeline)
+    def usage_events(self, usage: Usage, timeline: Timeline | UnsetType) -> list[bytes]:
+        return [event(self._encode([], usage, timeline))]
 
     def body(
         self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType

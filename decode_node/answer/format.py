@@ -1,4 +1,4 @@
-"""Forms outputs of a generation into the bodies of one API: whole, or chunk by chunk."""
+"""Forms outputs of a generation into what one API says of them: a whole body, or events."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from decode_node.answer.event import DONE, event
 from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.logprobs import TokenNames, TokenTexts, prompt_logprobs
 from decode_node.observe.timeline import Timeline
 from decode_node.protocol.usage import PromptLogprobList, Usage
+from edge.http.errors import HttpError
 from engine.frontend.output_processor import RequestOutput
 
 
@@ -30,13 +32,15 @@ class FormatOptions:
 
 
 class ResponseFormat(ABC):
-    """Forms the bodies of one HTTP request, and keeps what later chunks depend on.
+    """Forms the answer to one HTTP request, and keeps what later events depend on.
 
-    `chunk` gives None when an output has nothing to show. The last chunk of a choice has its
+    `events` gives none when an output has nothing to show. The last ones of a choice have its
     finish reason.
     """
 
     id_prefix: str
+    done = DONE
+    """Ends a stream that is complete; empty in an API where the last event says so."""
 
     def __init__(
         self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions
@@ -52,21 +56,31 @@ class ResponseFormat(ABC):
         self._encoder = msgspec.json.Encoder()
 
     @abstractmethod
-    def chunk(
+    def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
-    ) -> bytes | None: ...
+    ) -> list[bytes]:
+        """Returns the events of one output. A client gets all of them, or none."""
 
     @abstractmethod
     def resume(self, choice: Choice, output: RequestOutput) -> None:
-        """Notes that another node has sent chunks for all of `output`."""
+        """Notes that another node has sent events for all of `output`."""
 
     @abstractmethod
-    def usage_chunk(self, usage: Usage, timeline: Timeline | UnsetType) -> bytes: ...
+    def usage_events(self, usage: Usage, timeline: Timeline | UnsetType) -> list[bytes]:
+        """Returns what ends a stream that tells usage."""
 
     @abstractmethod
     def body(
         self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
     ) -> bytes: ...
+
+    def error_event(self, error: HttpError) -> bytes:
+        """Returns the event that ends a stream which breaks off."""
+        return event(error.body())
+
+    def error_body(self, error: HttpError) -> bytes:
+        """Returns the body of an answer that cannot be given."""
+        return error.body()
 
     def _chunk_usage(self, choice: Choice) -> Usage | UnsetType | None:
         """Returns what a chunk says of usage: null where the usage chunk tells it all."""

@@ -17,6 +17,8 @@ for, with comment lines in front of the data:
 
     data: [DONE]
 
+    :.                                   the same, where the API has no such event
+    :& 2                                 this event and the next are one: both count, or none
     :                                    nothing new, but alone in its event: still working
 
     :! 503                               this node cannot go on, another one can
@@ -45,6 +47,12 @@ from engine.outputs import TokenLogprobs
 MAX_RESUME_BYTES = 8 << 20
 
 HEARTBEAT = b":\n\n"
+COMPLETE = b":.\n\n"
+
+
+def group_line(num_events: int) -> bytes:
+    """Returns the line in front of events that count only together."""
+    return b":& %d\n" % num_events
 
 
 class Start(msgspec.Struct, array_like=True, tag="start"):

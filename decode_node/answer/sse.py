@@ -20,26 +20,31 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from decode_node.answer.event import DONE, event
 from decode_node.answer.heartbeats import Heartbeats, Pulse
+from decode_node.answer.journal import COMPLETE
 from decode_node.errors import GenerationFailed, Unavailable
 from edge.http.client_connection import ClientDisconnected, ClientGuard
 from edge.http.errors import HttpError, send_error
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
-
 Headers = Callable[[], Mapping[str, str]]
 """Headers that are asked for when the answer begins: some are known only then."""
 
 
-def event(data: bytes) -> bytes:
-    """Returns one event. `data` is JSON, which has no line breaks."""
-    return b"data: " + data + b"\n\n"
+class Form(Protocol):
+    """The part of a `ResponseFormat` that ends answers."""
+
+    done: bytes
+
+    def error_event(self, error: HttpError) -> bytes: ...
+    def error_body(self, error: HttpError) -> bytes: ...
 
 
 async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
@@ -50,9 +55,10 @@ async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> Non
 class JsonResponse(Response):
     """Answers with the body that `work` makes. Nothing is sent before it is complete."""
 
-    def __init__(self, work: Callable[[], Awaitable[bytes]], headers: Headers) -> None:
+    def __init__(self, work: Callable[[], Awaitable[bytes]], form: Form, headers: Headers) -> None:
         super().__init__()
         self._work = work
+        self._form = form
         self._late_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +70,7 @@ class JsonResponse(Response):
         try:
             body = await self._work()
         except HttpError as error:
-            await send_error(send, error)
+            await send_error(send, error, body=self._form.error_body(error))
             return
         headers = {"content-type": "application/json", "content-length": str(len(body))}
         await send_start(send, 200, {**headers, **self._late_headers()})
@@ -72,15 +78,20 @@ class JsonResponse(Response):
 
 
 class EventStreamResponse(Response):
-    """Frames `events`, and ends them with `[DONE]`, or with an error event."""
+    """Sends `events`, and ends them as their API does, or with an error event."""
 
     content_type = "text/event-stream; charset=utf-8"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: Headers, send_timeout_s: float
+        self,
+        events: AsyncGenerator[bytes, None],
+        form: Form,
+        headers: Headers,
+        send_timeout_s: float,
     ) -> None:
         super().__init__()
         self._events = events
+        self._form = form
         self._late_headers = headers
         self._send_timeout_s = send_timeout_s
 
@@ -94,7 +105,7 @@ class EventStreamResponse(Response):
             try:
                 first = await anext(self._events, b"")
             except HttpError as error:
-                await send_error(send, error)
+                await send_error(send, error, body=self._form.error_body(error))
                 return
             await self._stream(first, send)
 
@@ -106,7 +117,7 @@ class EventStreamResponse(Response):
                 await self._send(send, first)
             async for chunk in self._events:
                 await self._send(send, chunk)
-            last = DONE
+            last = self._done()
         except HttpError as error:
             last = self._error_event(error)
         except (asyncio.CancelledError, TimeoutError):
@@ -114,7 +125,8 @@ class EventStreamResponse(Response):
         except Exception:
             logger.exception("an answer broke off")
             last = self._error_event(GenerationFailed("the server failed; see its log"))
-        await self._send(send, last)
+        if last:
+            await self._send(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
@@ -122,23 +134,31 @@ class EventStreamResponse(Response):
         async with asyncio.timeout(self._send_timeout_s):
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
+    def _done(self) -> bytes:
+        return self._form.done
+
     def _error_event(self, error: HttpError) -> bytes:
-        return event(error.body())
+        return self._form.error_event(error)
 
 
 class JournaledResponse(EventStreamResponse):
-    """Answers a router that keeps a journal. `content_type` is what the client will get."""
+    """Answers a router that keeps a journal. With `is_whole` the client gets the data of the last
+    event as a body, in whatever API."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
+        form: Form,
         headers: Headers,
         send_timeout_s: float,
         heartbeats: Heartbeats,
-        content_type: str = EventStreamResponse.content_type,
+        *,
+        is_whole: bool,
     ) -> None:
-        super().__init__(events, headers, send_timeout_s)
-        self.content_type = content_type
+        super().__init__(events, form, headers, send_timeout_s)
+        if is_whole:
+            self.content_type = "application/json"
+        self._is_whole = is_whole
         self._heartbeats = heartbeats
         self._pulse: Pulse | None = None
 
@@ -151,6 +171,13 @@ class JournaledResponse(EventStreamResponse):
         with self._pulse.sending():
             await super()._send(send, data)
 
+    def _done(self) -> bytes:
+        return DONE if self._is_whole else super()._done() or COMPLETE
+
     def _error_event(self, error: HttpError) -> bytes:
         kind = b"!" if isinstance(error, Unavailable) else b"x"
-        return b":%b %d\n" % (kind, error.status) + super()._error_event(error)
+        if self._is_whole:
+            shown = event(self._form.error_body(error))
+        else:
+            shown = super()._error_event(error)
+        return b":%b %d\n" % (kind, error.status) + shown

@@ -164,15 +164,17 @@ class OpenAIServing:
             return known if journal is None else known | {names.JOURNAL: str(journal.first_number)}
 
         if journal is not None:
-            events, content_type = answer.events(), EventStreamResponse.content_type
-            if not body.stream:
-                events, content_type = answer.body_events(), "application/json"
             return JournaledResponse(
-                events, headers, self._send_timeout_s, self._heartbeats, content_type
+                answer.events() if body.stream else answer.body_events(),
+                form,
+                headers,
+                self._send_timeout_s,
+                self._heartbeats,
+                is_whole=not body.stream,
             )
         if body.stream:
-            return EventStreamResponse(answer.events(), headers, self._send_timeout_s)
-        return JsonResponse(answer.body, headers)
+            return EventStreamResponse(answer.events(), form, headers, self._send_timeout_s)
+        return JsonResponse(answer.body, form, headers)
 
     async def _choices(
         self,

@@ -117,9 +117,11 @@ def error_body(message: str, type_: str, code: str | None, param: str | None = N
     return msgspec.json.encode(ErrorBody(ErrorDetail(message, type_, param, code)))
 
 
-async def send_error(send: Send, error: HttpError, request_id: str = "") -> None:
-    """Answers with `error` as a complete ASGI response."""
-    body = error.body()
+async def send_error(
+    send: Send, error: HttpError, request_id: str = "", *, body: bytes | None = None
+) -> None:
+    """Answers with `error` as a complete ASGI response. `body` has the form of another API."""
+    body = error.body() if body is None else body
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

@@ -6,6 +6,7 @@ entries of a journal, numbered over the whole life of the answer, whichever node
     : 17 ["tokens",0,[345]]      entry 17                              kept here
     data: {...}                  what the entry became                 goes to the client
     :                            a sign of life                        dropped
+    :& 3                         this event and the next two are one: all of them, or none
     :.                           the answer is complete with the data that follow, if any; `data:
                                  [DONE]` says the same, in APIs that end so
     :! 503 / :x 500              an error follows: another node can go on / nobody can
@@ -29,6 +30,7 @@ MAX_JOURNAL_BYTES = 4 << 20
 
 _DONE = b"data: [DONE]"
 _COMPLETE = b":."
+_GROUP = b":& "
 
 
 class JournalEnd(StrEnum):
@@ -42,10 +44,17 @@ class Journal:
     """Holds the entries. `next_number` is to come; `end` says why there is nothing more to take
     now. `error`: the event of the client's that tells of an error, and its HTTP status."""
 
-    __slots__ = ("_entries", "end", "error", "error_status", "is_too_long", "next_number")
+    __slots__ = (
+        "_entries", "_group", "_num_missing", "end", "error", "error_status", "is_too_long",
+        "next_number",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._entries = bytearray()
+        self._group: list[bytes] = []
+        """Holds events whose group is not complete yet: their node may not live to send the
+        rest."""
+        self._num_missing = 0
         self.next_number = 0
         self.end: JournalEnd | None = None
         self.error = b""
@@ -57,7 +66,7 @@ class Journal:
         passed = []
         for event in events.split(b"\n\n"):
             if event and self.end is None:
-                passed.append(self._take_event(event))
+                passed.append(self._take_grouped(event))
         return b"".join(passed)
 
     def resume(self, body: bytes, headers: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
@@ -65,12 +74,26 @@ class Journal:
         that is the original one."""
         self.end = None
         self.error = b""
+        self._group, self._num_missing = [], 0
         if not self.next_number:
             return body, dict(headers)
         return (
             b"%b[%b]" % (body, bytes(self._entries[:-1])),
             {**headers, names.RESUME: str(len(body))},
         )
+
+    def _take_grouped(self, event: bytes) -> bytes:
+        if event.startswith(_GROUP):
+            line, _, event = event.partition(b"\n")
+            self._num_missing = int(line.removeprefix(_GROUP))
+        if not self._num_missing:
+            return self._take_event(event)
+        self._group.append(event)
+        self._num_missing -= 1
+        if self._num_missing:
+            return b""
+        group, self._group = self._group, []
+        return self._take_event(b"\n\n".join(group))
 
     def _take_event(self, event: bytes) -> bytes:
         is_new = True
@@ -83,7 +106,7 @@ class Journal:
             elif len(line) > 1:
                 is_new = self._take_entry(line) and is_new
         if event == _DONE:
-            self.end = JournalEnd.COMPLETE
+            self.end = self.end or JournalEnd.COMPLETE
         return event + b"\n\n" if event and is_new else b""
 
     def _take_entry(self, line: bytes) -> bool:

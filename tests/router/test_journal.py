@@ -98,3 +98,25 @@ def test_a_journal_that_grows_too_long_is_given_up_and_the_answer_is_not() -> No
     assert journal.take(big) == b"data: {}\n\n"
     assert journal.is_too_long
     assert journal.take(event(1)) == data(1)
+
+
+def test_a_group_of_events_is_taken_whole_or_not_at_all() -> None:
+    """Otherwise a client would have a part of what the next node sends again."""
+    first, second = b'event: a\ndata: {"n":1}\n\n', b'event: b\ndata: {"n":2}\n\n'
+    sent = event(0) + b":& 2\n" + entry(1) + first + second + event(2)
+    for cut in range(len(sent)):
+        journal, buffer = Journal(), EventBuffer()
+        passed = journal.take(buffer.feed(sent[:cut]))
+        is_begun, is_whole = cut >= len(event(0)), cut >= len(sent) - len(event(2))
+        assert passed == data(0) * is_begun + (first + second) * is_whole
+        assert journal.next_number == is_begun + is_whole
+        journal.resume(b"{}", {})
+        number = journal.next_number
+        assert journal.take(event(number)) == data(number), "what was held back is forgotten"
+
+
+def test_a_group_may_end_an_answer() -> None:
+    journal = Journal()
+    group = b":& 2\n:.\n" + entry(0) + b"event: a\ndata: 1\n\nevent: b\ndata: 2\n\n"
+    assert journal.take(group) == b"event: a\ndata: 1\n\nevent: b\ndata: 2\n\n"
+    assert (journal.end, journal.next_number) == (JournalEnd.COMPLETE, 1)
