@@ -78,6 +78,7 @@ class ChatFormat(ResponseFormat):
         if not (self._shows(news) or self._has_more(output)):
             return []
         is_first = choice.index not in self._begun
+        prompt_ids = UNSET if self._begun else self._prompt_ids(choice)
         self._begun.add(choice.index)
         item = ChatChunkChoice(
             index=choice.index,
@@ -87,7 +88,7 @@ class ChatFormat(ResponseFormat):
             stop_reason=stop_reason(output),
             token_ids=self._token_ids(output.token_ids),
         )
-        return [self._event([item], self._usage_so_far(choice), timeline)]
+        return [self._event([item], self._usage_so_far(choice), timeline, prompt_ids)]
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         self._readers.read(choice.index, output)
@@ -107,7 +108,6 @@ class ChatFormat(ResponseFormat):
                 finish_reason=self._finish_reason(result.choice, result.finish_reason),
                 stop_reason=result.stop_reason,
                 token_ids=self._token_ids(result.token_ids),
-                prompt_token_ids=self._token_ids(result.choice.request.spec.own_prompt_token_ids),
             )
             for result in results
         ]
@@ -118,6 +118,7 @@ class ChatFormat(ResponseFormat):
                 model=self.model,
                 choices=choices,
                 usage=self._with_details(usage),
+                prompt_token_ids=self._prompt_ids(results[0].choice),
                 prompt_logprobs=self._prompt_logprobs(results[0]),
                 timeline=timeline,
             )
@@ -205,12 +206,14 @@ class ChatFormat(ResponseFormat):
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType | None,
         timeline: Timeline | UnsetType,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> bytes:
         chunk = ChatChunk(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
+            prompt_token_ids=prompt_token_ids,
             usage=usage,
             timeline=timeline,
         )

@@ -80,9 +80,6 @@ class CompletionFormat(ResponseFormat):
         ]
         return self._encode(items, usage, timeline)
 
-    def _prompt_ids(self, choice: Choice) -> list[int] | UnsetType:
-        return self._token_ids(choice.request.spec.own_prompt_token_ids)
-
     def _chunk_logprobs(
         self, choice: Choice, output: RequestOutput, offset: int, *, is_first: bool
     ) -> CompletionLogprobs | None:

@@ -91,6 +91,9 @@ class ResponseFormat(ABC):
     def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self._options.return_token_ids else UNSET
 
+    def _prompt_ids(self, choice: Choice) -> list[int] | UnsetType:
+        return self._token_ids(choice.request.spec.own_prompt_token_ids)
+
     def _prompt_logprobs(self, result: ChoiceResult) -> PromptLogprobList | UnsetType:
         if not self._options.return_prompt_logprobs:
             return UNSET

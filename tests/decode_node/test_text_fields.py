@@ -186,3 +186,24 @@ async def test_the_operator_bounds_log_probabilities(most: int, asked: int, stat
             if status == 400:
                 assert response.json()["error"]["param"] == param
                 assert str(most) in response.json()["error"]["message"]
+
+
+async def test_token_ids_are_where_clients_look_for_them() -> None:
+    async with http_node() as node:
+        wanted = {"return_token_ids": True, "n": 2}
+        whole = await post(node, CHATS, {**CHAT, **wanted})
+        prompt = next(iter(node.engine.requests.values())).request.spec.prompt_token_ids
+        assert whole["prompt_token_ids"] == prompt
+        ids = [[token_at(len(prompt) + i, seed) for i in range(8)] for seed in (4, 5)]
+        assert [choice["token_ids"] for choice in whole["choices"]] == ids
+        first, *others = await stream(node, CHATS, {**CHAT, **wanted})
+        assert first["prompt_token_ids"] == prompt
+        assert not any("prompt_token_ids" in chunk for chunk in others)
+        streamed: list[list[int]] = [[], []]
+        for chunk in (first, *others):
+            (choice,) = chunk["choices"]
+            streamed[choice["index"]] += choice["token_ids"]
+        assert streamed == ids
+        first, *others = await stream(node, COMPLETIONS, {**TEXT, "return_token_ids": True})
+        assert first["choices"][0]["prompt_token_ids"] == node.tokenizer.encode("the dog")
+        assert not any("prompt_token_ids" in chunk["choices"][0] for chunk in others)
