@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from itertools import islice
 
 import msgspec
+
+DURATION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1.0)
+"""Seconds, upper bounds, of `Durations`."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -75,6 +79,15 @@ class RowSiblings(msgspec.Struct, array_like=True):
     tokens: SiblingTokens
 
 
+class RowFailure(msgspec.Struct, array_like=True):
+    """The request in (row, epoch) cannot go on, though all others can. `reason` is for the client:
+    what was wrong."""
+
+    row: int
+    epoch: int
+    reason: str
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """One step's result, of the requests that sampled in it.
 
@@ -94,7 +107,10 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Log probabilities of prompts, or parts of them, that the step computed; only for requests
     that asked."""
     counts: list[int] = []
-    """The number of tokens that each request has, at least 1. Empty when each has one."""
+    """The number of tokens that each request has, at least 1, unless it is among `failures`. Empty
+    when each has one."""
+    failures: list[RowFailure] = []
+    """Requests that end with an error, behind the tokens that they have here."""
     siblings: list[RowSiblings] = []
     """Tokens of requests that draw for several answers, beyond their own."""
 
@@ -116,6 +132,52 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
                 found[row] = [self.logprobs[place] for place in range(start, start + count)]
             start += count
         return found
+
+
+class Durations(msgspec.Struct, array_like=True):
+    """How long something took, as a histogram. `counts[i]` is the number of times that took up to
+    `DURATION_BUCKETS[i]`, but more than the bucket before; the last, longer than all."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(DURATION_BUCKETS) + 1))
+    total_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(DURATION_BUCKETS, seconds)] += 1
+        self.total_s += seconds
+
+
+class GrammarStats(msgspec.Struct, array_like=True):
+    """Counts what grammars have cost the first worker so far.
+
+    Attributes:
+        compiling: Of each grammar, in a thread beside the steps.
+        waiting: What steps waited for it: once for each grammar.
+        filling: Masks of a step, all together.
+        num_masks: Masks that were filled.
+        num_failed: Requests that ended because their grammar could not be followed.
+    """
+
+    compiling: Durations = msgspec.field(default_factory=Durations)
+    waiting: Durations = msgspec.field(default_factory=Durations)
+    filling: Durations = msgspec.field(default_factory=Durations)
+    num_masks: int = 0
+    num_failed: int = 0
+
+    @property
+    def has_any(self) -> bool:
+        """Returns whether any grammar has come."""
+        return any(self.compiling.counts)
+
+    def compiled(self, seconds: float, waited: float, *, failed: bool) -> None:
+        """Counts a grammar that was compiled, or could not be."""
+        self.compiling.add(seconds)
+        self.waiting.add(waited)
+        self.num_failed += failed
+
+    def masks_filled(self, count: int, seconds: float) -> None:
+        """Counts the masks of a step."""
+        self.filling.add(seconds)
+        self.num_masks += count
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
@@ -148,3 +210,4 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     from processes of this engine.
     """
     kv_transfer: dict[str, float] = {}
+    grammar: GrammarStats = msgspec.field(default_factory=GrammarStats)

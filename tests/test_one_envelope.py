@@ -58,7 +58,7 @@ SEVERAL_USES = {
         "engine/request_spec.py",  # of each answer
         "engine/sample",
     },
-    "grammar": set(),  # carried to the workers
+    "grammar": {"engine/sample", "engine/sched/request_limits.py"},  # a complete document ends
     "logprobs": {"decode_node/disagg/prefill_events.py", "engine/sample"},  # a peer gives as many
     "prompt_logprobs": {
         "decode_node/answer/answer.py",  # an answer that echoes waits for them

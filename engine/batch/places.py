@@ -57,6 +57,18 @@ class Places:
         cells[of_decodes:] = of_decodes + width * (cells[of_decodes:] - of_decodes)
         return cells
 
+    def first_places(self) -> Int32Array:
+        """Returns [S]: the first place of each request."""
+        num_others = len(self.rows) - self.num_decodes * self.decode_query_len
+        places = np.arange(self.num_decodes + num_others, dtype=np.int32)
+        places += (self.decode_query_len - 1) * np.minimum(places, self.num_decodes)
+        return places
+
+    def drafts_on_host(self) -> list[list[int]]:
+        """Returns the drafts of each decode; empty in a step without. Waits for the device."""
+        found: list[list[int]] = self._drafts.tolist() if self.has_drafts else []
+        return found
+
     def drafts_before(self) -> torch.Tensor:
         """Returns [L, decode_query_len - 1] int32: the drafts that each place takes for output,
         then -1."""

@@ -138,6 +138,7 @@ class EngineCore:
         """Returns statistics with what only the executor knows."""
         stats = self.scheduler.stats()
         stats.worker_host_s = self._executor.host_s
+        stats.grammar = self._executor.grammar_stats
         stats.num_dropped_messages = self._executor.num_dropped_messages
         return stats
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
@@ -69,6 +69,11 @@ class Executor(ABC):
     def host_s(self) -> float:
         """Seconds that the host of rank 0 took to start steps, all that have ended together. On a
         GPU the device must never wait for it."""
+
+    @property
+    @abstractmethod
+    def grammar_stats(self) -> GrammarStats:
+        """Returns what grammars have cost rank 0."""
 
     @property
     def num_dropped_messages(self) -> int:

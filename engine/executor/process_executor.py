@@ -44,7 +44,7 @@ from engine.executor.worker_messages import (
     WorkerReply,
 )
 from engine.life_places import worker_place
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from host.child_process import HostedProcess, ipc_address, stop_all
 from host.life_signs import LifeSignHandle, LifeSigns
@@ -103,6 +103,7 @@ class ProcessExecutor(Executor):
         )
         self._is_running = False
         self._host_s = 0.0
+        self._grammar_stats = GrammarStats()
 
     # Where the workers are --------------------------------------------------------------------
 
@@ -212,9 +213,10 @@ class ProcessExecutor(Executor):
     def _receive(self) -> WorkerReply | None:
         reply = self._replies.next()
         match reply:
-            case StepDone(output, host_s) if self._sent_at:
+            case StepDone(output, host_s, grammar_stats) if self._sent_at:
                 self._sent_at.popleft()
                 self._host_s = host_s
+                self._grammar_stats = grammar_stats or self._grammar_stats
                 self._outputs.append(output)
             case WorkerAlive(rank):
                 if self._signs is not None:
@@ -300,6 +302,10 @@ class ProcessExecutor(Executor):
     @property
     def host_s(self) -> float:
         return self._host_s
+
+    @property
+    def grammar_stats(self) -> GrammarStats:
+        return self._grammar_stats
 
     @property
     def num_dropped_messages(self) -> int:

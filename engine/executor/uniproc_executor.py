@@ -7,7 +7,7 @@ from collections import deque
 
 from engine.config import EngineConfig
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
@@ -58,6 +58,10 @@ class UniprocExecutor(Executor):
     @property
     def host_s(self) -> float:
         return self._worker.host_s
+
+    @property
+    def grammar_stats(self) -> GrammarStats:
+        return self._worker.grammar_stats
 
     @property
     def worker_pids(self) -> list[int]:

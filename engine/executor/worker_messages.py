@@ -7,7 +7,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from host.life_signs import LifeSignHandle
 from host.secure_socket import HostLink
@@ -78,12 +78,13 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class StepDone(msgspec.Struct, tag="ran", array_like=True):
-    """Comes from rank 0 only, as all ranks sample the same tokens. `host_s`: see
-    `Executor.host_s`.
+    """Comes from rank 0 only, as all ranks sample the same tokens. `host_s` and `grammar_stats`:
+    see `Executor`; None: no grammar has come yet.
     """
 
     output: ModelRunnerOutput
     host_s: float
+    grammar_stats: GrammarStats | None = None
 
 
 class WorkerAlive(msgspec.Struct, tag="alive", array_like=True):

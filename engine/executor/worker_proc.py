@@ -124,7 +124,8 @@ class WorkerProc:
         """Sends a step's result; runs in the results' thread."""
         result = output.get_output()
         if self._rank == 0:
-            self._reply(StepDone(result, self._worker.host_s))
+            stats = self._worker.grammar_stats
+            self._reply(StepDone(result, self._worker.host_s, stats if stats.has_any else None))
 
     def _next_command(self) -> WorkerCommand:
         message = self._queue.dequeue()

@@ -6,14 +6,20 @@ Read from `SchedulerStats` at the moment of a scrape; nothing is counted twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
 from engine.messages import EngineReady
-from engine.outputs import SchedulerStats
+from engine.outputs import DURATION_BUCKETS, Durations, GrammarStats, SchedulerStats
 
 LABELS = ("model_name", "engine")
 
@@ -58,6 +64,7 @@ class EngineCollector(Collector):
         yield from self._gauges(stats)
         yield from self._counters(stats)
         yield from self._by_source(stats)
+        yield from self._grammar(stats.grammar)
         yield from self._kv_transfer(stats.kv_transfer)
         yield self._cache_config()
 
@@ -139,6 +146,44 @@ class EngineCollector(Collector):
         ):
             tokens.add_metric((*self._labels, source), value)
         yield tokens
+
+    def _grammar(self, stats: GrammarStats) -> Iterable[Metric]:
+        for name, text, durations in (
+            (
+                "tandem_grammar_compile_seconds",
+                "Time to compile a grammar, beside the steps.",
+                stats.compiling,
+            ),
+            (
+                "tandem_grammar_wait_seconds",
+                "Time that a step waited for a grammar that was not compiled yet.",
+                stats.waiting,
+            ),
+            (
+                "tandem_grammar_mask_seconds",
+                "Time to fill the masks of a step, beside its forward pass.",
+                stats.filling,
+            ),
+        ):
+            yield self._histogram(name, text, durations)
+        for name, text, value in (
+            ("tandem_grammar_masks", "Masks filled: one for each token.", stats.num_masks),
+            (
+                "tandem_grammar_failures",
+                "Requests that ended because their grammar could not be followed.",
+                stats.num_failed,
+            ),
+        ):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+    def _histogram(self, name: str, text: str, durations: Durations) -> Metric:
+        histogram = HistogramMetricFamily(name, text, labels=LABELS)
+        bounds = [*map(str, DURATION_BUCKETS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(durations.counts), strict=True))
+        histogram.add_metric(self._labels, buckets, durations.total_s)
+        return histogram
 
     def _kv_transfer(self, counters: Mapping[str, float]) -> Iterable[Metric]:
         """Yields the connector's metrics under its own names; some fall again, so none is declared

@@ -1,5 +1,6 @@
 """Amounts added to single logits: what the user asked for, and -inf on tokens that would end the
-output too early.
+output too early. Where a grammar decides what may come next, it minds `min_tokens` itself: it knows
+whether anything but an end is left.
 
     1. `add_request` keeps a row's tokens on the host; most rows have none.
     2. `apply` adds those of a batch in one operation.
@@ -48,14 +49,15 @@ class LogitBiasStates:
     def add_request(
         self, row: int, sampling: SamplingParams, prompt_len: int, eos_token_ids: tuple[int, ...]
     ) -> None:
-        if not sampling.logit_bias and sampling.min_tokens == 0:
+        min_tokens = 0 if sampling.grammar else sampling.min_tokens
+        if not sampling.logit_bias and min_tokens == 0:
             return
-        ending = {*eos_token_ids, *sampling.stop_token_ids} if sampling.min_tokens else set()
+        ending = {*eos_token_ids, *sampling.stop_token_ids} if min_tokens else set()
         self._biases[row] = _RowBias(
             token_ids=np.array(list(sampling.logit_bias), np.int32),
             amounts=np.array(list(sampling.logit_bias.values()), np.float32),
             ending_ids=np.array(sorted(ending), np.int32),
-            min_len=prompt_len + sampling.min_tokens,
+            min_len=prompt_len + min_tokens,
         )
         self._has_bias[row] = True
 

@@ -5,7 +5,8 @@ Rows come and go with the same verbs as all state of the worker. One step:
     1. keep raw logits of requests that want log probabilities
     2. logit bias, and -inf on ending tokens before `min_tokens`
     3. penalties
-    4. -inf on tokens that are not allowed, then on those that complete a bad word
+    4. -inf on tokens that a grammar forbids, or that are not allowed, then on those that complete a
+       bad word
     5. temperature, min-p, top-k, top-p, and the draw keyed by (seed, position): one operation
     6. count the new tokens of requests with penalties: drafts that were right, and one more
     7. log probabilities
@@ -14,11 +15,12 @@ Rows come and go with the same verbs as all state of the worker. One step:
 Steps 1 to 5 choose a token at each place (see `engine.batch.places`). Steps 1 to 4, 6 and 7 cost
 nothing in a batch where no request needs them. The host decides that from its own copy of the
 parameters. `draw` alone is step 5: it needs nothing of the host, so a CUDA graph may hold it.
+Step 4 alone may wait, for the tokens of the step before: see `engine.sample.grammars`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -29,6 +31,7 @@ from engine.batch.input_batch import InputBatch
 from engine.batch.places import Int32Array, Places
 from engine.sample.allowed_tokens import AllowedTokenStates
 from engine.sample.bad_words import BadWordStates
+from engine.sample.grammars import GrammarStates, PlaceFailure
 from engine.sample.logit_bias import LogitBiasStates
 from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
 from engine.sample.penalties import PenaltyStates
@@ -48,6 +51,8 @@ class SamplerOutput:
     """Log probabilities, or None when nobody asked."""
     siblings: SiblingTensors | None = None
     """Tokens of further answers, where rows draw for several."""
+    failures: dict[int, PlaceFailure] = field(default_factory=dict)
+    """Requests that cannot go on, by index in the batch."""
 
 
 class Sampler:
@@ -61,6 +66,7 @@ class Sampler:
         deterministic: bool = False,
         *,
         token_ids: torch.Tensor,
+        grammars: GrammarStates,
     ) -> None:
         """Builds the sampler over `token_ids` [rows, L]: all tokens of each row, which grow by what
         is sampled here.
@@ -69,6 +75,7 @@ class Sampler:
         self._params = SamplingStates(max_num_reqs, device)
         self.penalties = PenaltyStates(max_num_reqs, vocab_size, device)
         self._logit_bias = LogitBiasStates(max_num_reqs, device)
+        self.grammars = grammars
         self._allowed = AllowedTokenStates(max_num_reqs, vocab_size, device)
         self._bad_words = BadWordStates(max_num_reqs, token_ids)
         self._siblings = SiblingStates(device)
@@ -79,6 +86,7 @@ class Sampler:
         self._params.add_request(new.row, new.sampling)
         self.penalties.add_request(new.row, new.sampling, prompt, output)
         self._logit_bias.add_request(new.row, new.sampling, new.prompt_len, new.eos_token_ids)
+        self.grammars.add_request(new, output)
         self._allowed.add_request(new.row, new.sampling)
         self._bad_words.add_request(new.row, new.sampling, new.prompt_len)
         self._siblings.add_request(new)
@@ -92,6 +100,7 @@ class Sampler:
         self._params.remove_request(row)
         self.penalties.remove_request(row)
         self._logit_bias.remove_request(row)
+        self.grammars.remove_request(row)
         self._allowed.remove_request(row)
         self._bad_words.remove_request(row)
         self._siblings.remove_request(row)
@@ -105,8 +114,7 @@ class Sampler:
         logprobs = None
         if (wanted != NO_LOGPROBS).any():
             logprobs = LogprobsRequest(logits, wanted, places.cells(), keep=changes)
-        if changes:
-            self._change_logits(logits, places)
+        failures = self._change_logits(logits, places) if changes else {}
         has_filters = self._params.has_filters(rows)
         chosen = self.draw(logits, places.idx_mapping, places.seq_lens, has_filters)
         siblings = None
@@ -118,7 +126,7 @@ class Sampler:
         if self.penalties.needed_by(rows):
             self.penalties.count(token_ids, batch.idx_mapping[: len(token_ids)])
         found = None if logprobs is None else logprobs.compute(chosen)
-        return SamplerOutput(token_ids, found, siblings)
+        return SamplerOutput(token_ids, found, siblings, failures)
 
     def only_draws(self, rows: Int32Array) -> bool:
         """Returns whether `draw` is all that `rows` need."""
@@ -129,20 +137,31 @@ class Sampler:
         )
 
     def _changes_logits(self, rows: Int32Array) -> bool:
-        states = (self._logit_bias, self.penalties, self._allowed, self._bad_words)
+        states = (
+            self._logit_bias,
+            self.penalties,
+            self.grammars,
+            self._allowed,
+            self._bad_words,
+        )
         return any(state.needed_by(rows) for state in states)
 
-    def _change_logits(self, logits: torch.Tensor, places: Places) -> None:
-        """Changes the logits. Bad words come last: they ask whether anything else is left."""
+    def _change_logits(self, logits: torch.Tensor, places: Places) -> dict[int, PlaceFailure]:
+        """Changes the logits. Bad words come last: they ask whether anything else is left. Returns
+        the requests that grammars leave nothing to choose from."""
         rows = places.rows
+        failures: dict[int, PlaceFailure] = {}
         if self._logit_bias.needed_by(rows):
             self._logit_bias.apply(logits, places)
         if self.penalties.needed_by(rows):
             self.penalties.apply(logits, places)
+        if self.grammars.needed_by(rows):
+            failures = self.grammars.apply(logits, places)
         if self._allowed.needed_by(rows):
             self._allowed.apply(logits, rows)
         if self._bad_words.needed_by(rows):
             self._bad_words.apply(logits, rows, places.seq_lens)
+        return failures
 
     def draw(
         self,

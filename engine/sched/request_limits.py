@@ -39,7 +39,8 @@ class RequestLimits:
         sampling = request.sampling
         token_id = request.all_token_ids[num_tokens - 1]
         num_own = request.num_prompt_tokens - request.num_resumed_tokens
-        if num_tokens - num_own >= sampling.min_tokens:
+        # Under a grammar an end is only chosen before `min_tokens` when nothing else is left.
+        if sampling.grammar or num_tokens - num_own >= sampling.min_tokens:
             if token_id in request.eos_token_ids and not sampling.ignore_eos:
                 return RequestStatus.FINISHED_STOPPED, None
             if token_id in sampling.stop_token_ids:

@@ -14,7 +14,8 @@ Between steps the node server adds, aborts and advises, and the connector report
 The scheduler never needs a result to schedule the next step: it plans by what a decoding row may
 have at most, and rows that turn out to have ended are taken out one step late. Results name (row,
 epoch, step) and their number of tokens; whatever a row computed after its request left is dropped,
-and so are tokens behind the one that ended it. Blocks that were given up wait until every step that
+and so are tokens behind the one that ended it. A result may also name requests that cannot go on:
+each ends with an error, and nothing else does. Blocks that were given up wait until every step that
 could write them has retired (`StepFence`).
 
 Every method that may end a request or a transfer returns `EngineCoreOutputs` to be passed on.
@@ -234,6 +235,7 @@ class Scheduler:
         ]
         siblings = {found.row: found.tokens for found in output.siblings}
         logprobs, unreported = output.logprobs_by_row(), self._unreported
+        failures = {failure.row: failure.reason for failure in output.failures}
         query_len = self._running.calendar.query_len
         may_stop = not table.stop_ids.isdisjoint(output.token_ids)
         num_dropped = 0
@@ -256,7 +258,11 @@ class Scheduler:
                 result.logprobs = logprobs[index]
             if siblings and index in siblings:
                 result.siblings = siblings[index]
-            if len(tokens) >= row.check_len or (may_stop and not row.stop_ids.isdisjoint(new)):
+            if failures and index in failures:
+                num_new = len(new)
+                results[-1:] = self._fail(row, result, failures[index])
+                num_dropped += num_new - len(new)
+            elif len(tokens) >= row.check_len or (may_stop and not row.stop_ids.isdisjoint(new)):
                 if row.request.choice_ids:
                     results[-1:] = begun = self._prompt_done(row, result)
                     num_dropped += len(new) - len(begun)
@@ -302,6 +308,20 @@ class Scheduler:
                 return num_new - count
         self._running.publish(row)
         return 0
+
+    def _fail(self, row: Row, output: EngineCoreOutput, reason: str) -> list[EngineCoreOutput]:
+        """Ends a request that cannot go on, unless it has ended with its new tokens: all of its
+        choices, if it computes a prompt for several. Returns what they hear."""
+        if output.new_token_ids:
+            self._check(row, output)
+        if row.is_gone:
+            return [output]
+        names = self._forks.listeners(row.request_id)
+        outputs = [output] if row.request_id in names else [EngineCoreOutput(n, []) for n in names]
+        for one in outputs:
+            one.error = reason
+            self._finish(self._requests[one.request_id], RequestStatus.FINISHED_ERROR, output=one)
+        return outputs
 
     def _prompt_done(self, row: Row, drawn: EngineCoreOutput) -> list[EngineCoreOutput]:
         """Lets the choices begin of a prompt that its row has computed. Returns their first tokens,

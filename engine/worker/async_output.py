@@ -1,8 +1,9 @@
 """A step's result on its way from the device to the host.
 
 1. `AsyncOutput(...)` starts the copies, on a stream of their own; the runner goes on.
-2. `get_output()` waits for them: the only place of a step where the host waits. Any thread may
-   call it, once.
+2. `get_output()` waits for them. Any thread may call it, once.
+3. `wait_for_tokens()` waits, too: the next step does that where grammars need the tokens. In any
+   other step the thread that starts steps never waits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch.places import NO_TOKEN, Int32Array
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import ModelRunnerOutput, RowFailure
 from engine.sample.logprobs import LogprobsTensors
 from engine.sample.prompt_logprobs import PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
@@ -87,6 +88,7 @@ class AsyncOutput:
         self._rows: list[int] = rows.tolist()
         self._epochs = epochs
         self._waits = copier.waits
+        self._failures = {} if sampled is None else sampled.failures
         self._found: StepTensors | None = None
         if sampled is not None or prompt_logprobs:
             self._found = StepTensors(
@@ -107,26 +109,66 @@ class AsyncOutput:
         output = ModelRunnerOutput(self._step_id, self._rows, self._epochs, [])
         if self._found is None:
             return output
-        on_host, event = self._copy
-        if event is not None:
-            event.synchronize()
+        on_host = self._wait()
         self._found = None
         if on_host.token_ids is not None:
-            _add_tokens(output, on_host.token_ids, on_host.logprobs)
+            token_ids = self._cut(on_host.token_ids)
+            _add_tokens(output, token_ids, on_host.logprobs, is_cut=bool(self._failures))
+            output.failures = self._row_failures(on_host.token_ids)
         if on_host.siblings is not None:
             epochs = dict(zip(self._rows, self._epochs, strict=True))
-            output.siblings = on_host.siblings.by_row(epochs)
+            failed = {failure.row for failure in output.failures}
+            drawn = on_host.siblings.by_row(epochs)
+            output.siblings = [found for found in drawn if found.row not in failed]
         output.prompt_logprobs = [part.packed() for part in on_host.prompt_logprobs]
         return output
 
+    def wait_for_tokens(self) -> list[tuple[int, int, list[int]]]:
+        """Returns (row, epoch, its tokens) for each request that sampled."""
+        token_ids = self._wait().token_ids
+        assert token_ids is not None
+        return [
+            (row, epoch, [token_id for token_id in tokens if token_id != NO_TOKEN])
+            for row, epoch, tokens in zip(
+                self._rows, self._epochs, self._cut(token_ids).tolist(), strict=True
+            )
+        ]
+
+    def _wait(self) -> StepTensors:
+        on_host, event = self._copy
+        if event is not None:
+            event.synchronize()
+        return on_host
+
+    def _cut(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns [num_sampled, W] without tokens that were chosen where none could be."""
+        if not self._failures:
+            return token_ids
+        kept = token_ids.clone()
+        for index, failure in self._failures.items():
+            kept[index, failure.place :] = NO_TOKEN
+        return kept
+
+    def _row_failures(self, token_ids: torch.Tensor) -> list[RowFailure]:
+        """Returns the requests that came as far as the place at which they fail."""
+        return [
+            RowFailure(self._rows[index], self._epochs[index], failure.reason)
+            for index, failure in sorted(self._failures.items())
+            if int(token_ids[index, failure.place]) != NO_TOKEN
+        ]
+
 
 def _add_tokens(
-    output: ModelRunnerOutput, token_ids: torch.Tensor, logprobs: LogprobsTensors | None
+    output: ModelRunnerOutput,
+    token_ids: torch.Tensor,
+    logprobs: LogprobsTensors | None,
+    *,
+    is_cut: bool,
 ) -> None:
-    """Adds `token_ids`, which is [num_sampled, W]."""
+    """Adds `token_ids`, which is [num_sampled, W]. `is_cut`: some request may have none."""
     cells: list[int] = token_ids.flatten().tolist()
     found = {} if logprobs is None else logprobs.by_cell()
-    if token_ids.shape[1] == 1:
+    if token_ids.shape[1] == 1 and not is_cut:
         output.token_ids, output.logprobs = cells, found
         return
     kept = [cell for cell, token_id in enumerate(cells) if token_id != NO_TOKEN]

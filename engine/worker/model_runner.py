@@ -16,11 +16,14 @@ On a GPU, 3 to 6 of a step with decodes only are one CUDA graph, but for the cop
 sampling when a request wants more than a draw from its logits. So they may be of a step with few
 tokens of prompts, when all its requests want no more than a draw.
 
-Nothing here waits for the device. The result is awaited in `AsyncOutput.get_output`.
+Nothing here waits for the device, but for a step with grammars: behind the launch of its forward
+pass, 5 waits for the tokens of the step before (`engine.sample.grammars`). The result is awaited in
+`AsyncOutput.get_output`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -33,9 +36,11 @@ from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order
 from engine.batch.places import NO_TOKEN
 from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
+from engine.grammar.compiler import GrammarCompiler
 from engine.layers.attention.selection import choose_attention
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.models.registry import spec_of
+from engine.sample.grammars import GrammarStates
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sample.siblings import DRAWS_AT_ONCE
@@ -52,6 +57,8 @@ from engine.worker.drafter import Drafter
 from engine.worker.dummy_steps import DummyStep, dummy_lengths, everything, warm_up_steps
 from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
+
+_MAX_GRAMMAR_THREADS = 8
 
 
 class ModelRunner:
@@ -89,6 +96,7 @@ class ModelRunner:
             device,
             config.device.deterministic,
             token_ids=self.states.token_ids.tensor,
+            grammars=_create_grammars(config, device),
         )
         self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = [self.states.row_tables(tables) for tables in self._block_tables]
@@ -148,7 +156,10 @@ class ModelRunner:
         if self._decode_query_len > 1:
             self.states.limit(order.rows, self._block_tables[0].num_slots(order.rows))
             self._draft(order)
-        return AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
+        output = AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
+        if self.sampler.grammars.needed_by(rows):
+            self.sampler.grammars.step_started(output)
+        return output
 
     @torch.inference_mode()
     def capture_model(self, report: Callable[[float], None]) -> None:
@@ -369,6 +380,20 @@ class ModelRunner:
         tables = self._row_tables[0]
         drafts = self.drafter.propose(rows, tables)
         ops.write_drafts(rows, drafts, self._config.model.vocab_size, tables)
+
+
+def _create_grammars(config: EngineConfig, device: torch.device) -> GrammarStates:
+    """Returns the state of grammars, with this rank's share of the host's cores."""
+    ranks = config.parallel.tensor_parallel_size
+    num_threads = max(1, min(_MAX_GRAMMAR_THREADS, len(os.sched_getaffinity(0)) // (2 * ranks)))
+    model = config.model
+    return GrammarStates(
+        config.scheduler.max_num_seqs,
+        model.vocab_size,
+        device,
+        GrammarCompiler(model, num_threads),
+        num_threads,
+    )
 
 
 def _no_layer(layer: int) -> None:

@@ -28,7 +28,7 @@ from engine.distributed import ParallelGroup
 from engine.errors import CannotStartError
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.parallel import ParallelPlace
 from engine.sched.output import SchedulerOutput
 from engine.worker.async_output import AsyncOutput
@@ -132,6 +132,8 @@ class Worker:
             model = create_model(config, self._place, self._device)
             load_weights(model, config, report)
             self.runner = ModelRunner(config, model, self._connector, self._device)
+        self._closers.callback(self.runner.sampler.grammars.close)
+        self.runner.sampler.grammars.prepare()
 
     def determine_num_blocks(self) -> int:
         """Returns the number of blocks that this rank has room for.
@@ -216,6 +218,11 @@ class Worker:
             raise device_memory_error("computing a step", cure, self._device) from error
         finally:
             self.host_s += time.perf_counter() - started
+
+    @property
+    def grammar_stats(self) -> GrammarStats:
+        """Returns what grammars have cost this rank."""
+        return self.runner.sampler.grammars.stats
 
     def shutdown(self) -> None:
         """Gives everything back. Idempotent."""

@@ -10,12 +10,15 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import carry_over
 from engine.batch.input_batch import InputBuffers, order_batch
 from engine.batch.row_states import RowStates
+from engine.grammar.compiler import GrammarCompiler
 from engine.layers.attention.paged import PagedBackend
 from engine.outputs import TokenLogprobs
+from engine.sample.grammars import GrammarStates
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData
 from tandem_kernels import ops
+from tests.engine.tiny_model import tiny_model
 
 VOCAB = 50
 ROWS = 8
@@ -32,7 +35,14 @@ class SamplerBench:
         self.states = RowStates(ROWS, MAX_LEN, device)
         self.block_tables = BlockTables(ROWS, MAX_LEN, 16, device)
         self.buffers = InputBuffers(ROWS, ROWS * MAX_LEN, [MAX_LEN // 16], device)
-        self.sampler = Sampler(ROWS, VOCAB, device, token_ids=self.states.token_ids.tensor)
+        compiler = GrammarCompiler(tiny_model(vocab_size=VOCAB), num_threads=1)
+        self.sampler = Sampler(
+            ROWS,
+            VOCAB,
+            device,
+            token_ids=self.states.token_ids.tensor,
+            grammars=GrammarStates(ROWS, VOCAB, device, compiler, num_threads=1),
+        )
         self.last: SamplerOutput | None = None
         self.rows: list[int] = []
 

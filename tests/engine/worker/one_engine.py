@@ -50,6 +50,7 @@ class OneEngine:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.ended: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         self.counts: Counter[int] = Counter()
         """The number of times that requests got so many tokens from a step."""
 
@@ -85,6 +86,7 @@ class OneEngine:
             self.counts[len(output.new_token_ids)] += 1
             if output.finish_reason:
                 self.ended[output.request_id] = output.finish_reason
+                self.errors[output.request_id] = output.error
 
 
 def workload(seed: int) -> list[EngineCoreRequest]:
@@ -107,11 +109,16 @@ def workload(seed: int) -> list[EngineCoreRequest]:
     return requests
 
 
-def run_traffic(engine: OneEngine, seed: int, alone: OneEngine) -> None:
-    """Runs requests of `workload(seed)` together, four of which are aborted: what each gets is what
-    it gets alone.
+def run_traffic(
+    engine: OneEngine,
+    seed: int,
+    alone: OneEngine,
+    requests: list[EngineCoreRequest] | None = None,
+) -> None:
+    """Runs requests, those of `workload(seed)` unless given, together, four of which are aborted:
+    what each gets is what it gets alone.
     """
-    requests = workload(seed)
+    requests = workload(seed) if requests is None else requests
     rng = random.Random(seed)
     aborted = set(rng.sample([r.request_id for r in requests], 4))
     to_abort = sorted(aborted)
@@ -157,5 +164,6 @@ def check_empty(engine: OneEngine) -> None:
     assert engine.scheduler.schedule() is None
     runner = engine.worker.runner
     assert runner.sampler.penalties.num_used_entries == 0
+    assert runner.sampler.grammars.num_held == 0
     assert int(runner.states.is_live_np.sum()) == 1
     engine.worker.shutdown()

@@ -1,0 +1,76 @@
+"""Compiles grammars in threads of their own, beside the steps of a worker.
+
+    1. `prepare`   once, at the start: the tokenizer is made
+    2. `compile`   for each request that enters a row; the library lets go of the interpreter lock
+    3. `close`
+
+Every request gets a matcher of its own. Matchers copied from one share its automaton, so what one
+of them may still spend would depend on the others, and on the order in which threads ran.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import llguidance
+
+from engine.config import ModelConfig
+from engine.grammar.tokenizer import load_grammar_tokenizer, parser_limits
+
+_MAX_REASON = 500
+"""Characters of a library's message."""
+
+
+class CompiledGrammar(NamedTuple):
+    """`matcher` has consumed the output so far; with a `failure`, which is for the client, there is
+    none."""
+
+    matcher: llguidance.LLMatcher | None
+    failure: str
+    seconds: float
+
+
+class GrammarCompiler:
+    """Compiles for one model. `num_threads`: compilations at a time."""
+
+    def __init__(self, model: ModelConfig, num_threads: int) -> None:
+        self._model = model
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        self._tokenizer: Future[llguidance.LLTokenizer] | None = None
+
+    def prepare(self) -> None:
+        """Starts to make the tokenizer, unless that was done. What goes wrong is told to requests
+        that have a grammar."""
+        if self._tokenizer is None:
+            self._tokenizer = self._threads.submit(load_grammar_tokenizer, self._model)
+
+    def compile(self, grammar: str, output: Sequence[int]) -> Future[CompiledGrammar]:
+        """Starts to compile `grammar`, and to replay the tokens of `output`."""
+        self.prepare()
+        return self._threads.submit(self.compile_now, grammar, output)
+
+    def compile_now(self, grammar: str, output: Sequence[int]) -> CompiledGrammar:
+        """Compiles at once, in this thread. Never raises for what the grammar says."""
+        self.prepare()
+        assert self._tokenizer is not None
+        error = self._tokenizer.exception()
+        if error is not None:
+            return CompiledGrammar(None, str(error), 0.0)
+        started = time.perf_counter()
+        matcher = llguidance.LLMatcher(
+            self._tokenizer.result(), grammar, limits=parser_limits(), log_level=0
+        )
+        failure = ""
+        if matcher.is_error():
+            failure = f"the grammar cannot be compiled: {matcher.get_error()}"[:_MAX_REASON]
+        elif not matcher.consume_tokens(list(output)):
+            failure = "the output so far does not follow the grammar of its request"
+        seconds = time.perf_counter() - started
+        return CompiledGrammar(None if failure else matcher, failure, seconds)
+
+    def close(self) -> None:
+        """Drops what is not compiled yet. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

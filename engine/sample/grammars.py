@@ -1,0 +1,260 @@
+"""Masks of the requests that follow a grammar, made on the host while the forward pass runs.
+
+    1. `add_request`   compiling begins, in a thread; the output so far is replayed
+    2. `apply`         behind the launch of the forward pass: waits for the tokens of the step
+                       before and consumes them, fills a mask for each place, in parallel, in pinned
+                       memory, and copies the masks to the device, where logits are changed
+    3. `step_started`  notes whose result has the tokens that the next `apply` needs
+    4. `remove_request`
+
+The mask behind token t needs token t, so a step with grammars waits for the result of the step
+before it: the host is one step ahead of the device then, not two. Ranks do all of this alike, each
+for itself, and nothing of it is on the wire.
+
+A place at which no token may be chosen is a failure of its request alone, which ends with it; the
+device goes on with some token, which nobody gets.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import llguidance
+import numpy as np
+import torch
+
+from engine.batch.buffer_utils import to_device
+from engine.batch.places import Int32Array, Places
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.row_grammar import RowGrammar
+from engine.outputs import GrammarStats
+from engine.sample.allowed_tokens import bit_mask
+from engine.sched.output import NewRequestData
+from tandem_kernels import ops
+
+_FIRST_CAPACITY = 16
+_NO_MASK = -1
+
+
+class PlaceFailure(NamedTuple):
+    """A request gets no token at its `place`-th place of a step, and none behind it."""
+
+    place: int
+    reason: str
+
+
+class StepTokens(Protocol):
+    """The part of a step's result that is needed here."""
+
+    def wait_for_tokens(self) -> list[tuple[int, int, list[int]]]:
+        """Returns (row, epoch, its tokens) for each request that sampled. Waits for the device."""
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The way through a request's places of one step."""
+
+    request: int
+    """Index in the batch."""
+    grammar: RowGrammar
+    first_place: int
+    drafts: list[int]
+    num_consumed: int = 0
+    """Drafts that the matcher has consumed."""
+
+
+@dataclass(slots=True)
+class _Masks:
+    """`on_host` [C, ceil(V / 32)] int32, pinned for a GPU, and their copies."""
+
+    on_host: torch.Tensor
+    on_device: torch.Tensor
+    words: Int32Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.words = self.on_host.numpy()
+
+
+class GrammarStates:
+    """Rows with a grammar. `num_threads`: masks that are filled at a time."""
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        vocab_size: int,
+        device: torch.device,
+        compiler: GrammarCompiler,
+        num_threads: int,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._compiler = compiler
+        self._num_threads = num_threads
+        self._executor: llguidance.LLExecutor | None = None
+        self._rows: dict[int, RowGrammar] = {}
+        self._has_grammar = np.zeros(max_num_reqs, np.bool_)  # [row]
+        self._latest: StepTokens | None = None
+        """The result of the latest step with masks, if its tokens were not consumed yet."""
+        self._masks = self._allocate(0)
+        self.stats = GrammarStats()
+
+    @property
+    def num_held(self) -> int:
+        """Returns the number of rows that have a grammar."""
+        return len(self._rows)
+
+    def prepare(self) -> None:
+        """Makes what all grammars need, in a thread."""
+        self._compiler.prepare()
+
+    def close(self) -> None:
+        """Stops compiling. Idempotent."""
+        self._compiler.close()
+
+    def add_request(self, new: NewRequestData, output: Int32Array) -> None:
+        """Adds a request with its `output` so far; one without a grammar changes nothing."""
+        sampling = new.sampling
+        if not sampling.grammar:
+            return
+        allowed = endings = None
+        if sampling.allowed_token_ids is not None:
+            allowed = bit_mask(sampling.allowed_token_ids, self._vocab_size)
+        if sampling.min_tokens > 0:
+            endings = bit_mask((*new.eos_token_ids, *sampling.stop_token_ids), self._vocab_size)
+        self._rows[new.row] = RowGrammar(
+            self._compiler,
+            sampling.grammar,
+            epoch=new.epoch,
+            output=output.tolist(),
+            eos_token_ids=new.eos_token_ids,
+            allowed=allowed,
+            endings=endings,
+            min_tokens=sampling.min_tokens,
+        )
+        self._has_grammar[new.row] = True
+
+    def remove_request(self, row: int) -> None:
+        """Removes a request; a row without a grammar is left alone."""
+        grammar = self._rows.pop(row, None)
+        if grammar is not None:
+            grammar.close()
+            self._has_grammar[row] = False
+
+    def needed_by(self, rows: Int32Array) -> bool:
+        """Returns whether any of `rows` follows a grammar."""
+        return bool(self._rows) and bool(self._has_grammar[rows].any())
+
+    def step_started(self, result: StepTokens) -> None:
+        """Takes the result of the step whose masks were the last."""
+        self._latest = result
+
+    def apply(self, logits: torch.Tensor, places: Places) -> dict[int, PlaceFailure]:
+        """Sets what grammars forbid to -inf in `logits` [L, V] of all places. Returns what fails,
+        by index of the request in the batch."""
+        self._consume_latest()
+        walks, failures = self._begin(places)
+        if not walks:
+            return failures
+        started = time.perf_counter()
+        entries, num_masks = self._fill(walks, failures, len(places.rows))
+        masks = self._masks
+        masks.on_device[:num_masks].copy_(masks.on_host[:num_masks], non_blocking=True)
+        ops.mask_logits(logits, masks.on_device, to_device(entries, self._device))
+        self.stats.masks_filled(num_masks, time.perf_counter() - started)
+        return failures
+
+    def _consume_latest(self) -> None:
+        """Consumes the tokens of the step before. Afterwards the device is done with its masks,
+        too, so their memory may be written again."""
+        if self._latest is None:
+            return
+        for row, epoch, token_ids in self._latest.wait_for_tokens():
+            grammar = self._rows.get(row)
+            if grammar is not None and grammar.epoch == epoch:
+                grammar.consume(token_ids)
+        self._latest = None
+
+    def _begin(self, places: Places) -> tuple[list[_Walk], dict[int, PlaceFailure]]:
+        """Waits for what is not compiled yet. Returns the requests whose masks are to be filled,
+        and those that have failed."""
+        walks: list[_Walk] = []
+        failures: dict[int, PlaceFailure] = {}
+        drafts, firsts = places.drafts_on_host(), places.first_places()
+        for request in np.flatnonzero(self._has_grammar[places.rows[firsts]]).tolist():
+            first = int(firsts[request])
+            grammar = self._rows[int(places.rows[first])]
+            self._wait_for(grammar)
+            if grammar.failure:
+                failures[request] = PlaceFailure(0, grammar.failure)
+            elif grammar.needs_masks:
+                own = drafts[request] if request < len(drafts) else []
+                walks.append(_Walk(request, grammar, first, own))
+        return walks, failures
+
+    def _wait_for(self, grammar: RowGrammar) -> None:
+        started = time.perf_counter()
+        seconds = grammar.wait()
+        if seconds is not None:
+            waited = time.perf_counter() - started
+            self.stats.compiled(seconds, waited, failed=bool(grammar.failure))
+
+    def _fill(
+        self, walks: list[_Walk], failures: dict[int, PlaceFailure], num_places: int
+    ) -> tuple[Int32Array, int]:
+        """Fills masks, place by place of all requests together. Returns the mask of each place
+        [L], and their number."""
+        entries = np.full(num_places, _NO_MASK, np.int32)
+        self._reserve(sum(1 + len(walk.drafts) for walk in walks))
+        num_masks, place, going_on = 0, 0, walks
+        while going_on:
+            words = self._masks.words[num_masks : num_masks + len(going_on)]
+            self._compute([walk.grammar.matcher for walk in going_on], words)
+            still: list[_Walk] = []
+            for index, walk in enumerate(going_on):
+                reason = walk.grammar.check_mask(words[index], place)
+                if reason:
+                    failures[walk.request] = PlaceFailure(place, reason)
+                    continue
+                entries[walk.first_place + place] = num_masks + index
+                if place < len(walk.drafts) and walk.grammar.consume_draft(
+                    walk.drafts[place], words[index]
+                ):
+                    walk.num_consumed += 1
+                    still.append(walk)
+            num_masks, place, going_on = num_masks + len(going_on), place + 1, still
+        self._go_back(walks, failures)
+        return entries, num_masks
+
+    def _go_back(self, walks: list[_Walk], failures: dict[int, PlaceFailure]) -> None:
+        """Leaves every matcher behind its output."""
+        for walk in walks:
+            failure = failures.get(walk.request)
+            if failure is not None and failure.place == 0:
+                walk.grammar.fail(failure.reason)
+                self.stats.num_failed += 1
+            elif walk.drafts:
+                walk.grammar.forget_drafts(walk.num_consumed)
+
+    def _compute(self, matchers: list[llguidance.LLMatcher], words: Int32Array) -> None:
+        """Fills `words` [N, ceil(V / 32)], one row for each of N matchers."""
+        if self._executor is None:
+            self._executor = llguidance.LLExecutor(self._num_threads)
+        jobs = [(matcher, index) for index, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(
+            jobs, words.ctypes.data, words.shape[1] * words.itemsize, len(jobs)
+        )
+
+    def _reserve(self, count: int) -> None:
+        capacity = len(self._masks.words)
+        if count > capacity:
+            self._masks = self._allocate(max(count, 2 * capacity, _FIRST_CAPACITY))
+
+    def _allocate(self, capacity: int) -> _Masks:
+        shape = (capacity, -(-self._vocab_size // 32))
+        is_cuda = self._device.type == "cuda"
+        return _Masks(
+            torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda and capacity > 0),
+            torch.zeros(shape, dtype=torch.int32, device=self._device),
+        )
