@@ -1,11 +1,16 @@
-"""A step that workers have and whose result is not here yet."""
+"""Steps that workers have and whose results are not here yet."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
+from engine.outputs import ModelRunnerOutput
 from engine.request import Request
+from engine.sched.counters import PrefillRate, SchedulerCounters
+from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
+from engine.sched.step_fence import StepFence
 from kv_transfer.layout import BlockIds
 
 
@@ -28,3 +33,41 @@ class InFlightStep:
     issued_at: float
     chunks: list[tuple[Row, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
+
+
+class StepsInFlight:
+    """All of them, oldest first: each comes back once, in order."""
+
+    def __init__(self, fence: StepFence, counters: SchedulerCounters) -> None:
+        self._steps: deque[InFlightStep] = deque()
+        self._fence = fence
+        self._counters = counters
+        self.prefill_rate = PrefillRate()
+
+    def issue(self, step: InFlightStep) -> None:
+        self._steps.append(step)
+        self._fence.issue(step.step_id)
+
+    def retire(
+        self, step: SchedulerOutput, output: ModelRunnerOutput, now: float
+    ) -> list[tuple[Row, int]]:
+        """Takes the oldest step, whose result `output` is. Returns its chunks, which have KV now.
+
+        Raises:
+            ValueError: `output` is that of another step.
+        """
+        due = self._steps[0].step_id if self._steps else None
+        if not due == step.step_id == output.step_id:
+            raise ValueError(
+                f"a result of step {output.step_id} came for step {step.step_id}, due is {due}"
+            )
+        done = self._steps.popleft()
+        self._fence.retire(done.step_id)
+        if done.num_prompt_tokens:
+            seconds = now - max(done.issued_at, self._counters.last_step_at)
+            self.prefill_rate.add_step(done.num_prompt_tokens, seconds)
+        self._counters.add_step(done.num_prompt_tokens, now)
+        return done.chunks
+
+    def leftovers(self) -> list[str]:
+        return [f"step {step.step_id} in flight" for step in self._steps]

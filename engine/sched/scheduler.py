@@ -24,7 +24,6 @@ Every method that may end a request or a transfer returns `EngineCoreOutputs` to
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
@@ -34,9 +33,9 @@ from engine.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.outputs import ModelRunnerOutput, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.request import Request, RequestStatus
 from engine.sched.admission import Admission
-from engine.sched.counters import PrefillRate, SchedulerCounters
+from engine.sched.counters import SchedulerCounters
 from engine.sched.forks import Forks
-from engine.sched.in_flight import InFlightStep
+from engine.sched.in_flight import StepsInFlight
 from engine.sched.output import SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
@@ -58,11 +57,11 @@ class Scheduler:
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._limits = RequestLimits(config, num_blocks)
         self._counters = SchedulerCounters()
-        self._prefill_rate = PrefillRate()
         self._kv_cache = KVCacheManager(
             num_blocks, config.kv_layout.groups, config.cache.enable_prefix_caching
         )
         self._fence = StepFence(self._kv_cache)
+        self._steps = StepsInFlight(self._fence, self._counters)
         self._waiting = RequestQueue(policy)
         self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, policy)
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
@@ -89,7 +88,6 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._unreported: set[str] = set()
         """Requests whose first output is still to come."""
-        self._in_flight: deque[InFlightStep] = deque()
         self._num_arrived = 0
 
     # Requests come, are advised on, and go ----------------------------------------------------
@@ -209,8 +207,7 @@ class Scheduler:
             return None
         kv = self._remote.build_meta(step_id, running.builder.exported_chunks)
         step, record = running.issue(step_id, kv)
-        self._in_flight.append(record)
-        self._fence.issue(step_id)
+        self._steps.issue(record)
         return step
 
     # Results ----------------------------------------------------------------------------------
@@ -224,7 +221,8 @@ class Scheduler:
             ValueError: `output` is not that of the oldest step in flight.
         """
         now = time.monotonic()
-        self._retire(step, output, now)
+        for row_of_chunk, num_computed_tokens in self._steps.retire(step, output, now):
+            self._running.confirm_chunk(row_of_chunk, num_computed_tokens)
         table = self._running.table
         rows = table.rows
         results = [
@@ -270,23 +268,6 @@ class Scheduler:
                     num_dropped += self._check(row, result)
         self._counters.generation_tokens += len(output.token_ids) - num_dropped
         return EngineCoreOutputs(outputs=results, timestamp=now)
-
-    def _retire(self, step: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
-        if not self._in_flight or not (
-            self._in_flight[0].step_id == step.step_id == output.step_id
-        ):
-            due = self._in_flight[0].step_id if self._in_flight else None
-            raise ValueError(
-                f"a result of step {output.step_id} came for step {step.step_id}, due is {due}"
-            )
-        done = self._in_flight.popleft()
-        for row, num_computed_tokens in done.chunks:
-            self._running.confirm_chunk(row, num_computed_tokens)
-        self._fence.retire(done.step_id)
-        if done.num_prompt_tokens:
-            seconds = now - max(done.issued_at, self._counters.last_step_at)
-            self._prefill_rate.add_step(done.num_prompt_tokens, seconds)
-        self._counters.add_step(done.num_prompt_tokens, now)
 
     def _check(self, row: Row, output: EngineCoreOutput) -> int:
         """Checks whether a block became full or the output ended with one of its new tokens.
@@ -410,7 +391,7 @@ class Scheduler:
             num_delayed_frees=len(remote.held),
             prompt_tokens_cached=counters.prefix_cache_hits,
             prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
-            prefill_tokens_per_s=self._prefill_rate.tokens_per_s,
+            prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
             kv_transfer=remote.counters,
             **asdict(counters),
         )
@@ -418,10 +399,9 @@ class Scheduler:
     def check_empty(self) -> list[str]:
         """Names everything that is left though no request should be; empty when all is well."""
         left = [f"request {name} ({r.status.name})" for name, r in self._requests.items()]
-        left += self._remote.leftovers() + self._forks.leftovers()
+        left += self._remote.leftovers() + self._forks.leftovers() + self._steps.leftovers()
         left += [f"row {row.index} of {row.request_id}" for row in self._running.table.live()]
         left += [f"blocks of {name}" for name in self._kv_cache.request_ids()]
-        left += [f"step {step.step_id} in flight" for step in self._in_flight]
         left += [f"first output of {name}" for name in self._unreported]
         for name, count in (
             ("queued requests", len(self._waiting)),

@@ -248,7 +248,7 @@ def test_a_step_waits_for_a_grammar_that_is_not_compiled_yet(
 
 
 def test_rows_without_a_grammar_keep_the_whole_step_graph(engine: OneEngine) -> None:
-    """What a CUDA graph of a whole step is chosen by."""
+    """The sampler says so by which a graph of a whole step is chosen."""
     sampler = engine.worker.runner.sampler
     engine.add(make_request("a", NOTES))
     engine.add(make_request("b", ""))
