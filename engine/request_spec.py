@@ -107,6 +107,11 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         sampling = msgspec.structs.replace(self.sampling, seed=self.seeds[index])
         return msgspec.structs.replace(self, sampling=sampling, sibling_seeds=())
 
+    def with_siblings(self, others: Sequence[RequestSpec]) -> RequestSpec:
+        """Returns a copy that asks for `others` too, which differ in their seeds alone."""
+        seeds = tuple(other.sampling.seed for other in others)
+        return msgspec.structs.replace(self, sibling_seeds=seeds)
+
     def for_one_token(self) -> RequestSpec:
         """Returns a copy whose answers end with their next token."""
         limit = self.num_resumed_tokens + 1

@@ -10,12 +10,16 @@ On a decode node `supply_first_token` puts the prefill node's token into the str
 `wait_kv_result`, `retry_remote` and `prefill_locally` steer what becomes of the transfer. A request
 of which a prefill node samples the only token does not enter the engine core, unless it is computed
 here after all. All methods are for the event loop's thread.
+
+A request with choices has one stream for all of them. Its own id names their prompt, whose first
+tokens and KV are steered by it; each choice has an id of its own, by which it can be aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
@@ -23,7 +27,12 @@ from engine.frontend.core_client import EngineCoreClient
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.request_stream import KVResults, RequestState, RequestStream
+from engine.frontend.request_stream import (
+    KVResults,
+    OutputQueue,
+    RequestState,
+    RequestStream,
+)
 from engine.messages import (
     AbortRequests,
     EngineCoreOutput,
@@ -41,7 +50,7 @@ from engine.messages import (
     RetryRemotePrefill,
     SupplyFirstToken,
 )
-from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
+from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from host.life_signs import Silence
 from kv_transfer.metadata import KVTransferParams
 
@@ -65,7 +74,10 @@ class AsyncLLM:
         self._on_progress = on_progress
         self._tokenizer = tokenizer
         self._states: dict[str, RequestState] = {}
-        """Requests whose streams go on, by request id."""
+        """Requests and choices that go on, by request id."""
+        self._prompts: dict[str, dict[int, RequestState]] = {}
+        """The same by the id of their prompt, which is that of a request without choices, and by
+        number of the choice."""
         self._outside: dict[str, GenerationRequest] = {}
         """Those of them that wait for their only token and are not in the engine core."""
         self._kv_results: dict[str, KVResults] = {}
@@ -125,13 +137,18 @@ class AsyncLLM:
         """Hands the request to the engine now; iterate over what is returned. Raises
         EngineDeadError, and ValueError when a request of this id is running."""
         self._check_alive()
-        request_id = request.request_id
-        if request_id in self._states or request_id in self._kv_results:
-            raise ValueError(f"request id {request_id} is in use; ids must be unique")
-        state = RequestState(OutputProcessor(request, self._tokenizer))
-        if request.spec.num_resumed_tokens:
-            state.queue.put_nowait(state.processor.replay(request.spec.resumed_token_ids))
-        self._states[request_id] = state
+        request_id, queue = request.request_id, OutputQueue()
+        names = request.choice_ids or (request_id,)
+        for name in (request_id, *names):
+            if name in self._states or name in self._prompts or name in self._kv_results:
+                raise ValueError(f"request id {name} is in use; ids must be unique")
+        states = self._prompts[request_id] = {}
+        for index, name in enumerate(names):
+            processor = OutputProcessor(replace(request, request_id=name), self._tokenizer)
+            state = states[index] = RequestState(processor, request_id, queue)
+            if request.spec.num_resumed_tokens:
+                queue.put_nowait(processor.replay(request.spec.resumed_token_ids))
+            self._states[name] = state
         params = request.kv_transfer_params
         if params is not None and params.first_token_only:
             self._outside[request_id] = request
@@ -139,16 +156,18 @@ class AsyncLLM:
             if params is not None:
                 self._kv_results[request_id] = KVResults(params)
             self._client.send(_to_core(request))
-        return RequestStream(state, self._on_stream_closed)
+        return RequestStream(request_id, queue, len(names), self._on_stream_closed)
 
     def abort(self, request_id: str) -> None:
-        """Ends the request, and its KV transfer, wherever it is. Its stream ends with
-        finish_reason `abort`. Nothing happens when it is not known (any more)."""
+        """Ends the request, and its KV transfer, wherever it is; or one choice, or all choices of a
+        prompt. Its stream ends with finish_reason `abort`. Nothing happens when it is not known
+        (any more)."""
         state = self._states.get(request_id)
-        if state is not None:
-            self._end_in_core(state, "the request was aborted")
-            state.queue.put_nowait(state.processor.process([], finish_reason="abort"))
-        elif request_id in self._kv_results:
+        states = [state] if state is not None else self._states_of(request_id)
+        for ended in states:
+            self._end_in_core(ended, "the request was aborted")
+            ended.queue.put_nowait(ended.processor.process([], finish_reason="abort"))
+        if not states and request_id in self._kv_results:
             self._end_kv(request_id, "the request was aborted")
             self._client.send(AbortRequests([request_id]))
 
@@ -158,34 +177,41 @@ class AsyncLLM:
         token_id: int,
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
+        siblings: SiblingTokens | None = None,
     ) -> bool:
-        """Puts the prefill node's token into the stream at once, and into the engine core unless it
-        is the last. Nothing happens when the stream has a token already, or has ended. Returns
-        whether it goes on."""
-        state = self._states.get(request_id)
-        if state is None:
-            return False
-        if state.processor.num_new_tokens > 0:
+        """Puts the prefill node's tokens, of each choice one, into the stream at once, and into the
+        engine core unless they are the last. Nothing happens when the stream has a token already,
+        or has ended. Returns whether it goes on."""
+        states = self._prompts.get(request_id, {})
+        if any(state.processor.num_new_tokens > 0 for state in states.values()):
             return True
-        for part in prompt_logprobs:
-            state.processor.add_prompt_logprobs(part)
-        output = state.processor.process_first_token(token_id, logprobs)
-        state.queue.put_nowait(output)
-        if output.finished:
+        more = siblings or SiblingTokens([])
+        tokens = [token_id, *more.token_ids]
+        found = [logprobs, *more.logprobs] if logprobs is not None else [None] * len(tokens)
+        ended: list[RequestState] = []
+        for index, state in states.items():
+            for part in prompt_logprobs:
+                state.processor.add_prompt_logprobs(part)
+            output = state.processor.process_first_token(tokens[index], found[index])
+            state.queue.put_nowait(output)
+            if output.finished:
+                ended.append(state)
+        goes_on = len(ended) < len(states)
+        if goes_on:
+            self._client.send(SupplyFirstToken(request_id, token_id, more.token_ids))
+        for state in ended:
             self._end_in_core(state)
-        else:
-            self._client.send(SupplyFirstToken(request_id, token_id))
-        return not output.finished
+        return goes_on
 
     def prompt_computed(self, request_id: str) -> None:
         """Tells the engine core that the peer of a later attempt has computed the prompt too: its
         KV must be on its way."""
-        if request_id in self._states and request_id not in self._outside:
+        if request_id in self._prompts and request_id not in self._outside:
             self._client.send(PromptComputed(request_id))
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
         """Pulls again, from another peer or with a new attempt."""
-        if request_id in self._states and request_id not in self._outside:
+        if request_id in self._prompts and request_id not in self._outside:
             self._client.send(RetryRemotePrefill(request_id, params))
 
     def prefill_locally(self, request_id: str) -> None:
@@ -194,7 +220,10 @@ class AsyncLLM:
         if request is not None:
             request.kv_transfer_params = None
             self._client.send(_to_core(request))
-        elif request_id in self._states:
+            gone = [name for name in request.choice_ids if name not in self._states]
+            if gone:
+                self._client.send(AbortRequests(gone))
+        elif request_id in self._prompts:
             self._client.send(PrefillLocally(request_id))
 
     async def wait_kv_result(self, request_id: str) -> KVTransferResult:
@@ -237,25 +266,38 @@ class AsyncLLM:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
 
-    def _on_stream_closed(self, state: RequestState) -> None:
-        if self._states.get(state.request_id) is state:
-            self.abort(state.request_id)
+    def _on_stream_closed(self, stream: RequestStream) -> None:
+        for state in self._states_of(stream.request_id):
+            if state.queue is stream.queue:
+                self.abort(state.request_id)
+
+    def _states_of(self, prompt_id: str) -> list[RequestState]:
+        return list(self._prompts.get(prompt_id, {}).values())
 
     def _end_in_core(self, state: RequestState, why: str = "the request has ended") -> None:
         """Ends a request that the engine core has not ended."""
-        request_id = state.request_id
-        is_outside = self._outside.pop(request_id, None) is not None
-        self._forget(state)
-        self._end_kv(request_id, why)
+        prompt_id = state.prompt_id
+        is_outside = prompt_id in self._outside
+        if self._forget(state):
+            self._outside.pop(prompt_id, None)
+            self._end_kv(prompt_id, why)
         if not is_outside:
-            self._client.send(AbortRequests([request_id]))
+            self._client.send(AbortRequests([state.request_id]))
 
-    def _forget(self, state: RequestState) -> None:
-        """Forgets a request with which the engine core is, or soon will be, done."""
+    def _forget(self, state: RequestState) -> bool:
+        """Forgets a request with which the engine core is, or soon will be, done. Returns whether
+        it was the last one of its prompt."""
         del self._states[state.request_id]
-        results = self._kv_results.get(state.request_id)
+        states, prompt_id = self._prompts[state.prompt_id], state.prompt_id
+        index = next(index for index, other in states.items() if other is state)
+        del states[index]
+        if states:
+            return False
+        del self._prompts[prompt_id]
+        results = self._kv_results.get(prompt_id)
         if results is not None and not results.outlive_stream:
-            self._end_kv(state.request_id, "the request has ended")
+            self._end_kv(prompt_id, "the request has ended")
+        return True
 
     def _end_kv(self, request_id: str, reason: str) -> None:
         results = self._kv_results.pop(request_id, None)
@@ -306,6 +348,7 @@ class AsyncLLM:
             queue_s=output.queue_s,
             error=output.error,
         )
+        processed.siblings = output.siblings
         state.queue.put_nowait(processed)
         if processed.finished:
             self._forget(state)
@@ -327,6 +370,7 @@ class AsyncLLM:
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(reason))
         self._states.clear()
+        self._prompts.clear()
         self._outside.clear()
         self._kv_results.clear()
         self._resets.clear()
@@ -348,6 +392,7 @@ def _to_core(request: GenerationRequest) -> EngineCoreRequest:
         eos_token_ids=request.eos_token_ids,
         arrival_time=request.arrival_time,
         kv_transfer_params=request.kv_transfer_params,
+        choice_ids=request.choice_ids,
     )
 
 

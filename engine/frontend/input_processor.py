@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
@@ -23,7 +24,11 @@ _SEED_BITS = 64
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """A request on its way into one engine: a checked spec, and what belongs to this node alone."""
+    """A request on its way into one engine: a checked spec, and what belongs to this node alone.
+
+    With `choice_ids` it is several, one for each of `spec.seeds`, and `request_id` names the prompt
+    that they share.
+    """
 
     request_id: str
     spec: RequestSpec
@@ -35,6 +40,21 @@ class GenerationRequest:
     """Tokens that the reader of the outputs wants to see as such, in `RequestOutput.pieces`."""
     arrival_time: float = field(default_factory=time.monotonic)
     """The CLOCK_MONOTONIC seconds at which the request arrived."""
+    choice_ids: tuple[str, ...] = ()
+
+    @classmethod
+    def of_choices(cls, request_id: str, choices: Sequence[GenerationRequest]) -> GenerationRequest:
+        """Returns the request for all `choices`, which differ in their ids and seeds alone. One
+        choice is returned as it is."""
+        first, *others = choices
+        if not others:
+            return first
+        return replace(
+            first,
+            request_id=request_id,
+            spec=first.spec.with_siblings([choice.spec for choice in others]),
+            choice_ids=tuple(choice.request_id for choice in choices),
+        )
 
 
 class InputProcessor:

@@ -18,7 +18,7 @@ from typing import Protocol
 from engine.frontend.detokenizer import Decoder, Detokenizer, StopStringMatcher
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.pieces import Piece, PieceQueue
-from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class RequestOutput:
         queue_s: With the first output: seconds until first scheduled.
         error: With finish_reason `error`: what was wrong and what to do.
         is_replay: Nothing new: what another node gave before this one took over.
+        siblings: With the first token, of a request without choices of its own that draws for
+            several: the first tokens of the others.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class RequestOutput:
     queue_s: float = 0.0
     error: str = ""
     is_replay: bool = False
+    siblings: SiblingTokens | None = None
 
     @property
     def finished(self) -> bool:

@@ -1,9 +1,9 @@
 """Carries the outputs of one request from the engine to whoever reads them.
 
-1. `AsyncLLM.generate` makes a `RequestState` (kept by AsyncLLM) and a `RequestStream` around
-   it (given to the reader)
-2. AsyncLLM puts outputs into the state; the reader takes them out by iterating
-3. the last output, or an exception, ends the iteration
+1. `AsyncLLM.generate` makes a `RequestState` (kept by AsyncLLM) for each choice, and one
+   `RequestStream` around them (given to the reader)
+2. AsyncLLM puts outputs into the states; the reader takes them out by iterating
+3. the last output of the last choice, or an exception, ends the iteration
 4. a reader that stops early closes the stream, by `aclose`, by cancelling or by forgetting
    it; AsyncLLM then aborts the request
 """
@@ -12,56 +12,69 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
 
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.messages import KVTransferResult
 from kv_transfer.metadata import KVTransferParams
 
+OutputQueue: TypeAlias = asyncio.Queue[RequestOutput | Exception]
+
 
 class RequestState:
-    """The state that AsyncLLM keeps of a request while the engine core works on it."""
+    """The state that AsyncLLM keeps of a request, or of one choice, while the engine core works on
+    it. Choices of a prompt put their outputs into one queue."""
 
-    __slots__ = ("processor", "queue", "request_id")
+    __slots__ = ("processor", "prompt_id", "queue", "request_id")
 
-    def __init__(self, processor: OutputProcessor) -> None:
+    def __init__(self, processor: OutputProcessor, prompt_id: str, queue: OutputQueue) -> None:
         self.request_id = processor.request_id
+        self.prompt_id = prompt_id
         self.processor = processor
-        self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self.queue = queue
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """Gives the outputs of one request in order; the last one is `finished`."""
+    """Gives the outputs of one request, or of its choices, in order. The last one of each is
+    `finished`."""
 
-    def __init__(self, state: RequestState, on_close: Callable[[RequestState], None]) -> None:
-        self._state = state
+    def __init__(
+        self,
+        request_id: str,
+        queue: OutputQueue,
+        num_choices: int,
+        on_close: Callable[[RequestStream], None],
+    ) -> None:
+        self.request_id = request_id
+        self.queue = queue
         self._on_close = on_close
-        self._is_open = True
+        self._num_open = num_choices
 
     @property
-    def request_id(self) -> str:
-        return self._state.request_id
+    def _is_open(self) -> bool:
+        return self._num_open > 0
 
     async def __anext__(self) -> RequestOutput:
         """Returns the next output. Raises EngineDeadError when the engine has died."""
         if not self._is_open:
             raise StopAsyncIteration
         try:
-            output = await self._state.queue.get()
+            output = await self.queue.get()
         except asyncio.CancelledError:
             self.close()
             raise
         if isinstance(output, Exception):
-            self._is_open = False
+            self._num_open = 0
             raise output
         if output.finished:
-            self._is_open = False
+            self._num_open -= 1
         return output
 
     def close(self) -> None:
-        """Aborts the request unless it has ended. Idempotent."""
+        """Aborts what has not ended. Idempotent."""
         if self._is_open:
-            self._is_open = False
-            self._on_close(self._state)
+            self._num_open = 0
+            self._on_close(self)
 
     async def aclose(self) -> None:
         self.close()

@@ -15,7 +15,7 @@ from engine.errors import EngineDeadError
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
-from engine.frontend.request_stream import RequestState, RequestStream
+from engine.frontend.request_stream import OutputQueue, RequestState, RequestStream
 from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
@@ -99,7 +99,8 @@ class FakeEngine:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
         assert request.request_id not in self.requests, "request ids must be unique"
-        state = RequestState(OutputProcessor(request, self._tokenizer))
+        name, queue = request.request_id, OutputQueue()
+        state = RequestState(OutputProcessor(request, self._tokenizer), name, queue)
         fake = FakeRequest(request, state, params=request.kv_transfer_params)
         self.requests[request.request_id] = fake
         if request.spec.num_resumed_tokens:
@@ -109,7 +110,7 @@ class FakeEngine:
         self.on_generate(fake)
         if fake.params is None and self._auto:
             self.produce_all(fake)
-        return RequestStream(state, lambda state: self.abort(state.request_id))
+        return RequestStream(name, queue, 1, lambda stream: self.abort(stream.request_id))
 
     def abort(self, request_id: str) -> None:
         fake = self.requests.get(request_id)

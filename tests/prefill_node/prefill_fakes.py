@@ -15,7 +15,7 @@ from edge.tracing.file import TraceFile
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.request_stream import RequestState, RequestStream
+from engine.frontend.request_stream import OutputQueue, RequestState, RequestStream
 from engine.messages import EngineReady, KVTransferResult
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.status import NodeStatus
@@ -62,9 +62,10 @@ class FakePrefillEngine:
     def generate(self, request: GenerationRequest) -> RequestStream:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
-        state = RequestState(OutputProcessor(request, None))
+        name, queue = request.request_id, OutputQueue()
+        state = RequestState(OutputProcessor(request, None), name, queue)
         self.prompts[request.request_id] = FakePrompt(request, state)
-        return RequestStream(state, lambda state: self.abort(state.request_id))
+        return RequestStream(name, queue, 1, lambda stream: self.abort(stream.request_id))
 
     def abort(self, request_id: str) -> None:
         prompt = self.prompts.get(request_id)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from engine.config import EngineConfig
 from engine.errors import EngineDeadError
-from engine.frontend import async_llm
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.request_stream import RequestStream
 from engine.messages import (
@@ -20,74 +17,20 @@ from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineReady,
-    FromEngineCore,
     KVTransferResult,
     PrefillLocally,
     PrefixCacheReset,
     ResetPrefixCache,
     RetryRemotePrefill,
     SupplyFirstToken,
-    ToEngineCore,
 )
 from engine.outputs import SchedulerStats, TokenLogprobs
 from kv_transfer.metadata import KVTransferParams
-from tests.engine.core.tiny_engine import make_request, tiny_config
+from tests.engine.core.tiny_engine import make_request
+from tests.engine.frontend.fake_core import FakeCore
 
 PULL = KVTransferParams(do_remote_prefill=True, transfer_id="00" * 16)
 EXPORT = KVTransferParams(do_remote_decode=True, transfer_id="11" * 16)
-
-
-class FakeCore:
-    """Takes the place of `EngineCoreClient`: keeps what was sent, and says what the test says."""
-
-    pid = 1
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        on_message: Callable[[FromEngineCore], None],
-        on_dead: Callable[[str], None],
-    ) -> None:
-        self.say = on_message
-        self.die = on_dead
-        self.sent: list[ToEngineCore] = []
-        self.say(EngineReady(num_blocks=7))
-
-    def send(self, message: ToEngineCore) -> None:
-        self.sent.append(message)
-
-    async def shutdown(self) -> None:
-        """Does nothing, as there is no process."""
-
-    def tokens(self, request_id: str, token_ids: list[int], finish_reason: str = "") -> None:
-        output = EngineCoreOutput(request_id, token_ids, finish_reason)
-        self.say(EngineCoreOutputs(outputs=[output]))
-
-    def take(self) -> list[ToEngineCore]:
-        sent, self.sent = self.sent, []
-        return sent
-
-
-@pytest.fixture
-async def llm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncLLM]:
-    def make(config: EngineConfig, *callbacks: Any) -> FakeCore:
-        return FakeCore(config, *callbacks)
-
-    monkeypatch.setattr(async_llm, "EngineCoreClient", make)
-    llm = await AsyncLLM.start(tiny_config())
-    yield llm
-    await llm.shutdown()
-    assert not llm._states
-    assert not llm._outside
-    assert not llm._kv_results
-
-
-@pytest.fixture
-def core(llm: AsyncLLM) -> FakeCore:
-    core = llm._client
-    assert isinstance(core, FakeCore)
-    return core
 
 
 def _generate(

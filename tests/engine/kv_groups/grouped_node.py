@@ -76,14 +76,21 @@ class GroupedNode:
         prompt: list[int],
         max_tokens: int,
         kv: KVTransferParams | None = None,
+        num_choices: int = 1,
     ) -> None:
+        """Adds a request. Several choices are named `name.0`, `name.1` ..., unless the node only
+        computes the prompt for another."""
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.tokens[request_id] = []
+        names = tuple(f"{request_id}.{i}" for i in range(num_choices))
+        if num_choices == 1 or (kv is not None and kv.do_remote_decode):
+            names = ()
+        self.tokens |= {name: [] for name in names or (request_id,)}
         self.core.handle(
             EngineCoreRequest(
                 request_id=request_id,
-                spec=RequestSpec(prompt, sampling),
+                spec=RequestSpec(prompt, sampling, sibling_seeds=tuple(range(1, num_choices))),
                 kv_transfer_params=kv,
+                choice_ids=names,
             )
         )
 
@@ -92,6 +99,8 @@ class GroupedNode:
         for output in outputs.outputs:
             assert not output.error
             self.tokens[output.request_id] += output.new_token_ids
+            if output.siblings is not None:
+                self.tokens[output.request_id] += output.siblings.token_ids
             if output.finish_reason:
                 self.ended.add(output.request_id)
         self.results += outputs.kv_results

@@ -86,6 +86,13 @@ def test_one_node_with_little_room(checkpoint: Checkpoint) -> None:
             assert node.tokens[name] == checkpoint.oracle.tokens(prompt, 30)
         # The longest prefix of whole blocks in every group; the largest have 16 tokens.
         assert node.core.stats().prefix_cache_hits - hits == 144
+        for n in (WINDOW, 97):
+            node.add(f"choices-{n}", prompt_of(n), 30, num_choices=4)
+        names = [f"choices-{n}.{i}" for n in (WINDOW, 97) for i in range(4)]
+        run_until([node], lambda: node.ended.issuperset(names))
+        for name in names:
+            n = int(name.removeprefix("choices-")[:-2])
+            assert node.tokens[name] == checkpoint.oracle.tokens(prompt_of(n), 30), name
         node.check_empty()
 
 
@@ -132,33 +139,49 @@ def test_prefill_and_decode_nodes(
         assert (hits > 0) == (block_sizes[1] < 64)
         pulled = after.prompt_tokens_transferred - before.prompt_tokens_transferred
         assert hits + pulled == sum(len(prompt) for prompt in longer.values())
+        # Three choices of each prompt pull it once, and share and copy its blocks in every group.
+        several = {f"several-{n}": prompt_of(n)[::-1] for n in (WINDOW + 1, 64, 97)}
+        hand_over(prefill, decode, several, checkpoint.oracle, num_choices=3)
+        pulled = decode.core.stats().prompt_tokens_transferred - after.prompt_tokens_transferred
+        assert pulled == sum(len(prompt) for prompt in several.values())
+        assert decode.core.stats().prompt_tokens_computed == 0
         assert all(result.ok for node in nodes for result in node.results)
 
 
 def hand_over(
-    prefill: GroupedNode, decode: GroupedNode, prompts: dict[str, list[int]], oracle: DenseOracle
+    prefill: GroupedNode,
+    decode: GroupedNode,
+    prompts: dict[str, list[int]],
+    oracle: DenseOracle,
+    num_choices: int = 1,
 ) -> None:
     """The test plays both node servers; afterwards nothing is held on either side."""
+    names = {
+        name: [f"{name}.{i}" for i in range(num_choices)] if num_choices > 1 else [name]
+        for name in prompts
+    }
     for name, prompt in prompts.items():
         transfer_id = secrets.token_hex(16)
         export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
         pull = KVTransferParams(
             do_remote_prefill=True, transfer_id=transfer_id, peer=prefill.core.connector.peer_info
         )
-        prefill.add(name, prompt, 1, export)
-        decode.add(name, prompt, 24, pull)
+        prefill.add(name, prompt, 1, export, num_choices)
+        decode.add(name, prompt, 24, pull, num_choices)
     waiting = set(prompts)
 
     def is_done() -> bool:
         for name in waiting & prefill.ended:
             waiting.remove(name)
-            (token,) = prefill.tokens[name]
-            decode.tokens[name].append(token)
-            decode.core.handle(SupplyFirstToken(name, token))
-        return decode.ended >= prompts.keys()
+            tokens = prefill.tokens[name]
+            for choice, token in zip(names[name], tokens, strict=True):
+                decode.tokens[choice].append(token)
+            decode.core.handle(SupplyFirstToken(name, tokens[0], tokens[1:]))
+        return all(decode.ended.issuperset(choices) for choices in names.values())
 
     run_until([prefill, decode], is_done)
     for name, prompt in prompts.items():
-        assert decode.tokens[name] == oracle.tokens(prompt, 24), name
+        for choice in names[name]:
+            assert decode.tokens[choice] == oracle.tokens(prompt, 24), choice
     nodes = [prefill, decode]
     run_until(nodes, lambda: not any(node.core.scheduler.check_empty() for node in nodes))

@@ -1,0 +1,108 @@
+"""The real scheduler over a real worker: n choices of one prompt are n requests with their seeds,
+token for token, and the prompt is computed once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.config import SchedulerConfig
+from engine.messages import EngineCoreRequest
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
+from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
+
+HOT = {"temperature": 1.5, "logprobs": 2}
+
+
+def forked(name: str, prompt: list[int], num_choices: int, **sampling: Any) -> EngineCoreRequest:
+    seed = len(prompt) * 1000
+    seeds = tuple(range(seed + 1, seed + num_choices))
+    spec = RequestSpec(prompt, SamplingParams(seed=seed, **sampling), sibling_seeds=seeds)
+    ids = tuple(f"{name}.{i}" for i in range(num_choices))
+    return EngineCoreRequest(request_id=name, spec=spec, eos_token_ids=(EOS,), choice_ids=ids)
+
+
+def alone(message: EngineCoreRequest, index: int) -> EngineCoreRequest:
+    return msgspec.structs.replace(
+        message,
+        request_id=message.choice_ids[index],
+        spec=message.spec.of_choice(index),
+        choice_ids=(),
+    )
+
+
+def add(engine: OneEngine, message: EngineCoreRequest) -> None:
+    for name in message.choice_ids:
+        engine.tokens[name], engine.logprobs[name] = [], []
+    engine.add(message)
+
+
+def workload(num_choices: int) -> list[EngineCoreRequest]:
+    """Prompts shorter and longer than a step, ending in the middle and at the end of blocks, some
+    of which begin alike; every kind of sampling."""
+    rng = random.Random(num_choices)
+    shared = [rng.randrange(211) for _ in range(16)]
+    kinds = [*KINDS, HOT]
+    return [
+        forked(
+            f"{i}",
+            (shared if i % 2 else []) + [rng.randrange(211) for _ in range(length)],
+            num_choices,
+            max_tokens=24,
+            **kinds[i % len(kinds)],  # type: ignore[arg-type]
+        )
+        for i, length in enumerate([1, 8, 32, 13, 50])
+    ]
+
+
+def check_equal(engine: OneEngine, expected: OneEngine) -> None:
+    for name, tokens in expected.tokens.items():
+        assert engine.tokens[name] == tokens, name
+        assert engine.ended[name] == expected.ended[name]
+        for found, other in zip(engine.logprobs[name], expected.logprobs[name], strict=True):
+            assert (found.token_ids, found.rank) == (other.token_ids, other.rank)
+            assert found.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_choices", [4, 8])
+@pytest.mark.parametrize(
+    ("caching", "num_blocks", "rows"),
+    [(False, 64, 6), (True, 64, 3), (False, 16, 6), (True, 16, 6)],
+    ids=["plain", "few rows", "few blocks", "few blocks, cached"],
+)
+def test_choices_are_requests_with_their_seeds(
+    make_config: Any, num_choices: int, caching: bool, num_blocks: int, rows: int
+) -> None:
+    config = replace(
+        make_config(num_blocks=num_blocks, enable_prefix_caching=caching),
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=20),
+    )
+    messages = workload(num_choices)
+    expected = OneEngine(make_config(enable_prefix_caching=False), depth=1)
+    for message in messages:
+        for index in range(num_choices):
+            expected.add(alone(message, index))
+            expected.finish()
+    check_empty(expected)
+
+    engine = OneEngine(config, depth=2)
+    for message in messages:
+        add(engine, message)
+    engine.finish()
+    del expected.tokens["last"], expected.logprobs["last"]
+    check_equal(engine, expected)
+    stats = engine.scheduler.stats()
+    num_prompt_tokens = sum(len(message.spec.prompt_token_ids) for message in messages)
+    if num_blocks == 64:
+        computed = stats.prompt_tokens_computed + stats.prefix_cache_hits
+        assert (stats.num_preemptions, computed) == (0, num_prompt_tokens)
+    else:
+        assert stats.num_preemptions > 0
+    distinct = {tuple(engine.tokens[f"4.{i}"]) for i in range(num_choices)}
+    assert len(distinct) == num_choices
+    check_empty(engine)
