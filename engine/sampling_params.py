@@ -21,6 +21,7 @@ from engine.errors import check
 MAX_LOGPROBS = 128
 """Engines can give so many; a decode node's setting allows fewer."""
 DEFAULT_MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
@@ -63,6 +64,8 @@ class SamplingParams(
         stop_token_ids: Token ids that end the output, in addition to the model's own.
         ignore_eos: The model's end-of-sequence ids do not end the output.
         logprobs: None for none, k for the chosen token's and the top k log probabilities.
+        logprob_token_ids: The tokens whose log probabilities are told in place of the top k; k is
+            their number then.
         prompt_logprobs: The same for the prompt's tokens; the prompt is then computed in full,
             and nothing of it comes from a cache.
         allowed_token_ids: The only tokens that may be chosen; None allows all.
@@ -91,6 +94,7 @@ class SamplingParams(
     allowed_token_ids: tuple[int, ...] | None = msgspec.field(default=None, name="17")
     bad_words: tuple[tuple[int, ...], ...] = msgspec.field(default=(), name="18")
     grammar: str = msgspec.field(default="", name="19")
+    logprob_token_ids: tuple[int, ...] = msgspec.field(default=(), name="20")
 
     @property
     def needs_penalties(self) -> bool:
@@ -114,6 +118,7 @@ def check_sampling(
         "min_tokens",
         f"must be between 0 and max_tokens ({params.max_tokens}), not {params.min_tokens}",
     )
+    _check_logprob_token_ids(params, vocab_size)
     most = min(MAX_LOGPROBS, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
@@ -143,6 +148,14 @@ def _check_ranges(params: SamplingParams) -> None:
         check(low <= value <= high, name, f"must be between {low:g} and {high:g}, not {value}")
     for name in ("top_p", "repetition_penalty"):
         check(getattr(params, name) > 0, name, "must be greater than 0")
+
+
+def _check_logprob_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    name, ids = "logprob_token_ids", params.logprob_token_ids
+    _check_count(name, len(ids), MAX_LOGPROB_TOKEN_IDS)
+    _check_token_ids(name, ids, vocab_size)
+    check(len(set(ids)) == len(ids), name, "names a token twice")
+    check(not ids or params.logprobs == len(ids), name, "needs logprobs")
 
 
 def _check_stop(params: SamplingParams, vocab_size: int) -> None:

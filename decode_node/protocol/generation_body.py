@@ -89,6 +89,9 @@ class GenerationBody(StrictBody):
     around chats, whose template writes them, only if it is true."""
     truncate_prompt_tokens: Int | None = None
     """Keep so many tokens of the prompt, the last ones; -1: as many as fit."""
+    logprob_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
+    """Tell the log probabilities of these tokens in place of the most likely ones; up to 128, with
+    `logprobs`."""
     return_tokens_as_token_ids: bool | None = None
     """Write tokens of log probabilities as `token_id:5`."""
     request_id: Name | None = None
@@ -161,6 +164,8 @@ class GenerationBody(StrictBody):
                 "with logprobs",
                 param="prompt_logprobs",
             )
+        if self.logprob_token_ids and self.wanted_logprobs is None:
+            raise BadRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
 
     @property
     def text_options(self) -> TextOptions:
@@ -193,6 +198,7 @@ class GenerationBody(StrictBody):
         allowed = self.allowed_token_ids
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         top_k = self.top_k or 0
+        named = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         return SamplingParams(
             min_tokens=self.min_tokens or 0,
             temperature=_or(self.temperature, 1.0),
@@ -206,7 +212,8 @@ class GenerationBody(StrictBody):
             stop=tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            logprobs=self.wanted_logprobs,
+            logprobs=len(named) if named else self.wanted_logprobs,
+            logprob_token_ids=named,
             prompt_logprobs=self.wanted_prompt_logprobs,
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=spell_bad_words(self.bad_words or (), encode),

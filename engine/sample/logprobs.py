@@ -2,16 +2,18 @@
 
 1. `LogprobsRequest` notes, on the host, which places of a batch want how many, and keeps
    their raw logits before the sampler changes them.
-2. `compute` looks up the chosen tokens and the likeliest ones.
+2. `compute` looks up the chosen tokens and the likeliest ones, or those that a request names.
 3. `LogprobsTensors` goes to the host with the step's tokens and is cut to what each asked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import Int32Array
@@ -22,12 +24,12 @@ from tandem_kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """N places of requests that asked; K is the largest number of top tokens among them."""
+    """N places of requests that asked; K is the largest number of other tokens among them."""
 
     cells: list[int]
     """[N], where the chosen token may be among those of the batch: see `Places.cells`."""
     num_top: list[int]
-    """[N], top tokens that each asked for."""
+    """[N], tokens besides the chosen one that each asked for."""
     token_ids: torch.Tensor
     """[N, 1 + K] int64, the chosen token first."""
     logprobs: torch.Tensor
@@ -76,24 +78,34 @@ class LogprobsRequest:
     """The part of a batch that wants log probabilities; at least one request does."""
 
     def __init__(
-        self, logits: torch.Tensor, wanted: Int32Array, cells: Int32Array, keep: bool
+        self,
+        logits: torch.Tensor,
+        wanted: Int32Array,
+        cells: Int32Array,
+        keep: bool,
+        named: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Keeps raw logits. `wanted` [L] is `NO_LOGPROBS` or how many. `keep`: `logits` [L, V] will
-        be changed."""
+        be changed. `named`: places that want certain tokens instead of the likeliest, `wanted` of
+        them."""
         chosen = np.flatnonzero(wanted != NO_LOGPROBS)
         self._chosen = chosen
         self._cells: list[int] = cells[chosen].tolist()
         self._num_top: list[int] = wanted[chosen].tolist()
+        places = chosen.tolist() if named else ()
+        self._named = {i: named[at] for i, at in enumerate(places) if named and at in named}
+        plain = (num for i, num in enumerate(self._num_top) if i not in self._named)
+        self._num_plain = max(plain, default=0)
         self._index = to_device(chosen, logits.device)
         whole_batch = len(chosen) == len(wanted) and not keep
         self._logits = logits if whole_batch else logits.index_select(0, self._index)
 
     def compute(self, token_ids: torch.Tensor) -> LogprobsTensors:
-        """Returns log probabilities of the chosen `token_ids` [L] and of the likeliest ones."""
-        ids, logprobs, ranks = ops.topk_logprobs(
-            self._logits, token_ids.index_select(0, self._index), max(self._num_top)
+        """Returns log probabilities of the chosen `token_ids` [L] and of others."""
+        kept = list(range(len(self._cells)))
+        return self._look_up(
+            self._logits, token_ids.index_select(0, self._index), kept, self._cells
         )
-        return LogprobsTensors(self._cells, self._num_top, ids, logprobs, ranks)
 
     def compute_at(
         self, places: Int32Array, token_ids: torch.Tensor, first_cell: int
@@ -107,7 +119,34 @@ class LogprobsRequest:
         device = self._logits.device
         logits = self._logits.index_select(0, to_device(kept[asked], device))
         chosen = token_ids.index_select(0, to_device(asked, device))
-        ids, logprobs, ranks = ops.topk_logprobs(logits, chosen, max(self._num_top))
-        num_top = [self._num_top[place] for place in kept[asked].tolist()]
         cells = (first_cell + asked).tolist()
-        return [LogprobsTensors(cells, num_top, ids, logprobs, ranks)]
+        return [self._look_up(logits, chosen, kept[asked].tolist(), cells)]
+
+    def _look_up(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, kept: list[int], cells: list[int]
+    ) -> LogprobsTensors:
+        """Returns log probabilities in `logits` [N, V], which are those of `kept` places [N]."""
+        ids, logprobs, ranks = ops.topk_logprobs(logits, token_ids, self._num_plain)
+        if self._named:
+            missing = max(self._num_top) - self._num_plain
+            ids, logprobs = (F.pad(part, (0, missing)) for part in (ids, logprobs))
+            self._look_up_named(logits, kept, ids, logprobs)
+        num_top = [self._num_top[i] for i in kept]
+        return LogprobsTensors(cells, num_top, ids, logprobs, ranks)
+
+    def _look_up_named(
+        self, logits: torch.Tensor, kept: list[int], ids: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
+        """Writes the named tokens behind the chosen ones, in `ids` and `logprobs` [N, 1 + K]."""
+        rows = [row for row, i in enumerate(kept) if i in self._named]
+        if not rows:
+            return
+        wanted = np.zeros((len(rows), ids.shape[1] - 1), np.int64)
+        for line, row in zip(wanted, rows, strict=True):
+            named = self._named[kept[row]]
+            line[: len(named)] = named
+        at, tokens = to_device(np.array(rows), ids.device), to_device(wanted, ids.device)
+        of_rows = logits.index_select(0, at)
+        found = of_rows.gather(1, tokens) - of_rows.logsumexp(1, keepdim=True)
+        ids[:, 1:].index_copy_(0, at, tokens)
+        logprobs[:, 1:].index_copy_(0, at, found)

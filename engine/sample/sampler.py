@@ -113,7 +113,8 @@ class Sampler:
         wanted = self._params.logprobs_wanted(rows)
         logprobs = None
         if (wanted != NO_LOGPROBS).any():
-            logprobs = LogprobsRequest(logits, wanted, places.cells(), keep=changes)
+            named = self._params.logprob_token_ids(rows)
+            logprobs = LogprobsRequest(logits, wanted, places.cells(), keep=changes, named=named)
         failures = self._change_logits(logits, places) if changes else {}
         has_filters = self._params.has_filters(rows)
         chosen = self.draw(logits, places.idx_mapping, places.seq_lens, has_filters)

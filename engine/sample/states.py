@@ -48,6 +48,8 @@ class SamplingStates:
         self._top_k = HostBackedTensor(max_num_reqs, np.int32, device)
         self._seeds = HostBackedTensor(max_num_reqs, np.int64, device)
         self.num_logprobs_np = np.full(max_num_reqs, NO_LOGPROBS, np.int32)
+        self._logprob_token_ids: dict[int, tuple[int, ...]] = {}
+        """The tokens by which some rows want log probabilities, instead of the likeliest."""
 
     def add_request(self, row: int, sampling: SamplingParams) -> None:
         temperature = sampling.temperature if sampling.temperature >= _COLDEST else 0.0
@@ -58,6 +60,9 @@ class SamplingStates:
         self._seeds.write(row, np.uint64(sampling.seed).astype(np.int64))
         asked = sampling.logprobs
         self.num_logprobs_np[row] = NO_LOGPROBS if asked is None else asked
+        self._logprob_token_ids.pop(row, None)
+        if sampling.logprob_token_ids:
+            self._logprob_token_ids[row] = sampling.logprob_token_ids
 
     @property
     def carried(self) -> list[CarriedTensor]:
@@ -66,6 +71,7 @@ class SamplingStates:
 
     def remove_request(self, row: int) -> None:
         self.num_logprobs_np[row] = NO_LOGPROBS
+        self._logprob_token_ids.pop(row, None)
 
     def gather(self, idx_mapping: torch.Tensor) -> BatchSamplingParams:
         """Returns the parameters of a batch's rows. `idx_mapping` is [S] int32 on the device."""
@@ -88,3 +94,10 @@ class SamplingStates:
         `NO_LOGPROBS`."""
         wanted: Int32Array = self.num_logprobs_np[rows]
         return wanted
+
+    def logprob_token_ids(self, rows: Int32Array) -> dict[int, tuple[int, ...]]:
+        """Returns for batch positions whose rows name tokens which ones."""
+        named = self._logprob_token_ids
+        return (
+            {i: named[row] for i, row in enumerate(rows.tolist()) if row in named} if named else {}
+        )

@@ -207,3 +207,15 @@ async def test_token_ids_are_where_clients_look_for_them() -> None:
         first, *others = await stream(node, COMPLETIONS, {**TEXT, "return_token_ids": True})
         assert first["choices"][0]["prompt_token_ids"] == node.tokenizer.encode("the dog")
         assert not any("prompt_token_ids" in chunk["choices"][0] for chunk in others)
+
+
+async def test_log_probabilities_of_named_tokens() -> None:
+    async with http_node() as node:
+        body = {**TEXT, "logprobs": 0, "logprob_token_ids": [1, 2, 1], "max_tokens": 2}
+        found = (await post(node, COMPLETIONS, body))["choices"][0]["logprobs"]
+        assert [len(top) for top in found["top_logprobs"]] == [3, 3]
+        sampling = node.engine.only.request.spec.sampling
+        assert (sampling.logprobs, sampling.logprob_token_ids) == (2, (1, 2))
+        chat = {**CHAT, "logprobs": True, "logprob_token_ids": [1, 2], "max_tokens": 1}
+        [entry] = (await post(node, CHATS, chat))["choices"][0]["logprobs"]["content"]
+        assert len(entry["top_logprobs"]) == 2

@@ -85,6 +85,8 @@ def test_numbers_out_of_range(name: str, value: float) -> None:
         {"min_tokens": 5},
         {"min_tokens": -1},
         {"logprobs": 129},
+        {"logprob_token_ids": (3,)},
+        {"logprob_token_ids": (3, 3), "logprobs": 2},
         {"logprobs": -1},
         {"stop": ("",)},
         {"stop": ("x" * 257,)},

@@ -24,6 +24,30 @@ def test_chosen_and_top_tokens_of_those_who_asked(bench, make_logits) -> None:
         assert result.rank == 1 + int((logits[row] > logits[row][tokens[row]]).sum())
 
 
+def test_tokens_that_a_request_names_come_instead_of_the_likeliest(bench, make_logits) -> None:
+    named = {1: (9, 3, 20), 3: (5,)}
+    bench.add(0, [1], SamplingParams(seed=0, logprobs=2))
+    for row, ids in named.items():
+        sampling = SamplingParams(
+            seed=row, logprobs=len(ids), logprob_token_ids=ids, logit_bias={9: -5.0}
+        )
+        bench.add(row, [1, 2], sampling)
+    logits = {row: make_logits(row) for row in (0, 1, 3)}
+    tokens = bench.step({row: given.clone() for row, given in logits.items()})
+    found = bench.logprobs()
+    assert found[0].token_ids == [tokens[0], *logits[0].topk(2).indices.tolist()]
+    for row, ids in named.items():
+        expected = logits[row].log_softmax(dim=-1)
+        assert found[row].token_ids == [tokens[row], *ids]
+        assert found[row].logprobs == pytest.approx(
+            expected[found[row].token_ids].tolist(), abs=5e-5
+        )
+    bench.remove(1)
+    bench.add(1, [1, 2], SamplingParams(seed=1, logprobs=1))
+    again = bench.step({row: given.clone() for row, given in logits.items()})
+    assert bench.logprobs()[1].token_ids == [again[1], int(logits[1].argmax())]
+
+
 def test_raw_logits_count_not_the_processed_ones(bench, make_logits) -> None:
     logits = make_logits()
     best = int(logits.argmax())
