@@ -1,7 +1,8 @@
 """Collects the deltas of one answer, and knows what belongs to no part of it.
 
-White space next to a call belongs to the call's format: between content and a call, between calls,
-and behind the last one it is dropped. Everything else is given as it came.
+White space next to a call belongs to the call's format. It waits until more content comes, which it
+then separates from what was before; at the edges of all content it is dropped. Everything else is
+given as it came.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class DeltaSink:
 
     Attributes:
         num_calls: Calls that have started.
-        incomplete: `reasoning` or `call` when the answer ended inside of one, else "".
+        is_behind_call: Nothing but white space came since a call has ended.
+        incomplete: `reasoning` or `call` when one broke off, else "".
     """
 
     def __init__(self, markers: MarkerTokens, *, may_call: bool) -> None:
@@ -30,8 +32,8 @@ class DeltaSink:
         self._may_call = may_call
         self._deltas: list[Delta] = []
         self._blank = ""
-        """White space that is dropped if a call follows."""
-        self._is_behind_call = False
+        self._has_content = False
+        self.is_behind_call = False
         self.num_calls = 0
         self.incomplete = ""
 
@@ -50,18 +52,16 @@ class DeltaSink:
         if self._may_call:
             kept = text.rstrip()
             if not kept:
-                if not self._is_behind_call:
-                    self._blank += text
+                self._blank += text
                 return
-            if self._is_behind_call:
-                kept, self._is_behind_call = kept.lstrip(), False
-            kept, self._blank = self._blank + kept, text[len(text.rstrip()) :]
-            text = kept
+            blank, self._blank = self._blank, text[len(kept) :]
+            is_edge = self.is_behind_call and not self._has_content
+            text = kept.lstrip() if is_edge else blank + kept
+            self.is_behind_call, self._has_content = False, True
         self._deltas.append(ContentText(self._markers.plain(text)))
 
-    def call_start(self, name: str) -> None:
-        self._blank = ""
-        self._deltas.append(CallStart(self.num_calls, name))
+    def call_start(self, name: str, own_id: str = "") -> None:
+        self._deltas.append(CallStart(self.num_calls, name, own_id))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
@@ -69,13 +69,13 @@ class DeltaSink:
             self._deltas.append(CallArguments(self.num_calls - 1, self._markers.plain(text)))
 
     def call_end(self, *, is_complete: bool = True) -> None:
-        self._is_behind_call = True
+        self.is_behind_call = True
         if not is_complete:
             self.incomplete = "call"
         self._deltas.append(CallEnd(self.num_calls - 1, is_complete))
 
     def finish(self) -> None:
-        """Gives the white space that no call followed."""
-        if self._blank:
+        """Gives the white space at the end, unless it is a call's."""
+        if self._blank and not self.is_behind_call:
             self._deltas.append(ContentText(self._blank))
-            self._blank = ""
+        self._blank = ""

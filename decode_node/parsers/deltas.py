@@ -1,12 +1,10 @@
 """Deltas: the news in an answer, by part.
 
-An answer is, in this order of events and each part as often as the model likes,
-
     ReasoningText*   ContentText*   ( CallStart  CallArguments*  CallEnd )*
 
 A client concatenates texts of a kind, and arguments by the call's index. Calls come one after the
-other, with indices 0, 1, 2 and so on; content may stand before, between and behind them. No text in
-a delta is empty.
+other, with indices 0, 1, 2 and so on; content may stand before, between and behind them, and with
+channels reasoning too. No text in a delta is empty.
 """
 
 from __future__ import annotations
@@ -27,10 +25,12 @@ class ContentText(msgspec.Struct, frozen=True):
 
 
 class CallStart(msgspec.Struct, frozen=True):
-    """The model calls the function `name`."""
+    """The model calls the function `name`. `own_id` is the name that the model gives to this call,
+    in formats that have such names, else ""."""
 
     index: int
     name: str
+    own_id: str = ""
 
 
 class CallArguments(msgspec.Struct, frozen=True):

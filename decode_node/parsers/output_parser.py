@@ -2,7 +2,7 @@
 
 1. `push` with the pieces of each output, a replayed one among them; returns what is new
 2. `finish` once, when the request has ended; returns what was kept back
-3. `incomplete` then tells whether the answer broke off inside of reasoning or of a call
+3. `incomplete` then tells whether reasoning or a call broke off
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class OutputParser:
         num_reasoning_tokens: Tokens inside of reasoning so far, its markers not counted.
     """
 
-    def __init__(self, markers: MarkerTokens, stage: Stage, *, may_call: bool) -> None:
+    def __init__(self, markers: MarkerTokens, sink: DeltaSink, stage: Stage) -> None:
         self._markers = markers
+        self._sink = sink
         self._stage = stage
-        self._sink = DeltaSink(markers, may_call=may_call)
         self.num_reasoning_tokens = 0
 
     def push(self, pieces: Iterable[Piece]) -> list[Delta]:
@@ -34,14 +34,14 @@ class OutputParser:
         stage = self._stage
         for piece in pieces:
             if piece != "":
-                stage.push(self._markers.marked(piece), self._sink)
+                stage.push(self._markers.marked(piece))
             if stage.is_reasoning and isinstance(piece, str):
                 self.num_reasoning_tokens += 1
         return self._sink.take()
 
     def finish(self) -> list[Delta]:
         """Ends the answer, wherever it is."""
-        self._stage.finish(self._sink)
+        self._stage.finish()
         self._sink.finish()
         return self._sink.take()
 
@@ -52,5 +52,5 @@ class OutputParser:
 
     @property
     def incomplete(self) -> str:
-        """Returns `reasoning` or `call` when the answer ended inside of one, else ""."""
+        """Returns `reasoning` or `call` when one broke off, else ""."""
         return self._sink.incomplete

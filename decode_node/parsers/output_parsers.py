@@ -1,22 +1,40 @@
 """Chooses the parsers of one server's model, and makes one for each choice of an answer.
 
 1. at start: `OutputParsers.of_model`, by name or by the chat template
-2. a request: `marker_token_ids` goes into its `GenerationRequest`, and `opens_reasoning` is
-   asked about its rendered prompt
+2. a request: `marker_token_ids` goes into its `GenerationRequest`; `reasoning_format`, with
+   its rendered prompt, tells whether reasoning is open (`grammar.reasoning_state`)
 3. each choice: `parser`
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from decode_node.grammar.reasoning import Marker, ReasoningFormat
-from decode_node.parsers.families import REASONING_FAMILIES, ReasoningFamily
+from decode_node.parsers.delta_sink import DeltaSink
+from decode_node.parsers.families import (
+    CALL_FAMILIES,
+    REASONING_FAMILIES,
+    CallFamily,
+    CallFormat,
+    HarmonyFormat,
+    JsonObjectFormat,
+    MistralFormat,
+    NamedJsonFormat,
+    PythonicFormat,
+    ReasoningFamily,
+    XmlFormat,
+    literals,
+)
+from decode_node.parsers.harmony import HarmonyStage
+from decode_node.parsers.json_calls import JsonObjectStage, MistralStage, NamedJsonStage
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.output_parser import OutputParser
+from decode_node.parsers.pythonic import PythonicStage
 from decode_node.parsers.reasoning import ReasoningStage
 from decode_node.parsers.stage import PlainContent, Stage
+from decode_node.parsers.xml_calls import XmlStage
 from decode_node.protocol.tools import Tool
 
 AUTO = "auto"
@@ -38,17 +56,20 @@ class OutputParsers:
 
     Attributes:
         marker_token_ids: Tokens that a parser wants to see as pieces of their own.
-        reasoning_parser: The name of the parser of reasoning, "" for none.
-        tool_call_parser: The name of the parser of calls, "" for none.
+        reasoning_parser, tool_call_parser: The names of the parsers, "" for none.
         reasoning_format: What the model writes around its reasoning; None for none.
     """
 
     def __init__(
-        self, added_token_ids: Mapping[str, int], reasoning: ReasoningFamily | None = None
+        self,
+        added_token_ids: Mapping[str, int],
+        reasoning: ReasoningFamily | None = None,
+        calls: CallFamily | None = None,
     ) -> None:
         self._reasoning = reasoning
+        self._calls = calls
         self.reasoning_parser = reasoning.names[0] if reasoning else ""
-        self.tool_call_parser = ""
+        self.tool_call_parser = calls.names[0] if calls else ""
         self.reasoning_format = (
             ReasoningFormat(
                 Marker(reasoning.begin, added_token_ids.get(reasoning.begin)),
@@ -57,46 +78,104 @@ class OutputParsers:
             if reasoning
             else None
         )
-        self._markers = MarkerTokens(added_token_ids, reasoning.literals if reasoning else ())
+        self._harmony = _harmony(reasoning, calls)
+        texts = literals(reasoning) if reasoning else []
+        texts += literals(calls.form) if calls else []
+        texts += literals(self._harmony) if self._harmony else []
+        self._markers = MarkerTokens(added_token_ids, texts)
         self.marker_token_ids = self._markers.token_ids
 
     @classmethod
     def of_model(
-        cls, tokenizer: ModelTexts, template: str = "", *, reasoning_parser: str = AUTO
+        cls,
+        tokenizer: ModelTexts,
+        template: str = "",
+        *,
+        reasoning_parser: str = AUTO,
+        tool_call_parser: str = AUTO,
     ) -> OutputParsers:
         """Chooses parsers by their names; `auto` recognises the format in the chat template's
         source, and "" is none. Raises `UnknownParser`."""
         if reasoning_parser == AUTO:
-            reasoning = next(
-                (f for f in REASONING_FAMILIES if f.begin in template and f.end in template), None
-            )
+            known = tokenizer.added_token_ids
+            reasoning = next((f for f in REASONING_FAMILIES if _fits(f, template, known)), None)
         else:
-            reasoning = _named(reasoning_parser)
-        return cls(tokenizer.added_token_ids, reasoning)
+            reasoning = _named(REASONING_FAMILIES, reasoning_parser, "reasoning")
+        if tool_call_parser == AUTO:
+            calls = next((f for f in CALL_FAMILIES if all(s in template for s in f.signs)), None)
+        else:
+            calls = _named(CALL_FAMILIES, tool_call_parser, "tool call")
+        return cls(tokenizer.added_token_ids, reasoning, calls)
 
     def parser(
         self, tools: Sequence[Tool] = (), *, is_reasoning_open: bool = False
     ) -> OutputParser:
         """Returns the parser of one choice. Calls of functions that are not among `tools` are
         content; without tools no call is parsed."""
-        stage: Stage = PlainContent()
+        markers = self._markers
+        sink = DeltaSink(markers, may_call=bool(tools))
+        stage: Stage
+        if self._harmony is not None:
+            stage = HarmonyStage(self._harmony, sink, tools, markers, is_open=is_reasoning_open)
+            return OutputParser(markers, sink, stage)
+        stage = PlainContent(sink)
+        if self._calls is not None and tools:
+            stage = _call_stage(self._calls.form, sink, tools, markers)
         if self._reasoning is not None:
-            markers, form = self._markers, self._reasoning
+            form = self._reasoning
             stage = ReasoningStage(
                 markers.translate(form.begin),
                 markers.translate(form.end),
+                sink,
                 stage,
                 is_open=is_reasoning_open,
                 ends_before=markers.translate(form.ends_before),
             )
-        return OutputParser(self._markers, stage, may_call=bool(tools))
+        return OutputParser(markers, sink, stage)
 
 
-def _named(name: str) -> ReasoningFamily | None:
+def _call_stage(
+    form: CallFormat, sink: DeltaSink, tools: Sequence[Tool], markers: MarkerTokens
+) -> Stage:
+    match form:
+        case JsonObjectFormat():
+            return JsonObjectStage(form, sink, tools, markers)
+        case NamedJsonFormat():
+            return NamedJsonStage(form, sink, tools, markers)
+        case MistralFormat():
+            return MistralStage(form, sink, tools, markers)
+        case XmlFormat():
+            return XmlStage(form, sink, tools, markers)
+        case PythonicFormat():
+            return PythonicStage(form, sink, tools, markers)
+        case HarmonyFormat():
+            return HarmonyStage(form, sink, tools, markers)
+
+
+def _harmony(reasoning: ReasoningFamily | None, calls: CallFamily | None) -> HarmonyFormat | None:
+    """Returns the format of messages, where either parser is for them: they are read as one."""
+    if calls is not None and isinstance(calls.form, HarmonyFormat):
+        return calls.form
+    form = HarmonyFormat()
+    is_harmony = reasoning is not None and reasoning.begin.startswith(form.channel)
+    return form if is_harmony else None
+
+
+def _fits(family: ReasoningFamily, template: str, tokens: Mapping[str, int]) -> bool:
+    """Says whether a template knows the family's markers; the beginning may be left to models that
+    have a token for it."""
+    has_begin = family.begin in template or family.begin in tokens
+    return has_begin and family.end in template and family.ends_before in template
+
+
+Family = TypeVar("Family", ReasoningFamily, CallFamily)
+
+
+def _named(families: Sequence[Family], name: str, kind: str) -> Family | None:
     if not name:
         return None
-    for form in REASONING_FAMILIES:
-        if name in form.names:
-            return form
-    known = ", ".join(sorted(name for form in REASONING_FAMILIES for name in form.names))
-    raise UnknownParser(f"no reasoning parser is called {name!r}; there are auto, {known}")
+    for family in families:
+        if name in family.names:
+            return family
+    known = ", ".join(sorted(name for family in families for name in family.names))
+    raise UnknownParser(f"no {kind} parser is called {name!r}; there are auto, {known}")

@@ -23,32 +23,40 @@ class ReasoningStage:
     """
 
     def __init__(
-        self, begin: str, end: str, follow: Stage, *, is_open: bool, ends_before: str = ""
+        self,
+        begin: str,
+        end: str,
+        sink: DeltaSink,
+        follow: Stage,
+        *,
+        is_open: bool,
+        ends_before: str = "",
     ) -> None:
         self._begin = begin
         self._ends = [end, *([ends_before] if ends_before else [])]
+        self._sink = sink
         self._follow = follow
         self._kept = ""
         self._is_at_beginning = True
         self.is_reasoning = is_open
 
-    def push(self, text: str, sink: DeltaSink) -> None:
+    def push(self, text: str) -> None:
         if self._is_at_beginning:
             text, self._kept = self._kept + text, ""
             text = self._skip_begin(text)
         if text and self.is_reasoning:
-            self._push_reasoning(text, sink)
+            self._push_reasoning(text)
         elif text:
-            self._follow.push(text, sink)
+            self._follow.push(text)
 
-    def finish(self, sink: DeltaSink) -> None:
+    def finish(self) -> None:
         kept, self._kept = self._kept, ""
         if self.is_reasoning:
-            sink.reasoning(kept)
-            sink.incomplete = "reasoning"
+            self._sink.reasoning(kept)
+            self._sink.incomplete = "reasoning"
         elif kept:
-            self._follow.push(kept, sink)
-        self._follow.finish(sink)
+            self._follow.push(kept)
+        self._follow.finish()
 
     def _skip_begin(self, text: str) -> str:
         """Returns what is behind the begin marker, if there is one; keeps back what may be one."""
@@ -62,16 +70,16 @@ class ReasoningStage:
         self._is_at_beginning = False
         return text
 
-    def _push_reasoning(self, text: str, sink: DeltaSink) -> None:
+    def _push_reasoning(self, text: str) -> None:
         text, self._kept = self._kept + text, ""
         found = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
         if not found:
             held = max(num_held_back(text, end) for end in self._ends)
-            sink.reasoning(text[: len(text) - held])
+            self._sink.reasoning(text[: len(text) - held])
             self._kept = text[len(text) - held :]
             return
         at, end = min(found)
         self.is_reasoning = False
-        sink.reasoning(text[:at])
+        self._sink.reasoning(text[:at])
         if rest := text[at + len(end) if end == self._ends[0] else at :]:
-            self._follow.push(rest, sink)
+            self._follow.push(rest)

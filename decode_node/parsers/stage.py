@@ -1,4 +1,4 @@
-"""Defines a stage of parsing: marked text goes in, finds go to the sink."""
+"""Defines a stage of parsing, and the plainest one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from decode_node.parsers.delta_sink import DeltaSink
 
 
 class Stage(Protocol):
-    """A state machine over the marked text of one answer.
+    """A state machine over the marked text of one answer, which gives its finds to a sink.
 
-    `push` takes any cut of it, and keeps back what may still become a marker. `is_reasoning` says
-    whether the text so far ends inside of reasoning.
+    `push` takes any cut of the text, and keeps back what may still become a marker. `is_reasoning`
+    says whether the text so far ends inside of reasoning.
     """
 
     is_reasoning: bool
 
-    def push(self, text: str, sink: DeltaSink) -> None: ...
+    def push(self, text: str) -> None: ...
 
-    def finish(self, sink: DeltaSink) -> None:
+    def finish(self) -> None:
         """Gives what was kept back: no more text will come."""
 
 
@@ -27,8 +27,8 @@ class PlainContent:
 
     is_reasoning = False
 
-    def push(self, text: str, sink: DeltaSink) -> None:
-        sink.content(text)
+    def __init__(self, sink: DeltaSink) -> None:
+        self.push = sink.content
 
-    def finish(self, sink: DeltaSink) -> None:
+    def finish(self) -> None:
         """Does nothing: nothing was kept back."""

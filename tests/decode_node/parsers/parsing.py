@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterable, Mapping
@@ -89,6 +90,16 @@ def random_cuts(stream: list[Piece], seed: int) -> list[list[Piece]]:
     rng = random.Random(seed)
     edges = sorted(rng.choices(range(len(stream) + 1), k=rng.randint(1, 8)))
     return [stream[a:b] for a, b in zip([0, *edges], [*edges, len(stream)], strict=True)]
+
+
+def merged(stream: list[Piece]) -> list[Piece]:
+    """Joins the texts between markers, as if they were long tokens."""
+    groups = itertools.groupby(stream, key=lambda piece: isinstance(piece, str))
+    return [
+        piece
+        for is_text, group in groups
+        for piece in (["".join(map(str, group))] if is_text else group)
+    ]
 
 
 def two_part_cuts(stream: list[Piece]) -> list[list[list[Piece]]]:

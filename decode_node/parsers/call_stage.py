@@ -1,0 +1,84 @@
+"""The part that all formats of calls share: content up to a marker, and what a failed call is.
+
+        content ── begin of a call ──▶ header ── function known, arguments begin ──▶ arguments
+           ▲                             │                                              │
+           └──── no call: content ◀──────┘                   end, or broken off ────────┤
+           ▲                                                                            │
+           └────────────────────────────────────────────────────────────────────────────┘
+
+Until a header is understood and names a function that the request offers, nothing of it is given;
+if it is not, all of it is content, markers spelled out. What is behind that point is looked at for
+calls again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from decode_node.parsers.delta_sink import DeltaSink
+from decode_node.parsers.text_input import MarkerSet, Steps, TextInput
+from decode_node.protocol.tools import Tool
+
+MAX_NAME = 256
+"""Characters in which a header's name has to end."""
+
+
+class CallStage(ABC):
+    """Parses content and calls. A format says what begins a call, and how one is read.
+
+    Args:
+        begins: Markers that begin a call, or a section of calls.
+        ends: Markers that end one. They tell nothing that the arguments have not told: behind a
+            call they are dropped, anywhere else they are content.
+    """
+
+    is_reasoning = False
+
+    def __init__(
+        self, sink: DeltaSink, tools: Sequence[Tool], begins: Sequence[str], ends: Sequence[str]
+    ) -> None:
+        self.sink = sink
+        self.tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
+        self.source = TextInput()
+        self._begins = frozenset(begins)
+        self._markers = MarkerSet((*begins, *ends))
+        self._awaits_end = False
+        self._steps = self._run()
+
+    def push(self, text: str) -> None:
+        self.source.feed(text)
+        next(self._steps)
+
+    def finish(self) -> None:
+        self.source.is_end = True
+        next(self._steps, None)
+
+    def _run(self) -> Steps[None]:
+        yield from self.begin()
+        while marker := (yield from self.source.until(self._markers, self.sink.content)):
+            if marker in self._begins:
+                self.source.record(marker)
+                yield from self.call(marker)
+            elif not (self._awaits_end or self.sink.is_behind_call):
+                self.sink.content(marker)
+            else:
+                self._awaits_end = False
+
+    def begin(self) -> Steps[None]:
+        """Reads what only the beginning of an answer can be."""
+        yield from ()
+
+    @abstractmethod
+    def call(self, marker: str) -> Steps[None]:
+        """Reads what the marker has begun, and leaves the text behind it."""
+
+    def accept(self, name: str, own_id: str = "") -> None:
+        """Begins a call for certain."""
+        self.source.forget()
+        self._awaits_end = True
+        self.sink.call_start(name, own_id)
+
+    def reject(self) -> None:
+        """Gives all that was taken since the marker as content."""
+        self.sink.content(self.source.forget())

@@ -1,0 +1,164 @@
+"""Turns the text of a parameter into JSON, by the type that the tool's schema gives it.
+
+Formats with tags write values as text: `5` may be a number or a string, and only the schema knows.
+Text that is JSON of the right type is given verbatim. What cannot be read as its type is given as
+the string that it is: the caller's own check then says more than a value that was guessed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from decode_node.protocol.tools import Tool
+
+_TYPE_OF = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+_MAX_REFERENCES = 8
+_MAX_LITERAL = 1 << 16
+"""Characters of a Python literal. Longer ones are not read, because that takes its time."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def parameter_types(tool: Tool, name: str) -> frozenset[str]:
+    """Returns the JSON types that a parameter may have; none if the schema does not say."""
+    root = tool.parameters or {}
+    properties = root.get("properties")
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return _types(schema, root, _MAX_REFERENCES)
+
+
+def _types(schema: Any, root: Mapping[str, Any], budget: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or budget == 0:
+        return frozenset()
+    if isinstance(kinds := schema.get("type"), str):
+        return frozenset((kinds,))
+    if isinstance(kinds, list):
+        return frozenset(kind for kind in kinds if isinstance(kind, str))
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(map(_type_of, values))
+    if "const" in schema:
+        return frozenset((_type_of(schema["const"]),))
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_referenced(reference, root), root, budget - 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(options := schema.get(key), list):
+            found = [_types(option, root, budget - 1) for option in options[:64]]
+            return frozenset().union(*found)
+    return frozenset()
+
+
+def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    place: Any = root
+    if not reference.startswith("#/"):
+        return None
+    for step in reference[2:].split("/"):
+        place = place.get(step) if isinstance(place, Mapping) else None
+    return place
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "integer" if isinstance(value, int) else "number"
+    return _TYPE_OF.get(type(value), "")
+
+
+def is_text(types: frozenset[str], *, is_json: bool) -> bool:
+    """Says whether a value is a string whatever it looks like. `is_json`: one of unknown type is
+    JSON, if it can be read so."""
+    return types == {"string"} or (not types and not is_json)
+
+
+def value_json(text: str, types: frozenset[str]) -> str:
+    """Returns a value as JSON text."""
+    stripped = text.strip()
+    if "null" in types and stripped.lower() in ("null", "none"):
+        return "null"
+    if "string" in types:
+        return json_text(text)
+    found = _parsed(stripped)
+    if found is not _NOTHING and (not types or _fits(found, types)):
+        return stripped
+    if found is _NOTHING:
+        found = _python_value(stripped)
+    if found is not _NOTHING and types:
+        if isinstance(found, float) and found.is_integer() and "integer" in types:
+            found = int(found)
+        if _fits(found, types):
+            return json_text(found)
+    return json_text(text)
+
+
+_NOTHING = object()
+
+
+def _fits(value: object, types: frozenset[str]) -> bool:
+    kind = _type_of(value)
+    return kind in types or (kind == "integer" and "number" in types)
+
+
+def _parsed(text: str) -> object:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return _NOTHING
+
+
+def _python_value(text: str) -> object:
+    try:
+        found = python_value(text)
+        json_text(found)
+    except ValueError:
+        return _NOTHING
+    return found
+
+
+def python_value(text: str) -> object:
+    """Returns the value of a Python literal, with JSON's names for the constants as well. Nothing
+    is evaluated. Raises ValueError."""
+    if len(text) > _MAX_LITERAL:
+        raise ValueError(f"a literal of {len(text)} characters is too long")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they would quote the text
+            return _literal(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError, TypeError) as error:
+        raise ValueError("no Python literal") from error
+
+
+def _literal(node: ast.expr) -> object:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name.lower() in _CONSTANTS:
+            return _CONSTANTS[name.lower()]
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=number)):
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                return -number if isinstance(sign, ast.USub) else number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _literal(v) for key, v in zip(keys, values, strict=True)}
+    raise ValueError("no Python literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("keys of objects are strings")
+
+
+def json_text(value: object) -> str:
+    """Returns a value as JSON text that UTF-8 can write. Raises ValueError."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return json.dumps(value) if _SURROGATE.search(text) else text

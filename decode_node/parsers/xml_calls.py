@@ -1,0 +1,167 @@
+"""Calls whose arguments have tags of their own, and values that are text.
+
+    <tool_call><function=f><parameter=p>value</parameter></function></tool_call>
+    <tool_call>f<arg_key>p</arg_key><arg_value>value</arg_value></tool_call>
+    <｜DSML｜invoke name="f"><｜DSML｜parameter name="p" string="true">value</｜DSML｜parameter>…
+
+The arguments are composed as JSON. A value that is a string is given while it comes; the others
+have to be complete to be understood. As values are not escaped, a closing tag ends one only where
+the next tag follows it: else it is a part of the value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from decode_node.parsers.call_stage import MAX_NAME, CallStage
+from decode_node.parsers.delta_sink import DeltaSink
+from decode_node.parsers.families import XmlFormat
+from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.schema_types import is_text, parameter_types, value_json
+from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.protocol.tools import Tool
+
+_STRING = 'string="true"'
+
+
+class XmlStage(CallStage):
+    """Reads calls of an `XmlFormat`."""
+
+    def __init__(
+        self, form: XmlFormat, sink: DeltaSink, tools: Sequence[Tool], markers: MarkerTokens
+    ) -> None:
+        marked = markers.translate
+        section, before_name = marked(form.section_begin), marked(form.before_name)
+        self._end, self._section_end = marked(form.end), marked(form.section_end)
+        begins = [section, before_name] if section else [before_name]
+        ends = [self._end, self._section_end] if section else [self._end]
+        super().__init__(sink, tools, begins, ends)
+        self._form = form
+        self._plain = markers.plain
+        self._section, self._before_name = section, before_name
+        self._after_name = marked(form.after_name)
+        self._before_key = marked(form.before_key)
+        self._before_value = marked(form.before_value)
+        self._after_value = marked(form.after_value)
+        self._name_ends = MarkerSet([self._after_name or self._before_key, *ends])
+        self._key_ends = MarkerSet([marked(form.after_key)])
+        self._value_ends = MarkerSet([self._after_value, *([self._end] if section else [])])
+        self._value_begins = MarkerSet([self._before_value])
+        self._behind_value = [self._before_key, *ends]
+        self._behind_call = [text for text in (self._section_end, before_name) if text]
+
+    def call(self, marker: str) -> Steps[None]:
+        source = self.source
+        if marker == self._section:
+            yield from source.skip_white_space()
+            if not (yield from source.takes(self._before_name)):
+                return self.reject()
+        name, end = yield from source.read(self._name_ends, MAX_NAME)
+        tool = self.tools.get(name.strip())
+        if end != self._after_name:
+            source.put_back(end)
+        if tool is None or not end or (self._after_name and end != self._after_name):
+            return self.reject()
+        yield from source.skip_white_space()
+        if not (yield from source.comes(self._behind_value)):
+            return self.reject()
+        self.accept(tool.name)
+        yield from self._arguments(tool)
+        return None
+
+    def _arguments(self, tool: Tool) -> Steps[None]:
+        source, opening = self.source, "{"
+        while True:
+            yield from source.skip_white_space()
+            if (yield from source.takes(self._before_key)):
+                if not (yield from self._argument(tool, opening)):
+                    return self.sink.call_end(is_complete=False)
+                opening = ", "
+            elif (yield from self._takes_end()):
+                self.sink.arguments("{}" if opening == "{" else "}")
+                return self.sink.call_end()
+            else:
+                return self.sink.call_end(is_complete=False)
+
+    def _takes_end(self) -> Steps[bool]:
+        """Takes the end of the call. That of the section is one too, and stays."""
+        if (yield from self.source.takes(self._end)):
+            self._awaits_end = bool(self._section)
+            return True
+        if not self._section:
+            return False
+        return (yield from self.source.comes([self._section_end]))
+
+    def _argument(self, tool: Tool, opening: str) -> Steps[bool]:
+        """Reads one parameter; says whether it is complete."""
+        source, form = self.source, self._form
+        key, end = yield from source.read(self._key_ends, MAX_NAME)
+        attributes = ""
+        if end and self._before_value:
+            attributes, end = yield from source.read(self._value_begins, MAX_NAME)
+        if not end:
+            return False
+        key = self._plain(key.strip())
+        self.sink.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+        types = parameter_types(tool, key)
+        if _STRING in attributes if form.is_typed else is_text(types, is_json=form.is_json):
+            return (yield from self._string())
+        parts: list[str] = []
+        is_complete = yield from self._value(parts.append)
+        value = self._plain("".join(parts))
+        self.sink.arguments(value_json(value, types) if is_complete else value)
+        return is_complete
+
+    def _string(self) -> Steps[bool]:
+        self.sink.arguments('"')
+        is_complete = yield from self._value(self._give_string)
+        if is_complete:
+            self.sink.arguments('"')
+        return is_complete
+
+    def _give_string(self, text: str) -> None:
+        self.sink.arguments(json.dumps(self._plain(text), ensure_ascii=False)[1:-1])
+
+    def _value(self, emit: Callable[[str], object]) -> Steps[bool]:
+        """Gives the value to `emit` and takes its end tag; says whether that came."""
+        source = self.source
+        give = _Lines(emit) if self._form.has_lines else emit
+        while marker := (yield from source.until(self._value_ends, give)):
+            if len(marker) == 1:
+                break
+            source.record(marker)
+            yield from source.skip_white_space()
+            followers = self._behind_value if marker == self._after_value else self._behind_call
+            if source.is_end and source.at == len(source.text):
+                is_end = True
+            else:
+                is_end = yield from source.comes(followers)
+            taken = source.forget()
+            if not is_end:
+                give(taken)
+                continue
+            if marker != self._after_value:
+                source.feed_again(taken)
+            break
+        return bool(marker)
+
+
+class _Lines:
+    """Passes text on without one line break at either end."""
+
+    def __init__(self, emit: Callable[[str], object]) -> None:
+        self._emit = emit
+        self._is_at_beginning = True
+        self._kept = ""
+
+    def __call__(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_at_beginning:
+            self._is_at_beginning = False
+            text = text.removeprefix("\n")
+        text = self._kept + text
+        self._kept = "\n" if text.endswith("\n") else ""
+        if text := text.removesuffix("\n"):
+            self._emit(text)

@@ -1,0 +1,473 @@
+"""Outputs of the ten families, written from the formats' public documentation.
+
+Each is the text that a model generates, its special tokens spelled out. Whether a marker is a token
+or text depends on the tokenizer; tests read every output both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from decode_node.protocol.tools import Tool
+from tests.decode_node.parsers.parsing import Call
+
+TOOLS = (
+    Tool(
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "metric": {"type": "boolean"},
+                "places": {"type": "array", "items": {"type": "string"}},
+                "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "limit": {"type": ["number", "null"]},
+            },
+            "required": ["city"],
+        },
+        strict=False,
+        raw={},
+    ),
+    Tool("now", {"type": "object", "properties": {}}, strict=False, raw={}),
+    Tool("write-file.v2", None, strict=False, raw={}),
+)
+
+HOSTILE = (
+    'a "quoted" \\ {brace} [x] </tool_call> <tool_call> </think>\n```\n[TOOL_CALLS] 日本 👩‍👩‍👧 é'
+)
+"""A text that quotes what formats consist of."""
+HOSTILE_JSON = (
+    '{"city": "a \\"quoted\\" \\\\ {brace} [x] </tool_call> <tool_call> </think>\\n```\\n'
+    '[TOOL_CALLS] 日本 👩‍👩‍👧 é", "o": {"p": [[], {}, "}"]}}'
+)
+PARIS = '{"city": "Paris", "days": 3}'
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output and how it is to be read."""
+
+    family: str
+    what: str
+    text: str
+    calls: list[Call] = field(default_factory=list)
+    content: str = ""
+    reasoning: str = ""
+    incomplete: str = ""
+    is_open: bool = False
+    tokens_only: bool = False
+    """Markers as text would be taken for what they quote."""
+
+    def __str__(self) -> str:
+        return f"{self.family}: {self.what}"
+
+
+def call(name: str = "get_weather", arguments: str = PARIS, *, is_complete: bool = True) -> Call:
+    return Call(name, arguments, is_complete)
+
+
+def broken(arguments: str, name: str = "get_weather") -> Call:
+    return call(name, arguments, is_complete=False)
+
+
+def _json_outputs() -> Iterator[Output]:
+    """Yields the same outputs in every format whose arguments are JSON."""
+    v3, sep = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+    kimi = "<|tool_call_begin|>functions."
+    formats = {
+        "hermes": (
+            "",
+            '<tool_call>\n{{"name": "{name}", "arguments": {args}}}\n</tool_call>',
+            "\n",
+            "",
+        ),
+        "llama3_json": (
+            "<|python_tag|>",
+            '{{"name": "{name}", "parameters": {args}}}',
+            "; ",
+            "",
+        ),
+        "deepseek_v3": (
+            "<｜tool▁calls▁begin｜>",
+            f"{v3}function{sep}{{name}}\n```json\n{{args}}\n```<｜tool▁call▁end｜>",
+            "\n",
+            "<｜tool▁calls▁end｜>",
+        ),
+        "deepseek_v31": (
+            "<｜tool▁calls▁begin｜>",
+            f"{v3}{{name}}{sep}{{args}}<｜tool▁call▁end｜>",
+            "",
+            "<｜tool▁calls▁end｜>",
+        ),
+        "kimi_k2": (
+            "<|tool_calls_section_begin|>",
+            kimi + "{name}:0<|tool_call_argument_begin|>{args}<|tool_call_end|>",
+            "",
+            "<|tool_calls_section_end|>",
+        ),
+        "mistral": ("", "[TOOL_CALLS]{name}[ARGS]{args}", "", ""),
+    }
+    for family, (begin, one, between, end) in formats.items():
+
+        def of(args: str, name: str = "get_weather", one: str = one) -> str:
+            return one.format(name=name, args=args)
+
+        yield Output(family, "one call", begin + of(PARIS) + end, [call()])
+        yield Output(
+            family,
+            "content, then two calls",
+            f"Let me look.\n\n{begin}{of(PARIS)}{between}{of('{}', 'now')}{end}\n",
+            [call(), call("now", "{}")],
+            content="Let me look.",
+        )
+        yield Output(
+            family,
+            "hostile arguments",
+            begin + of(HOSTILE_JSON, "write-file.v2") + end,
+            [call("write-file.v2", HOSTILE_JSON)],
+        )
+        yield Output(family, "unknown function", x := begin + of("{}", "rm") + end, content=x)
+        cut = (begin + of(PARIS)).index("Paris") + 3
+        yield Output(
+            family,
+            "cut off in the arguments",
+            (begin + of(PARIS))[:cut],
+            [broken('{"city": "Par')],
+            incomplete="call",
+        )
+        cut = (begin + of(PARIS)).index("weather")
+        yield Output(family, "cut off in the name", x := (begin + of(PARIS))[:cut], content=x)
+        yield Output(family, "no call", "It rains.\n{}\n", content="It rains.\n{}\n")
+        garbage = begin + of("@ no JSON")
+        yield Output(family, "garbage in place of arguments", garbage, content=garbage)
+
+
+def _outputs() -> Iterator[Output]:
+    yield from _json_outputs()
+    yield Output(
+        "hermes",
+        "keys in another order, and more of them",
+        '<tool_call>{"id": [1], "arguments": {"city": "A"}, "name": "get_weather", "x": 1}'
+        "</tool_call>",
+        [call(arguments='{"city": "A"}')],
+    )
+    yield Output(
+        "hermes",
+        "more keys behind the arguments",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "A"}, "id": "}"}</tool_call>.',
+        [call(arguments='{"city": "A"}')],
+        content=".",
+    )
+    yield Output(
+        "hermes",
+        "no last brace, one too many, arguments as a string, null and none",
+        '<tool_call>{"name": "now", "arguments": {}</tool_call>'
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>'
+        '<tool_call>{"name": "now", "arguments": null}</tool_call>'
+        '<tool_call>{"name": "now"}</tool_call>'
+        '<tool_call>{"name": "now", "arguments": {}}}</tool_call>',
+        [
+            call("now", "{}"),
+            call("now", '{"a": 1}'),
+            call("now", "{}"),
+            call("now", "{}"),
+            call("now", "{}"),
+        ],
+        content="}",
+    )
+    yield Output(
+        "hermes",
+        "text between and behind calls",
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call> and '
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>\nDone. \n',
+        [call("now", "{}"), call("now", "{}")],
+        content="and \nDone. \n",
+    )
+    yield Output(
+        "hermes",
+        "arguments break off at the end marker",
+        '<tool_call>{"name": "now", "arguments": {"a": [1, </tool_call>So.',
+        [broken('{"a": [1, ', "now")],
+        content="So.",
+        incomplete="call",
+        tokens_only=True,
+    )
+    yield Output(
+        "hermes",
+        "reasoning with a call in it",
+        "<think>\nI say <tool_call>{}</tool_call>.\n</think>\n\n"
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+        [call("now", "{}")],
+        reasoning="\nI say <tool_call>{}</tool_call>.\n",
+    )
+    yield Output(
+        "llama3_json",
+        "bare objects",
+        '\n{"name": "now", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "A"}}',
+        [call("now", "{}"), call(arguments='{"city": "A"}')],
+    )
+    yield Output(
+        "llama3_json", "an object that is no call", x := '{"name": "Bob", "age": 3}', content=x
+    )
+    yield Output(
+        "mistral",
+        "array",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "A"}, "id": "a1"}, '
+        '{"arguments": {}, "name": "now"}]',
+        [call(arguments='{"city": "A"}'), call("now", "{}")],
+    )
+    yield Output(
+        "mistral",
+        "names without and with ids",
+        '[TOOL_CALLS]now{"a": "[ARGS]"}[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}',
+        [call("now", '{"a": "[ARGS]"}'), call("now", "{}")],
+    )
+    yield Output(
+        "mistral",
+        "reasoning",
+        "[THINK]Hm[/THINK]Yes.[TOOL_CALLS]now[ARGS]{}",
+        [call("now", "{}")],
+        reasoning="Hm",
+        content="Yes.",
+    )
+    yield Output(
+        "kimi_k2",
+        "reasoning that a call ends",
+        "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.now:3"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        [call("now", "{}")],
+        reasoning="Hm.",
+        is_open=True,
+    )
+    yield Output(
+        "deepseek_v31",
+        "no arguments",
+        "</think><｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>",
+        [call("now", "{}")],
+        is_open=True,
+    )
+    yield from _xml_outputs()
+    yield from _harmony_outputs()
+    yield from _pythonic_outputs()
+
+
+def _xml(family: str, name: str, parameters: dict[str, str], *, cut: bool = False) -> str:
+    """Writes one call of a format with tags."""
+    if family == "qwen3_coder":
+        inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in parameters.items())
+        return f"<tool_call>\n<function={name}>\n{inner}" + (
+            "" if cut else "</function>\n</tool_call>"
+        )
+    if family == "glm45":
+        inner = "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in parameters.items()
+        )
+        return f"<tool_call>{name}\n{inner}" + ("" if cut else "</tool_call>")
+    types = {"city": "true", "note": "true"}
+    inner = "".join(
+        f'<｜DSML｜parameter name="{k}" string="{types.get(k, "false")}">{v}</｜DSML｜parameter>\n'
+        for k, v in parameters.items()
+    )
+    return f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n{inner}' + (
+        "" if cut else "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    )
+
+
+def _xml_outputs() -> Iterator[Output]:
+    for family in ("qwen3_coder", "glm45", "deepseek_v32"):
+
+        def of(name: str = "get_weather", family: str = family, **parameters: str) -> str:
+            return _xml(family, name, parameters)
+
+        yield Output(
+            family,
+            "types of the schema",
+            of(city="12", days="3", metric="true", places='["a", "b"]', limit="null"),
+            [
+                call(
+                    arguments='{"city": "12", "days": 3, "metric": true, "places": ["a", "b"], '
+                    '"limit": null}'
+                )
+            ],
+        )
+        yield Output(
+            family,
+            "types that are nearly right",
+            of(days="3.0", metric="True", places="['a', None]", limit="much"),
+            [call(arguments='{"days": 3, "metric": true, "places": ["a", null], "limit": "much"}')],
+        )
+        yield Output(
+            family,
+            "content, reasoning, two calls",
+            f"Hm.</think>\n\nYes. \n{of(city='A')}\n{of('now')}\n",
+            [call(arguments='{"city": "A"}'), call("now", "{}")],
+            content="\n\nYes.",
+            reasoning="Hm.",
+            is_open=True,
+        )
+        text = 'if a < b: "x\\ny"\n\n\t</p> <parameter= </invoke> é 👩‍👩‍👧 </function> {}'
+        yield Output(
+            family,
+            "hostile text",
+            of(city=text),
+            [
+                call(
+                    arguments='{"city": "if a < b: \\"x\\\\ny\\"\\n\\n\\t</p> <parameter= '
+                    '</invoke> é 👩‍👩‍👧 </function> {}"}'
+                )
+            ],
+        )
+        yield Output(
+            family,
+            "empty text, and line breaks of its own",
+            of(city="") + of(city="\na\n\n"),
+            [call(arguments='{"city": ""}'), call(arguments='{"city": "\\na\\n\\n"}')],
+        )
+        yield Output(family, "unknown function", x := of("rm", city="A"), content=x)
+        whole = _xml(family, "get_weather", {"city": "Paris"}, cut=True)
+        yield Output(
+            family,
+            "cut off in a text",
+            whole[: whole.index("Paris") + 3],
+            [broken('{"city": "Par')],
+            incomplete="call",
+        )
+        whole = _xml(family, "get_weather", {"city": "Paris"}, cut=True)
+        yield Output(
+            family,
+            "cut off between parameters",
+            whole,
+            [broken('{"city": "Paris"')],
+            incomplete="call",
+        )
+        whole = _xml(family, "get_weather", {"days": "34"}, cut=True)
+        yield Output(
+            family,
+            "cut off in a number",
+            whole[: whole.index("34") + 1],
+            [broken('{"days": 3')],
+            incomplete="call",
+        )
+    yield Output(
+        "qwen3_coder",
+        "values that quote their own end",
+        _xml("qwen3_coder", "get_weather", {"city": "a</parameter>b</function>c"}),
+        [call(arguments='{"city": "a</parameter>b</function>c"}')],
+    )
+    yield Output(
+        "qwen3_coder",
+        "a parameter without its end",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nA\n</function>\n</tool_call>",
+        [call(arguments='{"city": "A"}')],
+    )
+    yield Output(
+        "glm45",
+        "one line, types unknown",
+        '<tool_call>write-file.v2<arg_key>a</arg_key><arg_value>{"b": 1}</arg_value>'
+        "<arg_key>c</arg_key><arg_value>d e</arg_value></tool_call>",
+        [call("write-file.v2", '{"a": {"b": 1}, "c": "d e"}')],
+    )
+
+
+def _harmony_outputs() -> Iterator[Output]:
+    family = "openai"
+    analysis = "<|channel|>analysis<|message|>"
+    to = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    next_ = "<|start|>assistant"
+    yield Output(
+        family,
+        "reasoning and an answer",
+        f"{analysis}Hm.<|end|>{next_}<|channel|>final<|message|>It rains.\n<|return|>",
+        content="It rains.\n",
+        reasoning="Hm.",
+    )
+    yield Output(
+        family,
+        "reasoning, a word before, a call",
+        f"{analysis}Hm.<|end|>{next_}<|channel|>commentary<|message|>One moment.<|end|>"
+        f"{next_}{to}{PARIS}<|call|>",
+        [call()],
+        content="One moment.",
+        reasoning="Hm.",
+    )
+    yield Output(
+        family,
+        "recipient before the channel, and another call",
+        f" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{PARIS}"
+        "<|call|>"
+        f"{next_} to=functions.now<|channel|>commentary json<|message|><|call|>",
+        [call(), call("now", "{}")],
+    )
+    yield Output(
+        family,
+        "hostile text",
+        f"{to}{HOSTILE_JSON}<|call|>",
+        [call(arguments=HOSTILE_JSON)],
+    )
+    yield Output(
+        family,
+        "somebody else",
+        x := "<|channel|>commentary to=browser.search code<|message|>{}<|call|>",
+        content=x,
+    )
+    yield Output(family, "cut off", f'{to}{{"city', [broken('{"city')], incomplete="call")
+    yield Output(
+        family, "cut off in reasoning", f"{analysis}Hm", reasoning="Hm", incomplete="reasoning"
+    )
+    yield Output(family, "cut off in a header", x := "<|channel|>comm", content=x)
+    yield Output(family, "no markers", "It rains.", content="It rains.")
+    yield Output(
+        family,
+        "two messages of a kind",
+        f"{analysis}A<|end|>{next_}{analysis}B<|end|>{next_}<|channel|>final<|message|>C<|return|>",
+        content="C",
+        reasoning="A\nB",
+    )
+
+
+def _pythonic_outputs() -> Iterator[Output]:
+    for family, begin, end in (
+        ("pythonic", "", ""),
+        ("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
+    ):
+        yield Output(
+            family,
+            "two calls",
+            f'{begin}[get_weather(city="Paris", days=3), now()]{end}',
+            [call(), call("now", "{}")],
+        )
+        yield Output(
+            family,
+            "literals of all kinds",
+            f"{begin}[get_weather(city='a\\'b) \\\\', places=[\"x\", ('y',)], "
+            f"limit=-1.5, metric=True, note=None, o={{'k': [1, {{}}]}}, e=\"\")]{end}",
+            [
+                call(
+                    arguments='{"city": "a\'b) \\\\", "places": ["x", ["y"]], "limit": -1.5, '
+                    '"metric": true, "note": null, "o": {"k": [1, {}]}, "e": ""}'
+                )
+            ],
+        )
+        yield Output(
+            family,
+            "three quotes",
+            f'{begin}[get_weather(city="""a "b", (c)\nd""", days=1)]{end}',
+            [call(arguments='{"city": "a \\"b\\", (c)\\nd", "days": 1}')],
+        )
+        yield Output(family, "unknown function", x := f"{begin}[rm(a=1)]{end}", content=x)
+        yield Output(family, "no literal", x := f"{begin}[now(a=open('x'))]{end}", content=x)
+        yield Output(
+            family,
+            "cut off",
+            f'{begin}[get_weather(city="Paris", days=',
+            [broken('{"city": "Paris"')],
+            incomplete="call",
+        )
+        yield Output(family, "a list", x := "[1, 2] and more", content=x)
+    yield Output("pythonic", "text", x := "It rains. [now()]", content=x)
+
+
+OUTPUTS = list(_outputs())
+FAMILIES = sorted({output.family for output in OUTPUTS})
