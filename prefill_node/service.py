@@ -7,7 +7,7 @@ Life of a call:
        (RESOURCE_EXHAUSTED, with our load)
     2. `accepted`
     3. `first_token`, as soon as it is sampled, behind the prompt's log probabilities if they were
-       asked for; KV moves meanwhile
+       asked for, and with the first tokens of further answers to the prompt; KV moves meanwhile
     4. `done` when all KV was taken, or `failed`
     -  the token is the whole answer: nobody waits for KV, and none is exported if the caller knew
     -  the caller cancels, at any moment: the request is aborted, its KV dropped
@@ -31,7 +31,11 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequest
 from engine.frontend.input_processor import GenerationRequest, InputProcessor
 from engine.frontend.output_processor import OutputStream, RequestOutput
-from engine.frontend.wire import logprobs_to_message, prompt_logprobs_to_message
+from engine.frontend.wire import (
+    logprobs_to_message,
+    prompt_logprobs_to_message,
+    siblings_to_messages,
+)
 from engine.messages import EngineReady, KVTransferResult
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus
@@ -192,7 +196,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _note_token(self, call: _Call, output: RequestOutput) -> None:
         call.token_at, call.queue_s = time.monotonic(), output.queue_s
         self._status.note_prefix(call.work.spec.prefix_hash)
-        if call.work.kv_transfer_params is None or output.finish_reason == "stop":
+        is_end = output.finish_reason == "stop" and output.siblings is None
+        if call.work.kv_transfer_params is None or is_end:
             # The caller has all it wants with this token, and may leave at any moment.
             call.outcome = "done"
             self._write_trace(call, call.token_at, TransferStats())
@@ -290,6 +295,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         )
         if output.logprobs:
             token.logprobs.CopyFrom(logprobs_to_message(output.logprobs[0]))
+        if output.siblings is not None:
+            token.siblings.extend(siblings_to_messages(output.siblings))
         return prefill_pb2.PrefillEvent(first_token=token, load=self._status.load())
 
     def _write_trace(self, call: _Call, released_at: float, kv: TransferStats) -> None:

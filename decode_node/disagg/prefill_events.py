@@ -15,8 +15,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.frontend.wire import logprobs_from_message, prompt_logprobs_from_message
-from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.frontend.wire import (
+    logprobs_from_message,
+    prompt_logprobs_from_message,
+    siblings_from_messages,
+)
+from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from engine.request_spec import RequestSpec
 from tandem_pb import prefill_pb2
 
@@ -40,13 +44,15 @@ class PrefillError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token of an answer. `queue_s` and `prefill_s` are measured on the prefill node."""
+    """The first token of an answer, and those of further answers to the prompt. `queue_s` and
+    `prefill_s` are measured on the prefill node."""
 
     token_id: int
     logprobs: TokenLogprobs | None
     num_cached_tokens: int
     queue_s: float
     prefill_s: float
+    siblings: SiblingTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class PrefillEvents:
         self._prompt = spec.prompt_token_ids
         self._num_own = spec.num_own_prompt_tokens
         self._num_top = spec.sampling.logprobs
+        self._num_siblings = len(spec.sibling_seeds)
         self._num_prompt_top = spec.sampling.prompt_logprobs
         self._vocab_size = vocab_size
         self._next_position = 1
@@ -86,13 +93,13 @@ class PrefillEvents:
     def _first_token(self, token: prefill_pb2.FirstToken) -> FirstToken:
         _check(not self._has_token, "a second first token")
         self._has_token = True
-        self._check_ids([token.token_id])
-        logprobs = None
-        if token.HasField("logprobs"):
-            logprobs = logprobs_from_message(token.logprobs)
-            self._check_logprobs(token.token_id, logprobs)
-        elif self._num_top is not None:
-            raise PrefillError(WRONG_ANSWER, "no log probabilities, which were asked for")
+        logprobs = self._logprobs(token)
+        _check(
+            len(token.siblings) == self._num_siblings,
+            "first tokens of another number of answers than was asked for",
+        )
+        for sibling in token.siblings:
+            self._logprobs(sibling)
         if self._num_prompt_top is not None:
             _check(
                 self._next_position >= self._num_own,
@@ -104,7 +111,20 @@ class PrefillEvents:
             min(token.num_cached_tokens, len(self._prompt)),
             _seconds(token.queue_s),
             _seconds(token.prefill_s),
+            siblings_from_messages(token.siblings) if self._num_siblings else None,
         )
+
+    def _logprobs(
+        self, token: prefill_pb2.FirstToken | prefill_pb2.SiblingToken
+    ) -> TokenLogprobs | None:
+        """Checks a token, and returns its log probabilities if they were asked for."""
+        self._check_ids([token.token_id])
+        if not token.HasField("logprobs"):
+            _check(self._num_top is None, "no log probabilities, which were asked for")
+            return None
+        logprobs = logprobs_from_message(token.logprobs)
+        self._check_logprobs(token.token_id, logprobs)
+        return logprobs
 
     def _check_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> None:
         _check(self._num_top is not None, "log probabilities that nobody asked for")

@@ -1,8 +1,10 @@
-"""Log probabilities as messages between nodes, and back."""
+"""Tokens and log probabilities as messages between nodes, and back."""
 
 from __future__ import annotations
 
-from engine.outputs import PromptLogprobs, TokenLogprobs
+from collections.abc import Iterable
+
+from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from tandem_pb import prefill_pb2
 
 
@@ -14,6 +16,22 @@ def logprobs_to_message(logprobs: TokenLogprobs) -> prefill_pb2.TokenLogprobs:
 
 def logprobs_from_message(message: prefill_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(list(message.token_ids), list(message.logprobs), message.rank)
+
+
+def siblings_to_messages(siblings: SiblingTokens) -> list[prefill_pb2.SiblingToken]:
+    messages = [prefill_pb2.SiblingToken(token_id=token_id) for token_id in siblings.token_ids]
+    for message, logprobs in zip(messages, siblings.logprobs, strict=False):
+        message.logprobs.CopyFrom(logprobs_to_message(logprobs))
+    return messages
+
+
+def siblings_from_messages(messages: Iterable[prefill_pb2.SiblingToken]) -> SiblingTokens:
+    found = SiblingTokens([], [])
+    for message in messages:
+        found.token_ids.append(message.token_id)
+        if message.HasField("logprobs"):
+            found.logprobs.append(logprobs_from_message(message.logprobs))
+    return found
 
 
 def prompt_logprobs_to_message(logprobs: PromptLogprobs) -> prefill_pb2.PromptLogprobs:

@@ -21,8 +21,11 @@ VOCAB = 1024
 PROMPT = [5, 6, 7, 8]
 
 
-def reader(**sampling: Any) -> PrefillEvents:
-    return PrefillEvents(RequestSpec(PROMPT, SamplingParams(**sampling)), VOCAB)
+def reader(num_choices: int = 1, **sampling: Any) -> PrefillEvents:
+    seeds = tuple(range(1, num_choices))
+    return PrefillEvents(
+        RequestSpec(PROMPT, SamplingParams(**sampling), sibling_seeds=seeds), VOCAB
+    )
 
 
 def token(
@@ -104,6 +107,43 @@ def test_tokens_outside_of_the_vocabulary(token_id: int) -> None:
 )
 def test_log_probabilities_that_do_not_fit(wrong: prefill_pb2.PrefillEvent) -> None:
     refused(reader(logprobs=2), wrong)
+
+
+def sibling(
+    token_id: int = 3, ids: Sequence[int] = (3, 9, 4), rank: int = 2
+) -> prefill_pb2.SiblingToken:
+    found = prefill_pb2.TokenLogprobs(token_ids=ids, logprobs=(-1.0, -0.5, -2.0), rank=rank)
+    return prefill_pb2.SiblingToken(token_id=token_id, logprobs=found)
+
+
+def test_first_tokens_of_all_answers_are_read() -> None:
+    first = reader(3, logprobs=2).read(token(siblings=[sibling(), sibling(4, (4, 9, 3))]))
+    assert isinstance(first, FirstToken) and first.siblings is not None
+    assert first.siblings.token_ids == [3, 4]
+    assert [found.token_ids[0] for found in first.siblings.logprobs] == [3, 4]
+    only = reader(2).read(bare(9, siblings=[prefill_pb2.SiblingToken(token_id=8)]))
+    assert isinstance(only, FirstToken) and only.siblings is not None
+    assert (only.siblings.token_ids, only.siblings.logprobs) == ([8], [])
+
+
+@pytest.mark.parametrize(
+    "siblings",
+    [
+        [],
+        [sibling()],
+        [sibling()] * 3,
+        [sibling(), sibling(VOCAB, (VOCAB, 9, 3))],
+        [sibling(), sibling(3, (4, 9, 3))],
+        [sibling(), sibling(rank=0)],
+        [sibling(), prefill_pb2.SiblingToken(token_id=3)],
+    ],
+)
+def test_first_tokens_that_do_not_fit(siblings: list[prefill_pb2.SiblingToken]) -> None:
+    refused(reader(3, logprobs=2), token(siblings=siblings))
+
+
+def test_first_tokens_of_answers_that_nobody_asked_for() -> None:
+    refused(reader(logprobs=2), token(siblings=[sibling()]))
 
 
 def test_log_probabilities_that_nobody_asked_for() -> None:

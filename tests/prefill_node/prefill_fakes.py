@@ -19,7 +19,7 @@ from engine.frontend.request_stream import OutputQueue, RequestState, RequestStr
 from engine.messages import EngineReady, KVTransferResult
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.status import NodeStatus
-from engine.outputs import SchedulerStats, TokenLogprobs
+from engine.outputs import SchedulerStats, SiblingTokens, TokenLogprobs
 from host.life_signs import Silence
 from kv_transfer.metadata import KVPeer, TransferStats
 from prefill_node.metrics import PrefillMetrics
@@ -92,11 +92,15 @@ class FakePrefillEngine:
         logprobs = None
         if prompt.request.spec.sampling.logprobs is not None:
             logprobs = [TokenLogprobs([token, 7], [-0.5, -1.5], 1)]
-        prompt.state.queue.put_nowait(
-            prompt.state.processor.process(
-                [token], logprobs, finish_reason=finish_reason, num_cached_tokens=2, queue_s=0.125
-            )
+        output = prompt.state.processor.process(
+            [token], logprobs, finish_reason=finish_reason, num_cached_tokens=2, queue_s=0.125
         )
+        seeds = prompt.request.spec.sibling_seeds
+        if seeds:
+            tokens = [token + i for i in range(1, len(seeds) + 1)]
+            found = [TokenLogprobs([id_, 7], [-0.5, -1.5], 1) for id_ in tokens]
+            output.siblings = SiblingTokens(tokens, found if logprobs else [])
+        prompt.state.queue.put_nowait(output)
 
     def kv_is_taken(
         self, prompt: FakePrompt, *, ok: bool = True, is_called_off: bool = False

@@ -117,6 +117,35 @@ async def test_the_node_tells_which_prompts_it_has_computed() -> None:
         call.cancel()
 
 
+@pytest.mark.parametrize("asks", [None, 1])
+async def test_first_tokens_of_further_answers_come_with_the_first(asks: int | None) -> None:
+    """The prompt is one request to the engine, and its KV one export; that it is also the end of
+    the first answer concerns no other."""
+    async with served_prefill() as node:
+        sampling = SamplingParams(max_tokens=9, seed=5, logprobs=asks)
+        call, prompt = await accepted(node, sampling=sampling, sibling_seeds=(6, 2**64 - 1))
+        assert prompt.request.spec.seeds == (5, 6, 2**64 - 1)
+        assert prompt.request.choice_ids == ()
+        node.engine.samples(prompt, finish_reason="stop")
+        token = (await read(call)).first_token
+        assert [token.token_id, *(one.token_id for one in token.siblings)] == [42, 43, 44]
+        for sibling in token.siblings:
+            assert list(sibling.logprobs.token_ids) == ([sibling.token_id, 7] if asks else [])
+        assert node.servicer.open.count == 1
+        node.engine.kv_is_taken(prompt)
+        assert (await read(call)).done.kv_bytes == 1234
+        assert await read(call) is grpc.aio.EOF
+        await until(lambda: node.outcomes() == {"done": 1}, "the call has ended")
+
+
+async def test_answers_that_go_on_are_asked_for_one_by_one() -> None:
+    async with served_prefill() as node:
+        resumed = {"prompt_token_ids": [1, 2, 3], "num_resumed_tokens": 1, "sibling_seeds": (6,)}
+        event, _ = await refusal(node, **resumed)
+        assert event.failed.code == "invalid_argument"
+        assert "one answer at a time" in event.failed.message
+
+
 async def test_no_logprobs_unless_asked_for() -> None:
     async with served_prefill() as node:
         call, prompt = await accepted(node)

@@ -13,8 +13,10 @@ from engine.frontend.wire import (
     logprobs_to_message,
     prompt_logprobs_from_message,
     prompt_logprobs_to_message,
+    siblings_from_messages,
+    siblings_to_messages,
 )
-from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from tandem_pb import prefill_pb2
 
 TOKENS = st.integers(0, (1 << 31) - 1)
@@ -30,6 +32,15 @@ def test_log_probabilities(ids: list[int], rank: int, logprob: float) -> None:
     sent = logprobs_to_message(logprobs).SerializeToString()
     assert logprobs_from_message(prefill_pb2.TokenLogprobs.FromString(sent)) == logprobs
     assert struct.unpack("f", struct.pack("f", logprob))[0] == logprob
+
+
+@given(ids=st.lists(TOKENS, max_size=5), asks=st.booleans())
+def test_first_tokens_of_further_answers(ids: list[int], asks: bool) -> None:
+    found = [TokenLogprobs([id_, 1], [-1.0, -0.5], 2) for id_ in ids]
+    siblings = SiblingTokens(ids, found if asks else [])
+    message = prefill_pb2.FirstToken(siblings=siblings_to_messages(siblings))
+    sent = prefill_pb2.FirstToken.FromString(message.SerializeToString())
+    assert siblings_from_messages(sent.siblings) == siblings
 
 
 def test_log_probabilities_of_prompts() -> None:
