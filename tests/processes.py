@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 
 import psutil
 
@@ -39,3 +40,10 @@ def is_alive(pid: int) -> bool:
 def is_gone(pid: int) -> bool:
     """It ended, and its parent has taken note."""
     return not psutil.pid_exists(pid)
+
+
+def free_address() -> str:
+    """Returns an address of this host at which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"

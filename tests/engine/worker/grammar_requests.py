@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.messages import EngineCoreRequest
 from engine.models.factory import create_model
 from engine.request_spec import RequestSpec
@@ -92,6 +92,12 @@ def text_of(token_ids: list[int]) -> str:
     kept = [token for token in token_ids if token not in EOS]
     text: str = backend().decode(kept, skip_special_tokens=False)
     return text
+
+
+def model_in(folder: Path) -> ModelConfig:
+    """Returns the model without weights, its tokenizer saved in `folder`."""
+    save(folder, backend())
+    return replace(MODEL, path=str(folder))
 
 
 def write_checkpoint(folder: Path) -> Path:

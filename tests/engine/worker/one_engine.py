@@ -36,10 +36,11 @@ MAX_STEPS = 2000
 
 
 class OneEngine:
-    """`depth` steps may be scheduled before the first of them is answered."""
+    """`depth` steps may be scheduled before the first of them is answered. `worker`: not started;
+    one rank in this thread unless given."""
 
-    def __init__(self, config: EngineConfig, depth: int) -> None:
-        self.worker = Worker(config, rank=0, rendezvous="")
+    def __init__(self, config: EngineConfig, depth: int, worker: Worker | None = None) -> None:
+        self.worker = worker or Worker(config, rank=0, rendezvous="")
         self.worker.init_device()
         self.worker.load_model(lambda fraction: None)
         num_blocks = self.worker.determine_num_blocks()
@@ -55,8 +56,9 @@ class OneEngine:
         """The number of times that requests got so many tokens from a step."""
 
     def add(self, message: EngineCoreRequest) -> None:
-        self.tokens[message.request_id] = []
-        self.logprobs[message.request_id] = []
+        for name in message.choice_ids or [message.request_id]:
+            self.tokens[name] = []
+            self.logprobs[name] = []
         self._note(self.scheduler.add_request(Request(message)))
 
     def abort(self, request_id: str) -> None:

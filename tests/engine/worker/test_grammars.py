@@ -5,16 +5,23 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from engine.config import EngineConfig, ParallelConfig
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.messages import EngineCoreRequest
+from engine.outputs import ModelRunnerOutput
+from engine.sched.output import SchedulerOutput
 from engine.worker.drafter import Drafter
+from engine.worker.worker import Worker
+from kv_transfer.base import KVCacheHandle
 from tests.engine.worker.drafters import KnowingDrafter, RandomDrafter
 from tests.engine.worker.grammar_requests import (
     CHOICE,
@@ -33,6 +40,7 @@ from tests.engine.worker.grammar_requests import (
     write_checkpoint,
 )
 from tests.engine.worker.one_engine import OneEngine, check_empty, run_traffic
+from tests.processes import free_address
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,49 @@ def test_a_row_beside_others_gets_what_it_gets_alone(
     run_traffic(engine, seed, alone(seed), grammar_workload(seed))
     assert check_documents(alone(seed), seed) > 2
     assert set(engine.errors.values()) == {""}
+
+
+class TwoRanks(Worker):
+    """Rank 0, beside which rank 1 does the same in a thread. They must say the same."""
+
+    def __init__(self, config: EngineConfig, rendezvous: str) -> None:
+        super().__init__(config, 0, rendezvous)
+        self._other = Worker(config, 1, rendezvous)
+        self._threads = ThreadPoolExecutor(1)
+
+    def init_device(self) -> None:
+        other = self._threads.submit(self._other.init_device)
+        super().init_device()
+        other.result()
+
+    def load_model(self, report: Callable[[float], None]) -> None:
+        other = self._threads.submit(self._other.load_model, lambda fraction: None)
+        super().load_model(report)
+        other.result()
+
+    def initialize_kv_cache(self, num_blocks: int) -> KVCacheHandle:
+        self._other.initialize_kv_cache(num_blocks)
+        return super().initialize_kv_cache(num_blocks)
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        other = self._threads.submit(self._other.execute_model, step)
+        output = super().execute_model(step)
+        assert other.result() == output
+        return output
+
+    def shutdown(self) -> None:
+        self._other.shutdown()
+        super().shutdown()
+        self._threads.shutdown()
+
+
+def test_ranks_choose_the_same_tokens_each_for_itself(
+    folder: Path, alone: Callable[[int], OneEngine]
+) -> None:
+    seed = 4
+    config = grammar_config(folder, num_blocks=13, parallel=ParallelConfig(tensor_parallel_size=2))
+    engine = OneEngine(config, 2, TwoRanks(config, free_address()))
+    run_traffic(engine, seed, alone(seed), grammar_workload(seed))
 
 
 def _drafter(kind: str, alone: OneEngine, seed: int) -> Drafter | None:
@@ -261,3 +312,34 @@ def test_rows_without_a_grammar_keep_the_whole_step_graph(engine: OneEngine) -> 
     assert sampler.only_draws(np.array([0, 1], np.int32))
     assert sampler.grammars.num_held == 0
     engine.finish()
+
+
+def for_choices(request: EngineCoreRequest, count: int) -> EngineCoreRequest:
+    """Asks for `count` answers, c0, c1 and so on, with seeds that follow the request's own."""
+    request.choice_ids = tuple(f"c{i}" for i in range(count))
+    seed = request.spec.sampling.seed
+    siblings = tuple(seed + i for i in range(1, count))
+    request.spec = msgspec.structs.replace(request.spec, sibling_seeds=siblings)
+    return request
+
+
+@pytest.mark.parametrize("grammar", [JSON, REGEX, NOTES])
+def test_choices_of_one_prompt_follow_the_grammar_each_alone(
+    engine: OneEngine, grammar: str
+) -> None:
+    """Their first tokens come from one mask, and each goes on with a matcher of its own."""
+    request = for_choices(make_request("all", grammar, seed=7, max_tokens=20), 3)
+    run(engine, request)
+    for index, name in enumerate(request.choice_ids):
+        single = make_request(f"single-{name}", grammar, seed=7 + index, max_tokens=20)
+        run(engine, single)
+        assert engine.tokens[name] == engine.tokens[single.request_id]
+        assert engine.ended[name] == engine.ended[single.request_id]
+
+
+def test_a_grammar_that_leaves_nothing_ends_every_choice(engine: OneEngine) -> None:
+    request = for_choices(make_request("all", "start: nobody"), 2)
+    run(engine, request, make_request("beside", CHOICE))
+    assert [engine.ended[name] for name in ("c0", "c1", "beside")] == ["error", "error", "stop"]
+    assert "cannot be compiled" in engine.errors["c0"] and engine.tokens["c1"] == []
+    assert "all" not in engine.ended

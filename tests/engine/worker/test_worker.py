@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from engine.worker.worker import MissedStepError, Worker
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
+from tests.processes import free_address
 
 SEEDED = SamplingParams(
     seed=5, temperature=0.8, top_k=20, frequency_penalty=0.2, logprobs=2, prompt_logprobs=1
@@ -122,12 +122,6 @@ def test_too_small_a_cache_ends_the_start(make_config) -> None:
         pytest.raises(KVCacheMemoryError, match="room for 24 tokens .* max_model_len is 96"),
     ):
         worker.determine_num_blocks()
-
-
-def free_address() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_two_ranks_give_the_tokens_of_one(make_config, make_driver, make_prompt) -> None:
