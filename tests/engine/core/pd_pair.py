@@ -56,14 +56,19 @@ async def tokens_of(stream: RequestStream) -> list[int]:
 
 
 async def start_engine(
-    role: str, num_blocks: int = NUM_BLOCKS, decode_query_len: int = 1, **transfer: Any
+    role: str,
+    num_blocks: int = NUM_BLOCKS,
+    decode_query_len: int = 1,
+    path: str = "",
+    **transfer: Any,
 ) -> AsyncLLM:
-    """Starts an engine. `role`: prefill or decode. `transfer`: settings of its data plane."""
+    """Starts an engine. `role`: prefill or decode. `path`: where the model has a tokenizer.
+    `transfer`: settings of its data plane."""
     kv_transfer = KVTransferConfig(
         kv_role="kv_producer" if role == "prefill" else "kv_consumer",
         **{"num_streams": 2, **transfer},
     )
-    config = tiny_config(async_scheduling=role == "decode")
+    config = tiny_config(async_scheduling=role == "decode", path=path)
     config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
     config = replace(config, kv_transfer=kv_transfer, decode_query_len=decode_query_len)
     return await AsyncLLM.start(config)

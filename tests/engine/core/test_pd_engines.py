@@ -6,9 +6,11 @@ The test plays both node servers: it starts a request on both sides and carries 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -16,24 +18,34 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from llguidance import LLMatcher
+from prometheus_client import CollectorRegistry
 
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
+from engine.node.metrics import EngineCollector
 from engine.outputs import TokenLogprobs
 from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
 from tests.engine.core.tiny_engine import VOCAB, Oracle, until, until_empty
+from tests.engine.core.tiny_tokenizer import save_tokenizer, text_of
 from tests.processes import find_processes, is_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair() -> AsyncIterator[Pair]:
+async def pair(path: str) -> AsyncIterator[Pair]:
     """Both look for leftovers whenever they are idle, and die when they find some."""
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.DEBUG)
-    pair = Pair(*await asyncio.gather(start_engine("prefill"), start_engine("decode")))
+    starting = (start_engine(role, path=path) for role in ("prefill", "decode"))
+    pair = Pair(*await asyncio.gather(*starting))
     root.setLevel(level)
     yield pair
     for llm in (pair.prefill, pair.decode):
@@ -142,6 +154,96 @@ async def test_limits_on_tokens_hold_on_both_nodes(pair: Pair, temperature: floa
     assert remote == await one(is_remote=False, **limits)
     assert remote[0] != said[0] and set(remote) <= set(allowed)
     assert not set(pairwise(remote)) & set(words)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "s": {"type": "string", "maxLength": 9}},
+    "required": ["a", "s"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+GRAMMARS = [LLMatcher.grammar_from_json_schema(SCHEMA), "start: /[a-d]{3,7}/", "start: /x?/"]
+NOTHING = "start: /a/ NOTHING\nNOTHING: /b/ & /c/"
+
+
+async def grammar_answer(
+    pair: Pair, grammar: str, seed: int, *, is_remote: bool, **sampling: Any
+) -> tuple[list[int], str | None, str]:
+    """Returns the tokens of a request under a grammar, its finish reason and its error."""
+    limits = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": False, **sampling}
+    export, pull = pair.request(seed, grammar=grammar, **limits)
+    export.eos_token_ids = pull.eos_token_ids = (0,)
+    stream = pair.decode.generate(pull)
+    if is_remote:
+        prefill = asyncio.create_task(pair.run_prefill(export))
+    else:
+        pair.decode.prefill_locally(pull.request_id)
+    outputs = [output async for output in stream]
+    if is_remote:
+        await asyncio.wait([prefill])
+    tokens = [token for output in outputs for token in output.token_ids]
+    return tokens, outputs[-1].finish_reason, outputs[-1].error
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+@pytest.mark.parametrize("max_tokens", [1, 40])
+async def test_grammars_hold_on_both_nodes(pair: Pair, grammar: str, max_tokens: int) -> None:
+    """Prefill masks the first token, which decode replays. The answer may end with it."""
+
+    async def one(seed: int) -> None:
+        limits = {"max_tokens": max_tokens}
+        remote = await grammar_answer(pair, grammar, seed, is_remote=True, **limits)
+        assert remote == await grammar_answer(pair, grammar, seed, is_remote=False, **limits)
+        tokens, finish_reason, _ = remote
+        if finish_reason == "stop":
+            ended.append(len(tokens))
+            assert tokens[-1] == 0
+            text = text_of(tokens)
+            if grammar == GRAMMARS[0]:
+                found = json.loads(text)
+                assert isinstance(found["a"], bool) and len(found["s"]) <= 9
+            else:
+                assert re.fullmatch(grammar.split("/")[1], text)
+
+    ended: list[int] = []
+    masks = pair.prefill.stats.grammar.num_masks
+    await asyncio.gather(*(one(seed) for seed in range(6)))
+    assert len(ended) == 6 or max_tokens == 1
+    assert 1 in ended or grammar != GRAMMARS[2]
+    await until(lambda: pair.prefill.stats.grammar.num_masks >= masks + 6, "masks on prefill")
+
+
+async def test_a_grammar_that_cannot_be_followed_is_an_error_of_its_request(pair: Pair) -> None:
+    failed = pair.decode.stats.grammar.num_failed
+    beside = asyncio.create_task(grammar_answer(pair, GRAMMARS[1], 3, is_remote=True))
+    tokens, finish_reason, error = await grammar_answer(pair, NOTHING, 3, is_remote=True)
+    assert text_of(tokens) == "a" and finish_reason == "error"
+    assert "no token of the model can follow" in error
+    tokens, finish_reason, error = await grammar_answer(pair, "nonsense", 3, is_remote=False)
+    assert (tokens, finish_reason) == ([], "error") and "cannot be compiled" in error
+    assert (await beside)[1:] == ("stop", "")
+    await until(lambda: pair.decode.stats.grammar.num_failed == failed + 2, "failures counted")
+
+
+async def test_what_grammars_cost_is_told(pair: Pair) -> None:
+    await grammar_answer(pair, GRAMMARS[0], 1, is_remote=True)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(pair.decode))
+
+    def value(name: str, **labels: str) -> float:
+        found = registry.get_sample_value(
+            f"tandem_grammar_{name}", {"model_name": "tiny", "engine": "0", **labels}
+        )
+        assert found is not None, name
+        return found
+
+    await until(lambda: value("masks_total") > 0, "masks")
+    for name in ("compile", "wait", "mask"):
+        assert value(f"{name}_seconds_bucket", le="+Inf") == value(f"{name}_seconds_count") > 0
+        assert value(f"{name}_seconds_sum") > 0
+    assert value("compile_seconds_count") == value("wait_seconds_count")
+    assert value("mask_seconds_count") <= value("masks_total")
 
 
 async def test_aborts_on_either_side_at_any_moment(pair: Pair, oracle: Oracle) -> None:
