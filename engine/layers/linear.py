@@ -154,6 +154,10 @@ class RowParallelLinear(LinearLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.method.reduce(self.method.apply(self, x), self.group)
 
+    def partial(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sum over ranks, [T, out]."""
+        return self.method.apply(self, x)
+
     def add_to(self, stream: ResidualStream, x: Tensor, norm: RMSNorm | None = None) -> None:
         """Adds the output for [T, in / ranks], or its norm, to the stream; in the GEMM where that
         is faster."""

@@ -78,6 +78,15 @@ class ConfigFile(msgspec.Struct):
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     sliding_window_pattern: int | None = None
+    moe_intermediate_size: int | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    norm_topk_prob: bool | None = None
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    shared_expert_intermediate_size: int | None = None
+    qkv_bias: bool | None = None
     quantization_config: dict[str, object] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None

@@ -13,6 +13,8 @@ from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.sparse_mlp import SparseMLP
+from engine.models.expert_block import expert_weights, sparse_mlp
 from engine.models.specs.dense import DenseSpec
 
 
@@ -51,17 +53,25 @@ class LlamaDecoderLayer(nn.Module):
             norm=norm(spec.norms.after_attention),
         )
         self.before_mlp = norm(spec.norms.before_mlp)
-        self.mlp = GatedMLP(
-            spec.hidden_size,
-            spec.intermediate_size,
-            shard,
-            is_gelu=spec.activation == "gelu_tanh",
-            norm=norm(spec.norms.after_mlp),
-        )
+        self.mlp: GatedMLP | SparseMLP
+        if spec.experts is not None and index not in spec.experts.dense_layers:
+            self.mlp = sparse_mlp(spec.hidden_size, spec.experts, shard)
+        else:
+            self.mlp = GatedMLP(
+                spec.hidden_size,
+                spec.intermediate_size,
+                shard,
+                is_gelu=spec.activation == "gelu_tanh",
+                norm=norm(spec.norms.after_mlp),
+            )
 
     def forward(self, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs) -> None:
         self.self_attn(stream.read(self.before_attention), stream, kv_cache, inputs)
-        self.mlp(stream.read(self.before_mlp), stream)
+        x = stream.read(self.before_mlp)
+        if isinstance(self.mlp, SparseMLP):
+            self.mlp(x, stream, inputs.slot_mapping)
+        else:
+            self.mlp(x, stream)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         spec, names = self.spec, self.spec.norms
@@ -69,9 +79,13 @@ class LlamaDecoderLayer(nn.Module):
             (self.before_attention, names.before_attention),
             (self.self_attn.norm, names.after_attention),
             (self.before_mlp, names.before_mlp),
-            (self.mlp.norm, names.after_mlp),
+            (getattr(self.mlp, "norm", None), names.after_mlp),
         ):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")
         yield from self.self_attn.checkpoint_weights(f"{prefix}.self_attn", is_fused=spec.fused_qkv)
-        yield from self.mlp.checkpoint_weights(f"{prefix}.mlp", is_fused=spec.fused_gate_up)
+        if isinstance(self.mlp, SparseMLP):
+            assert spec.experts is not None
+            yield from expert_weights(self.mlp, spec.experts.names, prefix)
+        else:
+            yield from self.mlp.checkpoint_weights(f"{prefix}.mlp", is_fused=spec.fused_gate_up)

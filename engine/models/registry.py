@@ -16,6 +16,7 @@ from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
 from engine.models.specs.glm4 import Glm4Spec
 from engine.models.specs.llama import LlamaSpec
 from engine.models.specs.mistral import MistralSpec
+from engine.models.specs.moe import MixtralSpec, Qwen2MoeSpec, Qwen3MoeSpec
 from engine.models.specs.olmo2 import Olmo2Spec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec
@@ -40,10 +41,13 @@ MODELS: dict[str, Entry] = {
     "Glm4ForCausalLM": Entry(Glm4Spec, _LLAMA),
     "LlamaForCausalLM": Entry(LlamaSpec, _LLAMA),
     "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
+    "MixtralForCausalLM": Entry(MixtralSpec, _LLAMA),
     "Olmo2ForCausalLM": Entry(Olmo2Spec, _LLAMA),
     "Phi3ForCausalLM": Entry(Phi3Spec, _LLAMA),
     "Qwen2ForCausalLM": Entry(Qwen2Spec, _LLAMA),
+    "Qwen2MoeForCausalLM": Entry(Qwen2MoeSpec, _LLAMA),
     "Qwen3ForCausalLM": Entry(Qwen3Spec, _LLAMA),
+    "Qwen3MoeForCausalLM": Entry(Qwen3MoeSpec, _LLAMA),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from tandem_kernels.reference import attention, batch, elementwise, gemm, sampling
+from tandem_kernels.reference import attention, batch, elementwise, experts, gemm, sampling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,6 +49,8 @@ small_m_gate_up = Op(gemm.small_m_gate_up, "small_m_gemm")
 fused_gate_up = Op(gemm.fused_gate_up, "fused_gate_up")
 silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")
 gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "silu_and_mul")
+route_tokens = Op(experts.route_tokens, "route_tokens")
+fused_experts = Op(experts.fused_experts, "fused_experts")
 rope_and_cache = Op(elementwise.rope_and_cache, "rope_and_cache")
 paged_attention = Op(attention.paged_attention, "paged_attention")
 prepare_inputs = Op(batch.prepare_inputs, "batch_prep")

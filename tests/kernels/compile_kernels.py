@@ -25,7 +25,10 @@ from tandem_kernels import (
     batch_prep,
     block_copies,
     decode_attention,
+    expert_rows,
+    expert_tuning,
     filter_floor,
+    fused_experts,
     fused_gate_up,
     invariant_gemm,
     logprobs,
@@ -33,6 +36,7 @@ from tandem_kernels import (
     prefill_attention,
     rms_norm,
     rope_and_cache,
+    route_tokens,
     sampling,
     silu_and_mul,
     small_m_gemm,
@@ -248,6 +252,59 @@ def attention_cases(capability: int) -> Iterator[Case]:
             )
 
 
+def expert_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "x", "weight", "out", "parts"),
+        **named("*fp32", "pair_weights", "weights", "bias", "logits"),
+        **named("*i32", "experts", "order", "counts"),
+        **named("fp32", "scaling"),
+        "slot_mapping": "*i64",
+    }
+    route = {"NUM_EXPERTS": 60, "LANES": 64, "TOP_K": 6, "K_LANES": 8, "TOP_GROUPS": 2}
+    for has_bias in (False, True):
+        yield Case(
+            route_tokens.route_tokens_kernel,
+            f"bias={has_bias}",
+            types,
+            {
+                **route,
+                "SIGMOID": has_bias,
+                "RENORMALISE": has_bias,
+                "NUM_GROUPS": 4 if has_bias else 1,
+                "HAS_BIAS": has_bias,
+                "OVERLAP": capability >= 90,
+            },
+            {"num_warps": 1},
+        )
+    yield Case(expert_rows.sort_pairs_kernel, "", types, {"CHUNK": expert_rows.CHUNK})
+    yield Case(fused_experts.sum_pairs_kernel, "", types, {"TOP_K": 8, "BLOCK": 1024})
+    many = capability >= 90
+    for num_pairs, gated in itertools.product((8, 256, 8192, 65536) if many else (65536,), (1, 0)):
+        tuning = expert_tuning.expert_tuning(num_pairs, 128, 2, gated=bool(gated))
+        is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
+        yield Case(
+            fused_experts.expert_gemm_kernel,
+            f"pairs={num_pairs} gated={gated}",
+            types,
+            {
+                "TOP_K": 8,
+                "ROWS": tuning.rows,
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "GROUP": tuning.group,
+                "PAIRS": 1 if is_sorted else max(16, num_pairs),
+                "TILES": 1,
+                "EXPERTS": 128,
+                "GATED": bool(gated),
+                "SORTED": is_sorted,
+                "BY_PAIR": num_pairs <= 128,
+                "EVEN": True,
+                "PRECISION": "tf32",
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+
+
 def batch_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*i32", "idx_mapping", "query_start_loc", "token_ids", "num_computed"),
@@ -350,6 +407,7 @@ def compile_all(capability: int) -> None:
         invariant_cases,
         rope_cases,
         attention_cases,
+        expert_cases,
         batch_cases,
         sampling_cases,
     ]

@@ -132,6 +132,24 @@ def test_paged_attention_with_bounded_scores(window: int | None) -> None:
     check.paged_attention(ops.paged_attention.kernel, batch)
 
 
+@pytest.mark.parametrize("name", check.ROUTERS)
+def test_routers(name: str) -> None:
+    check.route_tokens(ops.route_tokens.kernel, name, 24)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 2, 8, 32, 32), torch.float32),
+        ((9, 2, 4, 40, 24), torch.float32),
+        ((140, 2, 3, 16, 32), torch.float16),
+    ],
+    ids=["by pair", "by expert", "sorted"],
+)
+def test_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    check.fused_experts(ops.fused_experts.kernel, shape, dtype)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_batch_tables(seed: int) -> None:
     check.prepare_inputs(ops.prepare_inputs.kernel, [1, 9, 3, 1], 1, seed)

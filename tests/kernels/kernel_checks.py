@@ -481,3 +481,64 @@ def sparse_additions(add_sparse: Op, count_tokens: Op, device: str = "cpu") -> N
     cols = torch.tensor([1, 1, 2], dtype=torch.int32, device=device)
     add_sparse(logits, row_ids, cols, torch.tensor([1.0, 0.5, -math.inf], device=device))
     assert logits.tolist() == [[0, 1.5, 0, 0], [0, 0, -math.inf, 0]]
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "mixtral": {"top_k": 2},
+    "qwen": {"top_k": 8, "renormalise": False},
+    "deepseek_v2": {
+        "top_k": 6, "renormalise": False, "scaling": 16.0, "num_groups": 8, "top_groups": 3,
+    },
+    "deepseek_v3": {
+        "top_k": 8, "sigmoid": True, "scaling": 2.5, "num_groups": 8, "top_groups": 4, "bias": True,
+    },
+    "glm": {"top_k": 8, "sigmoid": True, "bias": True},
+}  # fmt: skip
+"""Variants of the router, by who uses them."""
+
+
+def route_tokens(op: Op, name: str, num_experts: int, device: str = "cpu") -> None:
+    """One token at a time, in float64; token 1 is padding."""
+    options = dict(ROUTERS[name])
+    has_bias = options.pop("bias", False)
+    logits = torch.randn(7, num_experts, device=device) * 3
+    bias = torch.randn(num_experts, device=device) if has_bias else None
+    slots = torch.arange(7, device=device)
+    slots[1] = -1
+    weights, experts = op(logits, slots, bias, **options)
+    assert weights.dtype == torch.float32 and experts.dtype == torch.int32
+    assert experts[1].tolist() == [-1] * options["top_k"] and not weights[1].any()
+    for token in (0, *range(2, 7)):
+        expected = oracle.route_token(logits[token], bias, **options)
+        assert experts[token].tolist() == list(expected)
+        found = weights[token].double().cpu()
+        torch.testing.assert_close(
+            found, torch.tensor(list(expected.values()), dtype=torch.float64), rtol=1e-5, atol=1e-6
+        )
+
+
+def fused_experts(
+    op: Op,
+    shape: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """Checks the experts of a step. `shape` is (T, k, E, H, I). Some pairs go nowhere; in fixed
+    order rows have the same bits in any company."""
+    num_tokens, top_k, num_experts, hidden, width = shape
+    x = torch.randn(num_tokens, hidden, device=device).to(dtype)
+    w13 = (torch.randn(num_experts, 2 * width, hidden, device=device) * hidden**-0.5).to(dtype)
+    w2 = (torch.randn(num_experts, hidden, width, device=device) * width**-0.5).to(dtype)
+    weights = torch.rand(num_tokens, top_k, device=device)
+    chosen = torch.rand(num_tokens, num_experts, device=device).argsort(-1)[:, :top_k].int()
+    chosen[num_tokens // 3] = -1
+    expected = oracle.experts(x, w13, w2, weights, chosen)
+    found = op(x, w13, w2, weights, chosen)
+    assert found.dtype == dtype
+    assert not found[num_tokens // 3].any()
+    assert oracle.relative_error(found, expected) < 2 * ELEMENTWISE[dtype]
+    fixed = op(x, w13, w2, weights, chosen, True)
+    assert oracle.relative_error(fixed, expected) < 2 * ELEMENTWISE[dtype]
+    for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
+        alone = op(x[start:end], w13, w2, weights[start:end], chosen[start:end], True)
+        assert torch.equal(alone, fixed[start:end])

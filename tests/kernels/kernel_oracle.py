@@ -202,3 +202,40 @@ def sample(
         for t, p in enumerate(kept)
     ]
     return max(range(len(logits)), key=noisy.__getitem__)
+
+
+def route_token(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    renormalise: bool = True,
+    scaling: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> dict[int, float]:
+    """Maps the experts of one token, best first, to their weights; in float64 and lists."""
+    wide = logits.double()
+    scores = (wide.sigmoid() if sigmoid else wide.softmax(-1)).tolist()
+    by = scores if bias is None else [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+    size = len(by) // num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(num_groups)]
+    best = 1 if bias is None else 2
+    groups.sort(key=lambda group: -sum(sorted((by[e] for e in group), reverse=True)[:best]))
+    allowed = [e for group in groups[:top_groups] for e in group]
+    chosen = sorted(allowed, key=lambda e: -by[e])[:top_k]
+    total = sum(scores[e] for e in chosen) if renormalise else 1.0
+    return {e: scores[e] / total * scaling for e in chosen}
+
+
+def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Computes [T, H] float64, one pair at a time."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, of_token in enumerate(chosen.tolist()):
+        for place, expert in enumerate(of_token):
+            if expert >= 0:
+                gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
+                hidden = gate / (1 + (-gate).exp()) * up
+                out[token] += weights[token, place].double() * (w2[expert].double() @ hidden)
+    return out

@@ -91,6 +91,19 @@ def test_attention_with_bounded_scores(
     check.paged_attention(ops.paged_attention, batch)
 
 
+@pytest.mark.parametrize("name", check.ROUTERS)
+@pytest.mark.parametrize("num_experts", [16, 64, 128, 256])
+def test_routers(name: str, num_experts: int) -> None:
+    check.route_tokens(ops.route_tokens, name, num_experts, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 33, 300])
+@pytest.mark.parametrize("sizes", [(8, 128, 2048, 768), (2, 8, 1024, 1792), (6, 60, 256, 200)])
+def test_experts(dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int, int]) -> None:
+    check.fused_experts(ops.fused_experts, (num_tokens, *sizes), dtype, "cuda")
+
+
 @halves
 @head_dims
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 16), (2, 7), (8, 4), (12, 1)])

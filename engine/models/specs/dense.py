@@ -10,6 +10,7 @@ from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
+from engine.models.specs.experts import ExpertSpec
 from engine.models.specs.rope import read_rotary
 from engine.rope import Rotary
 from kv_transfer.layout import attention_group
@@ -64,6 +65,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         attention_scale: Of the scores; None: head_dim ** -0.5.
         attention_softcap, final_softcap: Bound of scores and of logits, `cap * tanh(x / cap)`; 0:
             none.
+        experts: Those of layers with a mixture of experts; None: no layer has one.
     """
 
     attention_bias: ClassVar[bool] = False
@@ -90,6 +92,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     attention_scale: float | None = None
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
+    experts: ExpertSpec | None = None
 
     @classmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
@@ -168,9 +171,13 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         return self.attention_softcap > 0
 
     def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
+        experts = self.experts
+        has_dense = experts is None or len(experts.dense_layers) > 0
         for count, name in (
             (model.num_heads, "attention heads"),
-            (self.intermediate_size, "feed-forward units"),
+            (self.intermediate_size if has_dense else 0, "feed-forward units"),
+            (0 if experts is None else experts.intermediate_size, "units in each expert"),
+            (0 if experts is None else experts.shared_size, "units in the shared expert"),
         ):
             if count % tp_size:
                 raise CheckpointError(
@@ -213,6 +220,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("window_rotary", self.window_rotary, None),
             ("attention_scale", self.attention_scale, None),
             ("attention_softcap", self.attention_softcap, 0.0),
+            ("experts", self.experts, None),
         )
         return tuple((name, value) for name, value, default in facts if value != default)
 

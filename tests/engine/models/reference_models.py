@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -28,8 +30,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, VOCAB, prompts
@@ -126,6 +132,32 @@ FAMILIES = {
         LlamaForCausalLM,
         LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
+    "mixtral": Family(
+        MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "qwen2_moe": Family(
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe_sharded": Family(
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 24,
+            "norm_topk_prob": True,
+        },
+        shard_size="60KB",
     ),
     "mistral": Family(MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 32}),
     "mistral_window": Family(MistralForCausalLM, MistralConfig, {"sliding_window": 21}),

@@ -1,0 +1,160 @@
+"""The feed-forward block of a mixture of experts.
+
+    x ─┬─ router ─ which experts, how much each ─┐
+       ├─ experts, split along their width ──────┴─(+)─ all-reduce ─▶ residual stream
+       └─ shared expert, if there is one ──────────┘
+
+Each rank has a slice of every expert, as of any feed-forward block, so tokens need not travel and
+one all-reduce completes the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
+from engine.layers.residual import ResidualStream
+from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """Says how a router chooses; see `tandem_kernels.reference.experts.route_tokens`."""
+
+    top_k: int
+    sigmoid: bool = False
+    renormalise: bool = True
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    has_bias: bool = False
+
+
+class Router(nn.Module):
+    """[T, H] -> (weights [T, k] float32, experts [T, k] int32). Whole on every rank, in float32
+    from the logits on.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, options: RouterOptions, shard: Shard
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.deterministic = shard.gemms.deterministic
+        self.weight = shard.parameter(num_experts, hidden_size)
+        self.bias = shard.parameter(num_experts, dtype=torch.float32) if options.has_bias else None
+
+    def forward(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        options = self.options
+        return ops.route_tokens(
+            self._logits(x),
+            slot_mapping,
+            self.bias,
+            options.top_k,
+            sigmoid=options.sigmoid,
+            renormalise=options.renormalise,
+            scaling=options.scaling,
+            num_groups=options.num_groups,
+            top_groups=options.top_groups,
+        )
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.deterministic:
+            return ops.invariant_gemm(x, self.weight, None, torch.float32)
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), self.weight.float())
+
+    def checkpoint_weights(self, weight: str, bias: str) -> Iterator[CheckpointWeight]:
+        yield CheckpointWeight(weight, self.weight, tuple(self.weight.shape))
+        if self.bias is not None:
+            yield CheckpointWeight(bias, self.bias, tuple(self.bias.shape))
+
+
+class Experts(nn.Module):
+    """This rank's slice of every expert: `w13` [E, 2 I, H], gate before up, and `w2` [E, H, I]."""
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, shard: Shard
+    ) -> None:
+        super().__init__()
+        self.shapes = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        self.start, self.width = shard.part(intermediate_size)
+        self.fixed_order = shard.gemms.deterministic
+        self.w13 = shard.parameter(num_experts, 2 * self.width, hidden_size)
+        self.w2 = shard.parameter(num_experts, hidden_size, self.width)
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return ops.fused_experts(x, self.w13, self.w2, weights, experts, self.fixed_order)
+
+    def checkpoint_weights(
+        self, prefix: str, names: tuple[str, str, str]
+    ) -> Iterator[CheckpointWeight]:
+        """Lists the checkpoint's tensors; `names` are those of gate, up and down."""
+        across, down = self.shapes
+        gate, up, back = (f"{name}.weight" for name in names)
+        for index in range(len(self.w13)):
+            of_expert = f"{prefix}.{index}."
+            w1, w3 = torch.split(self.w13[index], self.width)
+            yield CheckpointWeight(of_expert + gate, w1, across, 0, self.start)
+            yield CheckpointWeight(of_expert + up, w3, across, 0, self.start)
+            yield CheckpointWeight(of_expert + back, self.w2[index], down, 1, self.start)
+
+
+class SharedExpert(nn.Module):
+    """[T, H] -> [T, H], not yet summed over ranks: the block that every token goes through.
+
+    Args:
+        has_gate: Its output counts by the sigmoid of a projection of the token.
+    """
+
+    gate: nn.Parameter | None
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, shard: Shard, *, has_gate: bool
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = GateUpParallelLinear(hidden_size, intermediate_size, shard)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard)
+        self.gate = shard.parameter(1, hidden_size) if has_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.down_proj.partial(self.gate_up_proj(x))
+        if self.gate is None:
+            return out
+        share = (x.float() * self.gate.float()).sum(-1, keepdim=True).sigmoid()
+        return (out.float() * share).to(x.dtype)
+
+    def checkpoint_weights(self, prefix: str, gate: str) -> Iterator[CheckpointWeight]:
+        yield from self.gate_up_proj.checkpoint_weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")
+        if self.gate is not None:
+            yield CheckpointWeight(gate, self.gate, tuple(self.gate.shape))
+
+
+class SparseMLP(nn.Module):
+    """Adds the routed experts' and the shared expert's output to the residual stream."""
+
+    def __init__(
+        self, router: Router, experts: Experts, shared: SharedExpert | None, shard: Shard
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.group = shard.tp
+
+    def forward(self, x: Tensor, stream: ResidualStream, slot_mapping: Tensor) -> None:
+        """Computes the block of the normed `x`, [T, H]; tokens without a slot are padding."""
+        out = self.experts(x, *self.router(x, slot_mapping))
+        if self.shared is not None:
+            out = out + self.shared(x)
+        stream.add(self.group.all_reduce(out))

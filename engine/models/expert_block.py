@@ -1,0 +1,36 @@
+"""Builds the block of a mixture of experts from what its spec says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.sparse_mlp import Experts, Router, RouterOptions, SharedExpert, SparseMLP
+from engine.models.specs.experts import ExpertNames, ExpertSpec
+
+
+def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
+    """Returns one layer's block, not yet loaded."""
+    options = RouterOptions(top_k=spec.top_k, renormalise=spec.renormalise)
+    shared = None
+    if spec.shared_size:
+        shared = SharedExpert(hidden_size, spec.shared_size, shard, has_gate=spec.shared_gate)
+    return SparseMLP(
+        Router(hidden_size, spec.count, options, shard),
+        Experts(spec.count, hidden_size, spec.intermediate_size, shard),
+        shared,
+        shard,
+    )
+
+
+def expert_weights(block: SparseMLP, names: ExpertNames, prefix: str) -> Iterator[CheckpointWeight]:
+    """Lists the checkpoint's tensors of one layer's block; `prefix` is the layer's name."""
+    own = f"{prefix}.{names.block}"
+    yield from block.router.checkpoint_weights(f"{own}.{names.router}", "")
+    yield from block.experts.checkpoint_weights(
+        f"{own}.experts", (names.gate, names.up, names.down)
+    )
+    if block.shared is not None:
+        yield from block.shared.checkpoint_weights(
+            f"{own}.{names.shared}", f"{own}.{names.shared}_gate.weight"
+        )

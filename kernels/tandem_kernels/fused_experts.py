@@ -1,0 +1,282 @@
+"""The experts' feed-forward blocks, for all tokens of a step.
+
+    1. gate·up of each (token, expert) pair, with the activation      [pairs, I]
+    2. down, times the pair's weight                                  [pairs, H]
+    3. the sum over a token's pairs                                   [T, H]
+
+Grids depend on shapes alone, so all of it can be recorded: programs without work end at once. With
+few pairs a program reads the experts of all of them and finds its own; with many they are sorted
+first (`expert_rows`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.expert_rows import sort_pairs
+from tandem_kernels.expert_tuning import (
+    FIXED,
+    MAX_SEARCHED_PAIRS,
+    ExpertTuning,
+    expert_tuning,
+)
+
+
+@triton.jit
+def _found_rows(
+    experts: tl.tensor,
+    slot: tl.tensor,
+    tile: tl.tensor,
+    num_pairs: tl.tensor,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+) -> tl.tensor:
+    """Returns the expert of `slot`, and the pairs of its `tile` [ROWS]: `num_pairs` for none.
+
+    BY_PAIR: slot p stands for the expert of pair p, and only the first of its pairs has work.
+    """
+    pair = tl.arange(0, PAIRS)
+    of_pair = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+    expert = slot
+    if BY_PAIR:
+        expert = tl.load(experts + slot)
+    own = (of_pair == expert) & (expert >= 0)
+    rank = tl.cumsum(own.to(tl.int32), axis=0) - 1 - tile * ROWS
+    if BY_PAIR:
+        earlier = tl.sum((own & (pair < slot)).to(tl.int32), axis=0)
+        own &= earlier == 0
+    row = tl.arange(0, ROWS)
+    is_row = own[None, :] & (rank[None, :] == row[:, None])
+    return expert, num_pairs - tl.sum(tl.where(is_row, num_pairs - pair[None, :], 0), axis=1)
+
+
+@triton.jit
+def _sorted_rows(
+    order: tl.tensor,
+    counts: tl.tensor,
+    tile: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> tl.tensor:
+    """Returns the expert of the `tile`-th tile of all experts, and its pairs [ROWS]."""
+    lane = tl.arange(0, EXPERTS)
+    count = tl.load(counts + lane, mask=lane < num_experts, other=0)
+    tiles = tl.cdiv(count, ROWS)
+    ends = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    own = lane == expert
+    before = tl.sum(tl.where(own, ends - tiles, 0), axis=0)
+    start = tl.sum(tl.where(lane < expert, count, 0), axis=0)
+    place = (tile - before) * ROWS + tl.arange(0, ROWS)
+    real = place < tl.sum(tl.where(own, count, 0), axis=0)
+    return expert, tl.load(order + start + place, mask=real, other=num_pairs)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def expert_gemm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    pair_weights: tl.tensor,
+    experts: tl.tensor,
+    order: tl.tensor,
+    counts: tl.tensor,
+    out: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
+    num_outputs: tl.tensor,
+    inner: tl.tensor,
+    x_stride: tl.tensor,
+    num_row_tiles: tl.tensor,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    SORTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Computes one tile of pairs times one tile of outputs in each program.
+
+    GATED: x [T, H], weight [E, 2 * num_outputs, H], silu(gate) * up. Else x [pairs, I], weight
+    [E, num_outputs, I], times the pair's weight.
+    """
+    program = tl.program_id(0)
+    num_col_tiles = tl.cdiv(num_outputs, COLS)
+    span = GROUP * num_col_tiles
+    first = program // span * GROUP
+    height = tl.minimum(num_row_tiles - first, GROUP)
+    tile = first + program % span % height
+    col_tile = program % span // height
+    if SORTED:
+        expert, pair = _sorted_rows(order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS)
+        if expert >= num_experts:
+            return
+    else:
+        expert, pair = _found_rows(
+            experts, tile // TILES, tile % TILES, num_pairs, ROWS, PAIRS, BY_PAIR
+        )
+        if tl.min(pair, axis=0) >= num_pairs:
+            return
+    real = pair < num_pairs
+    row = pair
+    if GATED:
+        row = pair // TOP_K
+    col = col_tile * COLS + tl.arange(0, COLS)
+    real_col = col < num_outputs
+    lane = tl.arange(0, DEPTH)
+    inputs = x + row.to(tl.int64)[:, None] * x_stride
+    width = 2 * num_outputs if GATED else num_outputs
+    places = weight + (expert.to(tl.int64) * width + col)[None, :] * inner
+    up = num_outputs.to(tl.int64) * inner
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    second = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, inner, DEPTH):
+        k = start + lane
+        if EVEN:
+            given = tl.load(inputs + k[None, :], mask=real[:, None], other=0.0)
+            by = tl.load(places + k[:, None])
+        else:
+            real_k = k < inner
+            given = tl.load(inputs + k[None, :], mask=real[:, None] & real_k[None, :], other=0.0)
+            inside = real_k[:, None] & real_col[None, :]
+            by = tl.load(places + k[:, None], mask=inside, other=0.0)
+        acc = tl.dot(given, by, acc, input_precision=PRECISION)
+        if GATED:
+            if EVEN:
+                by = tl.load(places + up + k[:, None])
+            else:
+                by = tl.load(places + up + k[:, None], mask=inside, other=0.0)
+            second = tl.dot(given, by, second, input_precision=PRECISION)
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * second
+    else:
+        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & real_col[None, :])
+
+
+@triton.jit
+def sum_pairs_kernel(
+    parts: tl.tensor,
+    experts: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Sums, in program (t, j), columns j * BLOCK and on of token t over its experts."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        real = inside & (tl.load(experts + pair) >= 0)
+        total += tl.load(parts + pair * width + col, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + token * width + col, total.to(out.dtype.element_ty), mask=inside)
+
+
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    fixed_order: bool = False,
+    tunings: tuple[ExpertTuning, ExpertTuning] | None = None,
+) -> Tensor:
+    """See `reference.experts.fused_experts`. `tunings`: of both GEMMs; None: the choice for this
+    shape."""
+    num_tokens, hidden_size = x.shape
+    num_experts, doubled, _ = w13.shape
+    top_k = experts.shape[1]
+    num_pairs = num_tokens * top_k
+    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    if tunings is None:
+        first, second = (
+            FIXED
+            if fixed_order
+            else expert_tuning(num_pairs, num_experts, x.element_size(), gated=gated)
+            for gated in (True, False)
+        )
+    else:
+        first, second = tunings
+    order = counts = None
+    if num_pairs > MAX_SEARCHED_PAIRS:
+        order, counts = sort_pairs(experts, num_experts)
+    hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
+    parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
+    _gemm(x, w13, weights, experts, order, counts, hidden, first, gated=True)
+    _gemm(hidden, w2, weights, experts, order, counts, parts, second, gated=False)
+    block = min(1024, triton.next_power_of_2(hidden_size))
+    grid = (num_tokens, triton.cdiv(hidden_size, block))
+    sum_pairs_kernel[grid](parts, experts, out, hidden_size, TOP_K=top_k, BLOCK=block)
+    return out
+
+
+def _gemm(
+    x: Tensor,
+    weight: Tensor,
+    pair_weights: Tensor,
+    experts: Tensor,
+    order: Tensor | None,
+    counts: Tensor | None,
+    out: Tensor,
+    tuning: ExpertTuning,
+    *,
+    gated: bool,
+) -> None:
+    num_pairs, num_outputs = out.shape
+    num_experts, _, inner = weight.shape
+    top_k = experts.shape[1]
+    by_pair = counts is None and num_pairs <= num_experts
+    # No token goes to an expert twice.
+    tiles = triton.cdiv(num_pairs // top_k, tuning.rows)
+    row_tiles = tiles * (num_pairs if by_pair else num_experts)
+    if counts is not None:
+        row_tiles = min(triton.cdiv(num_pairs, tuning.rows) + num_experts, row_tiles)
+    grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
+    expert_gemm_kernel[grid](
+        x,
+        weight,
+        pair_weights,
+        experts,
+        order,
+        counts,
+        out,
+        num_pairs,
+        num_experts,
+        num_outputs,
+        inner,
+        x.stride(0),
+        row_tiles,
+        TOP_K=top_k,
+        ROWS=tuning.rows,
+        COLS=tuning.cols,
+        DEPTH=tuning.depth,
+        GROUP=tuning.group,
+        PAIRS=1 if counts is not None else max(16, triton.next_power_of_2(num_pairs)),
+        TILES=tiles if counts is None else 1,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        GATED=gated,
+        SORTED=counts is not None,
+        BY_PAIR=by_pair,
+        EVEN=inner % tuning.depth == 0 and num_outputs % tuning.cols == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )

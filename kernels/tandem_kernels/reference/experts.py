@@ -1,0 +1,95 @@
+"""Mixtures of experts in plain torch: which experts a token goes to, and what they compute.
+
+Source of the layer: Shazeer et al., Outrageously Large Neural Networks, 2017; of the sigmoid
+scores with a bias for choosing: DeepSeek-V3, 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def route_tokens(
+    logits: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    renormalise: bool = True,
+    scaling: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each token, and how much each counts.
+
+    Args:
+        logits: [T, E] float32.
+        slot_mapping: [T] int64; a token at -1 is padding and goes to no expert.
+        bias: [E] float32 or None, added to the scores for choosing alone.
+        top_k: Experts a token goes to; of equals those with the lowest numbers.
+        sigmoid: Scores are sigmoids of the logits, not their softmax.
+        renormalise: Weights are divided by their sum.
+        scaling: Multiplies the weights in the end.
+        num_groups, top_groups: Only experts of the best `top_groups` of `num_groups` groups may be
+            chosen. A group counts as much as its best expert, or with a bias as its best two.
+
+    Returns:
+        (weights [T, k] float32, experts [T, k] int32); -1 and 0.0 for padding.
+    """
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    chosen_by = scores if bias is None else scores + bias
+    if num_groups > 1:
+        grouped = chosen_by.view(len(logits), num_groups, -1)
+        best = grouped.topk(1 if bias is None else 2, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, best.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups], 1)
+        left_out = 0.0 if bias is None else float("-inf")
+        chosen_by = grouped.masked_fill(~kept[..., None], left_out).flatten(1)
+    experts = chosen_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, experts)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    padding = (slot_mapping < 0)[:, None]
+    return (
+        (weights * scaling).masked_fill(padding, 0.0),
+        experts.int().masked_fill(padding, -1),
+    )
+
+
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    fixed_order: bool = False,
+) -> Tensor:
+    """Computes the weighted sum of each token's experts.
+
+    Args:
+        x: [T, H].
+        w13: [E, 2 I, H], of each expert its gate, then its up projection.
+        w2: [E, H, I].
+        weights: [T, k] float32.
+        experts: [T, k] int32; -1: none.
+        fixed_order: A token gets the same bits whatever the others are.
+
+    Returns:
+        [T, H] in the dtype of `x`: the sum over k of weight * w2(silu(gate) * up).
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in sorted(set(experts.flatten().tolist()) - {-1}):
+        token, place = torch.where(experts == expert)
+        rows = torch.split(token, 1) if fixed_order else (token,)
+        parts = [_one_expert(x[row], w13[expert], w2[expert]) for row in rows]
+        out.index_add_(0, token, torch.cat(parts) * weights[token, place, None])
+    return out.to(x.dtype)
+
+
+def _one_expert(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """Computes [n, H] -> [n, H] float32, as halves round it."""
+    gate, up = F.linear(x, w13).float().chunk(2, dim=-1)
+    return F.linear((F.silu(gate) * up).to(x.dtype), w2).float()

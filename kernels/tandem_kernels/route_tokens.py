@@ -1,0 +1,131 @@
+"""The choice of each token's experts, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.device import supports_pdl
+
+
+@triton.jit
+def _best(values: tl.tensor, lane: tl.tensor) -> tl.tensor:
+    """Returns the largest value, and the first place that has it."""
+    top = tl.max(values, axis=0)
+    return top, tl.min(tl.where(values == top, lane, 1 << 30), axis=0)
+
+
+@triton.jit
+def route_tokens_kernel(
+    logits: tl.tensor,
+    slot_mapping: tl.tensor,
+    bias: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    logits_stride: tl.tensor,
+    scaling: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Routes one token in each program."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    real = lane < NUM_EXPERTS
+    lowest = float("-inf")
+    given = tl.load(logits + token * logits_stride + lane, mask=real, other=lowest)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-given))
+    else:
+        scores = tl.exp(given - tl.max(given, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    by = scores
+    if HAS_BIAS:
+        by += tl.load(bias + lane, mask=real, other=0.0)
+    by = tl.where(real, by, lowest)
+    if NUM_GROUPS > 1:
+        group = lane // (NUM_EXPERTS // NUM_GROUPS)
+        rank = tl.full([LANES], lowest, tl.float32)
+        for g in tl.static_range(NUM_GROUPS):
+            own = tl.where(group == g, by, lowest)
+            value, place = _best(own, lane)
+            if HAS_BIAS:
+                value += tl.max(tl.where(lane == place, lowest, own), axis=0)
+            rank = tl.where(lane == g, value, rank)
+        kept = lane < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            _, g = _best(rank, lane)
+            kept |= group == g
+            rank = tl.where(lane == g, lowest, rank)
+        by = tl.where(real & (kept == 0), lowest if HAS_BIAS else 0.0, by)
+    k = tl.arange(0, K_LANES)
+    chosen = tl.full([K_LANES], -1, tl.int32)
+    share = tl.zeros([K_LANES], tl.float32)
+    for i in tl.static_range(TOP_K):
+        _, place = _best(by, lane)
+        place = tl.minimum(place, NUM_EXPERTS - 1)  # Of scores that are NaN none is the best.
+        chosen = tl.where(k == i, place, chosen)
+        share = tl.where(k == i, tl.sum(tl.where(lane == place, scores, 0.0), axis=0), share)
+        by = tl.where(lane == place, lowest, by)
+    if RENORMALISE:
+        share = share / (tl.sum(share, axis=0) + 1e-20)
+    if tl.load(slot_mapping + token) < 0:
+        chosen = tl.full([K_LANES], -1, tl.int32)
+        share = tl.zeros([K_LANES], tl.float32)
+    tl.store(weights + token * TOP_K + k, share * scaling, mask=k < TOP_K)
+    tl.store(experts + token * TOP_K + k, chosen, mask=k < TOP_K)
+
+
+def route_tokens(
+    logits: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    renormalise: bool = True,
+    scaling: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.experts.route_tokens`."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    overlap = supports_pdl(logits.device)
+    if num_tokens > 0:
+        route_tokens_kernel[(num_tokens,)](
+            logits,
+            slot_mapping,
+            bias,
+            weights,
+            experts,
+            logits.stride(0),
+            scaling,
+            NUM_EXPERTS=num_experts,
+            LANES=triton.next_power_of_2(num_experts),
+            TOP_K=top_k,
+            K_LANES=triton.next_power_of_2(top_k),
+            SIGMOID=sigmoid,
+            RENORMALISE=renormalise,
+            NUM_GROUPS=num_groups,
+            TOP_GROUPS=top_groups,
+            HAS_BIAS=bias is not None,
+            OVERLAP=overlap,
+            num_warps=1,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+    return weights, experts
