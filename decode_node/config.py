@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 
 from edge.http.settings import HttpEdgeSettings
+from engine.errors import CannotStartError
+from engine.models.sampling_defaults import read_override
 from engine.node.settings import EngineSettings
 from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
+
+
+def _checked_override(text: str) -> str:
+    try:
+        read_override(text)
+    except CannotStartError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
 class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
@@ -67,6 +78,18 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
     )
     api_key_file: Path | None = Field(
         default=None, description="File with one key per line, in addition to the others."
+    )
+    generation_config: str = Field(
+        default="auto",
+        description="Where requests that do not say get temperature, top_p, top_k, min_p, "
+        "repetition_penalty and the longest answer from. auto: generation_config.json of the "
+        "checkpoint. none, or vllm: nowhere. Else a folder with that file. All decode nodes "
+        "must agree.",
+    )
+    override_generation_config: Annotated[str, AfterValidator(_checked_override)] = Field(
+        default="",
+        description="JSON object whose values replace those of --generation-config, such as "
+        '{"temperature": 0.6, "max_new_tokens": 1024}.',
     )
     strict_fields: bool = Field(
         default=False,

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
+from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing
 from edge.address import join_address
 from edge.http.guarded_protocol import guarded_protocol
@@ -37,9 +39,11 @@ from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.security.tls_http import TlsConfig
 from edge.tracing.file import TraceFile
+from engine.config import ModelConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
 from engine.kv_cache.capacity import tokens_that_fit
+from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
 from engine.node.lifetime import NodeLifetime
@@ -48,6 +52,8 @@ from engine.node.process import StopSignal, emit_ready, start_engine
 from engine.node.settings import SettingsError
 from engine.node.status import NodeStatus
 from tandem_pb import node_pb2
+
+logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
 _STALL_MARGIN_S = 1.0
@@ -68,6 +74,7 @@ class DecodeNode:
         ports: NodePorts,
         credentials: Credentials,
         traces: TraceFile | None,
+        defaults: SamplingDefaults,
     ) -> None:
         self._settings = settings
         self._engine = engine
@@ -91,7 +98,14 @@ class DecodeNode:
         self._metrics.registry.register(CredentialsCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
         app = create_node_app(
-            settings, engine, tokenizer, self._proxy, self._metrics, self._state, callers
+            settings,
+            engine,
+            tokenizer,
+            self._proxy,
+            self._metrics,
+            self._state,
+            callers,
+            defaults,
         )
         self._tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
         self._http = HttpServer(
@@ -187,11 +201,12 @@ async def serve(settings: DecodeNodeSettings) -> int:
     config = settings.to_engine_config("kv_consumer")
     traces = TraceFile.open(settings.trace_file, "tandem-decode", config.engine_id)
     tokenizer = Tokenizer.of_model(config.model)
+    defaults = find_defaults(settings, config.model)
     create_parsers(settings, tokenizer)  # A wrong name costs no loading of weights.
     engine = await start_engine(config, tokenizer, stop)
     if engine is None:
         return 0
-    node = DecodeNode(settings, engine, tokenizer, ports, credentials, traces)
+    node = DecodeNode(settings, engine, tokenizer, ports, credentials, traces, defaults)
     try:
         return await node.run(stop)
     finally:
@@ -251,6 +266,7 @@ def create_node_app(
     metrics: DecodeMetrics,
     state: ApiState,
     callers: CallerCheck,
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> ASGIApp:
     reading = ChatReading(
         create_parsers(settings, tokenizer), names_reasoning_twice=settings.reasoning_alias
@@ -265,9 +281,11 @@ def create_node_app(
         heartbeats=state.heartbeats,
         reading=reading,
         trusts_templates=settings.trust_request_chat_template,
+        defaults=defaults,
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
-    api = Api(settings, engine.config.model, serving, metrics, state, ignored)
+    cards = ModelCards(engine.config.model, settings.model, defaults)
+    api = Api(settings, cards, serving, metrics, state, ignored)
     return create_app(api, callers)
 
 
@@ -278,6 +296,22 @@ def read_api_keys(settings: DecodeNodeSettings) -> CallerKeys:
     if settings.api_key_file is not None:
         keys += settings.api_key_file.read_text(encoding="utf-8").splitlines()
     return CallerKeys(key.strip() for key in keys)
+
+
+def find_defaults(settings: DecodeNodeSettings, model: ModelConfig) -> SamplingDefaults:
+    """Returns the sampling parameters of requests that do not say, and tells them in the log.
+    Raises `CannotStartError`."""
+    source, override = settings.generation_config, settings.override_generation_config
+    defaults = SamplingDefaults.find(model, source, override)
+    if told := defaults.told():
+        values = ", ".join(f"{name}={value:g}" for name, value in told.items())
+        logger.info(
+            "requests that do not say are sampled with %s (--generation-config %s); "
+            "--generation-config none leaves it at the API's defaults",
+            values,
+            source,
+        )
+    return defaults
 
 
 def create_parsers(settings: DecodeNodeSettings, tokenizer: Tokenizer) -> OutputParsers:

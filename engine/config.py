@@ -42,7 +42,8 @@ class ModelConfig:
 
     Attributes:
         path: Folder of the checkpoint.
-        served_model_name: The name clients use.
+        served_model_name: The name clients use, and that answers bear.
+        served_aliases: Other names that clients may use.
         architecture: A name of `engine.models.registry.MODELS`.
         spec: What only the architecture itself reads, as `engine.models.registry.spec_of` gives
             it.
@@ -68,6 +69,11 @@ class ModelConfig:
     model_hash: str
     spec: dict[str, Any]
     kv_layers: tuple[KVLayers, ...] = ()
+    served_aliases: tuple[str, ...] = ()
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        return (self.served_model_name, *self.served_aliases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

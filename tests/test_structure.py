@@ -142,6 +142,7 @@ TORCH_FREE = [
     "engine.node",
     "engine.rope",
     "engine.models.checkpoint",
+    "engine.models.sampling_defaults",
     "engine.models.registry",
     "engine.models.specs",
 ]

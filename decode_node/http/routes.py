@@ -24,14 +24,14 @@ from decode_node.http.router_headers import prefill_nodes, prefix_hash, resume_o
 from decode_node.metrics import DecodeMetrics
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.protocol.models import Model, ModelList
+from decode_node.protocol.models import ModelList
 from decode_node.protocol.parse_body import BodyT, parse_body
+from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing, RequestContext
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
 from edge.tracing.context import TraceContext
-from engine.config import ModelConfig
 from engine.node.http_server import METRICS_TYPE
 
 logger = logging.getLogger(__name__)
@@ -59,12 +59,11 @@ class Api:
     """Holds what the routes work with."""
 
     settings: DecodeNodeSettings
-    model: ModelConfig
+    cards: ModelCards
     serving: OpenAIServing
     metrics: DecodeMetrics
     state: ApiState
     ignored: IgnoredFields
-    created: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
         """Reads the body and the headers of a request. Raises `HttpError`."""
@@ -97,13 +96,6 @@ class Api:
         self.ignored.note(body.unknown_fields())
         return body, context
 
-    def models(self) -> ModelList:
-        model = self.model
-        entry = Model(
-            id=model.served_model_name, created=self.created, max_model_len=model.max_model_len
-        )
-        return ModelList(data=[entry])
-
 
 def create_router(api: Api) -> APIRouter:
     router = APIRouter()
@@ -120,12 +112,11 @@ def create_router(api: Api) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        return _json(api.models())
+        return _json(ModelList(data=api.cards.all()))
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        api.serving.check_model(name)
-        return _json(api.models().data[0])
+        return _json(api.cards.of(name))
 
     @router.get("/health")
     async def health() -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
@@ -11,7 +11,10 @@ from decode_node.protocol.bad_words import EncodeAll, spell_bad_words
 from decode_node.protocol.body import Ignored, Int, Int32, Name, StrictBody
 from edge.http.errors import BadRequest
 from engine.frontend.text_options import TextOptions
+from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.sampling_params import SamplingParams
+
+N = TypeVar("N", int, float)
 
 
 class StreamOptions(StrictBody):
@@ -192,22 +195,24 @@ class GenerationBody(StrictBody):
             )
         return asked
 
-    def sampling(self, encode: EncodeAll) -> SamplingParams:
+    def sampling(
+        self, encode: EncodeAll, defaults: SamplingDefaults = NO_DEFAULTS
+    ) -> SamplingParams:
         """Returns unchecked parameters; `max_tokens` and `seed` are set later. `encode` spells the
         bad words. Raises `InvalidRequest`."""
         allowed = self.allowed_token_ids
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        top_k = self.top_k or 0
+        top_k = _first(self.top_k, defaults.top_k, 0)
         named = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         return SamplingParams(
             min_tokens=self.min_tokens or 0,
-            temperature=_or(self.temperature, 1.0),
+            temperature=_first(self.temperature, defaults.temperature, 1.0),
             top_k=0 if top_k == -1 else top_k,
-            top_p=_or(self.top_p, 1.0),
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=_token_keys(self.logit_bias or {}),
             stop=tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -228,8 +233,8 @@ def too_long(context: int, num_tokens: int, param: str) -> BadRequest:
     )
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _first(own: N | None, default: N | None, otherwise: N) -> N:
+    return own if own is not None else default if default is not None else otherwise
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:

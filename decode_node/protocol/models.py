@@ -1,16 +1,39 @@
-"""Writes the bodies of /v1/models."""
+"""Writes the bodies of /v1/models, with vLLM's fields: clients look for them."""
 
 from __future__ import annotations
 
 import msgspec
 
 
+class ModelPermission(msgspec.Struct, kw_only=True):
+    """Says what anybody may do with a model. Once part of OpenAI's API; some clients still ask."""
+
+    id: str
+    object: str = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
 class Model(msgspec.Struct, kw_only=True):
+    """Describes a model. `root` is what the operator called it: a folder or a name on the hub."""
+
     id: str
     object: str = "model"
     created: int
     owned_by: str = "tandem"
+    root: str
+    parent: str | None = None
     max_model_len: int
+    default_sampling_params: dict[str, float]
+    permission: list[ModelPermission]
 
 
 class ModelList(msgspec.Struct, kw_only=True):

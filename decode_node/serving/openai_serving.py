@@ -27,7 +27,6 @@ from decode_node.answer.journal import JournalWriter, Resume, ResumedChoice
 from decode_node.answer.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.disagg.prefill_headers import prefill_headers
 from decode_node.disagg.proxy import DisaggProxy
-from decode_node.errors import NotFound
 from decode_node.metrics import DecodeMetrics
 from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
@@ -35,6 +34,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import GenerationBody
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
+from decode_node.serving.model_cards import check_served
 from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
 from edge.http import long_work
@@ -45,6 +45,7 @@ from engine.errors import InvalidRequest
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer
+from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.request_spec import RequestSpec
 
 
@@ -83,6 +84,7 @@ class OpenAIServing:
         heartbeats: Heartbeats,
         reading: ChatReading,
         trusts_templates: bool = False,
+        defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         self._model = config.model
         self._tokenizer = tokenizer
@@ -91,6 +93,7 @@ class OpenAIServing:
         self._proxy = proxy
         self._metrics = metrics
         self._limits = limits
+        self._defaults = defaults
         self._send_timeout_s = send_timeout_s
         self._heartbeats = heartbeats
         self._reading = reading
@@ -99,7 +102,7 @@ class OpenAIServing:
 
     async def completions(self, body: CompletionRequest, context: RequestContext) -> Response:
         """Completes prompts. Raises `HttpError`."""
-        self.check_model(body.model)
+        check_served(self._model, body.model)
         body.check_supported()
         self._limits.check(body, body.num_prompts)
         tokens, echoes = await self.prompts.of_texts(body, is_long=context.is_long)
@@ -109,7 +112,7 @@ class OpenAIServing:
 
     async def chat(self, body: ChatCompletionRequest, context: RequestContext) -> Response:
         """Answers a chat. Raises `HttpError`."""
-        self.check_model(body.model)
+        check_served(self._model, body.model)
         body.check_supported()
         self._limits.check(body, 1)
         tool_use = body.tool_use()
@@ -221,7 +224,7 @@ class OpenAIServing:
     ) -> RequestSpec:
         """Makes the envelope of the request, without a prompt: the only place where one is made.
         Raises `BadRequest`."""
-        make = partial(body.sampling, self._tokenizer.encode_all)
+        make = partial(body.sampling, self._tokenizer.encode_all, self._defaults)
         with _as_bad_request(body):
             return RequestSpec(
                 sampling=await long_work.run(context.is_long, make),
@@ -234,7 +237,14 @@ class OpenAIServing:
         self, body: CompletionRequest | ChatCompletionRequest, spec: RequestSpec
     ) -> RequestSpec:
         with _as_bad_request(body):
-            return self._input_processor.complete(spec, max_tokens=body.wanted_max_tokens)
+            return self._input_processor.complete(spec, max_tokens=self._max_tokens(body, spec))
+
+    def _max_tokens(self, body: GenerationBody, spec: RequestSpec) -> int | None:
+        """Returns what the request asks for, else the model's usual length, if there is room."""
+        asked, usual = body.wanted_max_tokens, self._defaults.max_new_tokens
+        if asked is not None or usual is None:
+            return asked
+        return max(1, min(usual, self._model.max_model_len - spec.num_own_prompt_tokens))
 
     def _request(
         self,
@@ -269,16 +279,6 @@ class OpenAIServing:
             stop_reason=begun.end.stop_reason,
         )
         choice.replay.is_replay = True
-
-    def check_model(self, name: str | None) -> None:
-        """Raises `NotFound` for a model that is not served here."""
-        served = self._model.served_model_name
-        if name not in (None, served):
-            raise NotFound(
-                f"the model {name!r} does not exist; this server has {served!r}",
-                param="model",
-                code="model_not_found",
-            )
 
 
 @contextmanager

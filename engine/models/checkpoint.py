@@ -106,6 +106,7 @@ def load_model_config(
     Args:
         dtype: `auto`: what config.json says, else what the weights are stored in.
         served_model_name: None: the hub's name of a downloaded checkpoint, else the folder's.
+            Several names are separated by commas.
         max_model_len: None: all positions that the model was made for.
 
     Raises:
@@ -119,9 +120,11 @@ def load_model_config(
     kind = MODELS[architecture].spec
     spec = _read_spec(path, file, kind, length)
     weights = WeightFiles(folder) if load_format == "safetensors" else None
+    names = _names(served_model_name or "") or [_name_of(folder.resolve())]
     config = ModelConfig(
         path=str(folder),
-        served_model_name=served_model_name or _name_of(folder.resolve()),
+        served_model_name=names[0],
+        served_aliases=tuple(names[1:]),
         architecture=architecture,
         vocab_size=file.vocab_size,
         num_layers=file.num_hidden_layers,
@@ -140,6 +143,10 @@ def load_model_config(
         model_hash=_model_hash(spec.hash_facts(config), weights),
         kv_layers=spec.kv_layers(config),
     )
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
 
 
 def _name_of(folder: Path) -> str:

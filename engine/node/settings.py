@@ -77,7 +77,9 @@ class EngineSettings(SecuritySettings):
 
     model: str = Field(description="Folder of a Hugging Face checkpoint, or a name on the hub.")
     served_model_name: str | None = Field(
-        default=None, description="Name that clients use. Default: the checkpoint's folder name."
+        default=None,
+        description="Name that clients use, and that answers bear. Clients may use others, too, "
+        "that follow it, separated by commas. Default: the checkpoint's folder name.",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",

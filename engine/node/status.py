@@ -138,6 +138,7 @@ class NodeStatus:
             seconds_since_progress=self.seconds_since_progress(),
             num_transfers=stats.num_waiting_for_remote_kvs + stats.num_delayed_frees,
             model_name=config.model.served_model_name,
+            model_aliases=config.model.served_aliases,
             fingerprint=fingerprint(config.kv_layout),
         )
 

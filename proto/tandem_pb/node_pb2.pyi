@@ -23,7 +23,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "num_waiting_requests", "num_running_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "fingerprint", "recent_prefixes")
+    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "num_waiting_requests", "num_running_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class NodeLoad(_message.Message):
     SECONDS_SINCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ALIASES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     RECENT_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
@@ -56,6 +57,7 @@ class NodeLoad(_message.Message):
     seconds_since_progress: float
     num_transfers: int
     model_name: str
+    model_aliases: _containers.RepeatedScalarFieldContainer[str]
     fingerprint: str
     recent_prefixes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ...) -> None: ...

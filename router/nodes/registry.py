@@ -100,9 +100,10 @@ class NodeRegistry:
         return node is not None and node.connected
 
     def model_names(self) -> set[str]:
-        """Returns the models of all decode nodes that ever reported, whatever their state."""
+        """Returns the models of all decode nodes that ever reported, whatever their state, by every
+        name."""
         reports = (node.report for node in self.nodes(NodeRole.DECODE))
-        return {report.model_name for report in reports if report}
+        return {name for report in reports if report for name in report.model_names}
 
     def take_report(self, address: NodeAddress, report: NodeReport) -> ReportOutcome:
         """Applies a report, and tells the listener what it says of prefixes."""
@@ -153,8 +154,8 @@ class NodeRegistry:
             return True
         stall_s = self.patience.stall_after_s
         return (
-            (old.draining, old.model_name, old.fingerprint)
-            != (new.draining, new.model_name, new.fingerprint)
+            (old.draining, old.model_names, old.fingerprint)
+            != (new.draining, new.model_names, new.fingerprint)
         ) or (old.seconds_since_progress > stall_s) != (new.seconds_since_progress > stall_s)
 
     def _check_partners(self, address: NodeAddress, report: NodeReport) -> None:

@@ -10,6 +10,7 @@ from router.nodes.address import NodeRole
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
 
 _MAX_NAME = 512
+_MAX_ALIASES = 32
 _MAX_PREFIXES = 256
 """Most prefixes in one report; a node tells no more."""
 _LEAST_RATE = 0.01
@@ -37,6 +38,7 @@ class NodeReport:
     prefill_tokens_per_s: float = 0.0
     seconds_since_progress: float = 0.0
     model_name: str = ""
+    model_aliases: tuple[str, ...] = ()
     fingerprint: str = ""
     recent_prefixes: tuple[int, ...] = ()
 
@@ -57,9 +59,15 @@ class NodeReport:
             prefill_tokens_per_s=_usable(load.prefill_tokens_per_s, _LEAST_RATE),
             seconds_since_progress=_usable(load.seconds_since_progress),
             model_name=load.model_name[:_MAX_NAME],
+            model_aliases=tuple(name[:_MAX_NAME] for name in load.model_aliases[:_MAX_ALIASES]),
             fingerprint=load.fingerprint[:_MAX_NAME],
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
         )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Returns every name by which clients may ask for the model; none if it has not said."""
+        return (self.model_name, *self.model_aliases) if self.model_name else ()
 
     @property
     def num_requests(self) -> int:

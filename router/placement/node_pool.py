@@ -86,12 +86,12 @@ def by_fingerprint(prefills: Iterable[Node]) -> dict[str, list[Node]]:
 
 
 def by_model(decodes: Iterable[Node]) -> dict[str, list[Node]]:
-    """Groups nodes by model, with all of them under ""."""
+    """Groups nodes by each name of their model, with all of them under ""."""
     groups: defaultdict[str, list[Node]] = defaultdict(list)
     for node in decodes:
         groups[""].append(node)
-        if node.report and node.report.model_name:
-            groups[node.report.model_name].append(node)
+        for name in node.report.model_names if node.report else ():
+            groups[name].append(node)
     return groups
 
 

@@ -22,7 +22,7 @@ from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
 from decode_node.http.callers import CallerCheck
 from decode_node.http.routes import ApiState
-from decode_node.server import create_metrics, create_node_app, read_api_keys
+from decode_node.server import create_metrics, create_node_app, find_defaults, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
 from edge.tracing.file import TraceFile
@@ -88,13 +88,14 @@ async def http_node(
     tokenizer: Tokenizer | None = None,
     scripts: Sequence[str] = (),
     context: int = CONTEXT,
+    aliases: tuple[str, ...] = (),
     **settings: Any,
 ) -> AsyncIterator[HttpNode]:
     """At the end everything must be empty. `auto`: the engine answers by itself, with one of the
     `scripts` where there are any."""
     tokenizer = tokenizer or chat_tokenizer()
     vocab_size = max(VOCAB_SIZE, tokenizer.vocab_size)
-    config = tiny_config(vocab_size=vocab_size, max_model_len=context)
+    config = tiny_config(vocab_size=vocab_size, max_model_len=context, served_aliases=aliases)
     engine = FakeEngine(config, tokenizer, auto=auto)
     engine.scripts = [tokenizer.encode(text + "</s>") for text in scripts]
     nodes = FakePrefillNodes()
@@ -113,7 +114,17 @@ async def http_node(
     )
     traces = TraceFile.open(node_settings.trace_file, "tandem-decode", config.engine_id)
     metrics = create_metrics(engine, proxy, traces)  # type: ignore[arg-type]
-    app = create_node_app(node_settings, engine, tokenizer, proxy, metrics, state, callers)  # type: ignore[arg-type]
+    defaults = find_defaults(node_settings, config.model)
+    app = create_node_app(
+        node_settings,
+        engine,  # type: ignore[arg-type]
+        tokenizer,
+        proxy,
+        metrics,
+        state,
+        callers,
+        defaults,
+    )
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
         node = HttpNode(engine, nodes, proxy, state, tokenizer, app, callers, node_settings, client)

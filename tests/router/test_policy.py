@@ -232,6 +232,16 @@ def test_an_unknown_model_is_told_from_one_that_is_away() -> None:
     assert place(request(model="here")).decode is fleet.node("a")
 
 
+def test_a_model_is_found_by_each_of_its_names() -> None:
+    fleet = Fleet()
+    fleet.add("a", model_name="here", model_aliases=("gpt-4o", "also"))
+    place = policy(fleet).place
+    for name in ("", "here", "gpt-4o", "also"):
+        assert place(request(model=name)).decode is fleet.node("a")
+    with pytest.raises(ModelNotFound, match="'also', 'gpt-4o', 'here'"):
+        place(request(model="nowhere"))
+
+
 # Filters ---------------------------------------------------------------------------------------
 
 

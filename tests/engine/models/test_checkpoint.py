@@ -101,6 +101,8 @@ def test_families(checkpoints: Path) -> None:
     assert qwen3.tie_word_embeddings
     llama = load_model_config(checkpoints / "llama", served_model_name="tiny", max_model_len=50)
     assert (llama.head_dim, llama.served_model_name, llama.max_model_len) == (16, "tiny", 50)
+    several = load_model_config(checkpoints / "llama", served_model_name="a, b,a,")
+    assert several.served_names == ("a", "b")
 
 
 def test_eos_of_generation_config_comes_first(copy: Callable[[str], Path]) -> None:
