@@ -18,7 +18,7 @@ device goes on with some token, which nobody gets.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import llguidance
@@ -34,7 +34,6 @@ from engine.sample.allowed_tokens import bit_mask
 from engine.sched.output import NewRequestData
 from tandem_kernels import ops
 
-_FIRST_CAPACITY = 16
 _NO_MASK = -1
 
 
@@ -65,20 +64,9 @@ class _Walk:
     """Drafts that the matcher has consumed."""
 
 
-@dataclass(slots=True)
-class _Masks:
-    """`on_host` [C, ceil(V / 32)] int32, pinned for a GPU, and their copies."""
-
-    on_host: torch.Tensor
-    on_device: torch.Tensor
-    words: Int32Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.words = self.on_host.numpy()
-
-
 class GrammarStates:
-    """Rows with a grammar. `num_threads`: masks that are filled at a time."""
+    """Rows with a grammar. `num_threads`: masks that are filled at a time. `query_len`: places of a
+    decode."""
 
     def __init__(
         self,
@@ -87,6 +75,7 @@ class GrammarStates:
         device: torch.device,
         compiler: GrammarCompiler,
         num_threads: int,
+        query_len: int = 1,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
@@ -97,7 +86,11 @@ class GrammarStates:
         self._has_grammar = np.zeros(max_num_reqs, np.bool_)  # [row]
         self._latest: StepTokens | None = None
         """The result of the latest step with masks, if its tokens were not consumed yet."""
-        self._masks = self._allocate(0)
+        shape = (max_num_reqs * query_len, -(-vocab_size // 32))
+        # Allocated at once: pinning memory later would stop the device.
+        self._on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._words: Int32Array = self._on_host.numpy()
+        self._on_device = torch.zeros(shape, dtype=torch.int32, device=device)
         self.stats = GrammarStats()
 
     @property
@@ -159,9 +152,8 @@ class GrammarStates:
             return failures
         started = time.perf_counter()
         entries, num_masks = self._fill(walks, failures, len(places.rows))
-        masks = self._masks
-        masks.on_device[:num_masks].copy_(masks.on_host[:num_masks], non_blocking=True)
-        ops.mask_logits(logits, masks.on_device, to_device(entries, self._device))
+        self._on_device[:num_masks].copy_(self._on_host[:num_masks], non_blocking=True)
+        ops.mask_logits(logits, self._on_device, to_device(entries, self._device))
         self.stats.masks_filled(num_masks, time.perf_counter() - started)
         return failures
 
@@ -206,10 +198,9 @@ class GrammarStates:
         """Fills masks, place by place of all requests together. Returns the mask of each place
         [L], and their number."""
         entries = np.full(num_places, _NO_MASK, np.int32)
-        self._reserve(sum(1 + len(walk.drafts) for walk in walks))
         num_masks, place, going_on = 0, 0, walks
         while going_on:
-            words = self._masks.words[num_masks : num_masks + len(going_on)]
+            words = self._words[num_masks : num_masks + len(going_on)]
             self._compute([walk.grammar.matcher for walk in going_on], words)
             still: list[_Walk] = []
             for index, walk in enumerate(going_on):
@@ -244,17 +235,4 @@ class GrammarStates:
         jobs = [(matcher, index) for index, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(
             jobs, words.ctypes.data, words.shape[1] * words.itemsize, len(jobs)
-        )
-
-    def _reserve(self, count: int) -> None:
-        capacity = len(self._masks.words)
-        if count > capacity:
-            self._masks = self._allocate(max(count, 2 * capacity, _FIRST_CAPACITY))
-
-    def _allocate(self, capacity: int) -> _Masks:
-        shape = (capacity, -(-self._vocab_size // 32))
-        is_cuda = self._device.type == "cuda"
-        return _Masks(
-            torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda and capacity > 0),
-            torch.zeros(shape, dtype=torch.int32, device=self._device),
         )

@@ -393,6 +393,7 @@ def _create_grammars(config: EngineConfig, device: torch.device) -> GrammarState
         device,
         GrammarCompiler(model, num_threads),
         num_threads,
+        config.decode_query_len,
     )
 
 

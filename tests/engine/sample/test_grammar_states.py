@@ -201,7 +201,7 @@ def test_every_mask_is_that_of_a_fresh_matcher(
     width: int,
     seed: int,
 ) -> None:
-    states = GrammarStates(ROWS, VOCAB, CPU, compiler, num_threads=2)
+    states = GrammarStates(ROWS, VOCAB, CPU, compiler, num_threads=2, query_len=width)
     rows = Rows(states, tokenizer, seed)
     for name, *arguments in actions:
         if name == "add":
