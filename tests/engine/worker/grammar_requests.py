@@ -36,6 +36,19 @@ MODEL = tiny_model(
     served_model_name="grammar",
     model_hash="grammar",
 )
+GPU_MODEL = replace(
+    tiny_model(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_heads=8,
+        head_dim=64,
+        load_format="safetensors",
+        eos_token_ids=EOS,
+    ),
+    model_hash="gpu-grammar",
+)
+"""The same with heads that kernels take."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -100,10 +113,12 @@ def model_in(folder: Path) -> ModelConfig:
     return replace(MODEL, path=str(folder))
 
 
-def write_checkpoint(folder: Path) -> Path:
+def write_checkpoint(folder: Path, config: ModelConfig = MODEL) -> Path:
     """Writes random weights that give every token a chance, and a tokenizer."""
     save(folder, backend())
-    model = create_model(grammar_config(folder), place_alone(MODEL), torch.device("cpu"))
+    model = create_model(
+        grammar_config(folder, model=config), place_alone(config), torch.device("cpu")
+    )
     generator = torch.Generator().manual_seed(4)
     tensors = {}
     for weight in model.checkpoint_weights():
@@ -113,11 +128,13 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def grammar_config(folder: Path, num_blocks: int = 96, **fields: Any) -> EngineConfig:
+def grammar_config(
+    folder: Path, num_blocks: int = 96, model: ModelConfig = MODEL, **fields: Any
+) -> EngineConfig:
     return EngineConfig(
         engine_id=f"grammar-{random.randbytes(4).hex()}",
         epoch=1,
-        model=replace(MODEL, path=str(folder)),
+        model=replace(model, path=str(folder)),
         cache=CacheConfig(block_size=8, num_blocks=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48),
         **fields,
