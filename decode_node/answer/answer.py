@@ -125,6 +125,8 @@ class Answer:
 
     def _marked(self, events: list[bytes], choice: Choice | None = None) -> bytes:
         """Returns events to be sent at once, and in front of them what a router has to know."""
+        if self._journal is not None and self._form.numbers_events:
+            self._journal.numbered(self._form.num_events)
         lines = self._lines(choice)
         if self._journal is not None and len(events) > 1:
             lines = group_line(len(events)) + lines

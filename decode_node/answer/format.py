@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from decode_node.answer.event import DONE, event
 from decode_node.answer.generation import Choice, ChoiceResult
+from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenNames, TokenTexts, prompt_logprobs
 from decode_node.observe.timeline import Timeline
 from decode_node.protocol.usage import PromptLogprobList, Usage
@@ -42,6 +43,9 @@ class ResponseFormat(ABC):
     done = DONE
     """Ends a stream that is complete; empty in an API where the last event says so."""
 
+    numbers_events = False
+    """Each event of a stream has a number."""
+
     def __init__(
         self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions
     ) -> None:
@@ -52,8 +56,15 @@ class ResponseFormat(ABC):
         own.
         """
         self._tokenizer = TokenNames(tokenizer, by_id=options.tokens_as_ids)
+        self.num_events = 0
+        """The events that were told, where they are numbered."""
         self._options = options
         self._encoder = msgspec.json.Encoder()
+
+    def take_over(self, resume: Resume) -> None:
+        """Goes on with an answer that another node began. Comes before any output."""
+        self.created = resume.created
+        self.num_events = resume.num_events
 
     @abstractmethod
     def events(

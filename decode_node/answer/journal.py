@@ -12,7 +12,8 @@ for, with comment lines in front of the data:
     : 9 ["end",0,"stop",null]            choice 0 is complete
     data: {...}
 
-    : 10 ["usage"]                       usage was told
+    : 10 ["numbered",12]                 events up to number 11 were told, in APIs that number them
+    : 11 ["usage"]                       usage was told
     data: {...}
 
     data: [DONE]
@@ -87,7 +88,13 @@ class UsageTold(msgspec.Struct, array_like=True, tag="usage"):
     pass
 
 
-Entry = Start | Cached | Tokens | Logprobs | End | UsageTold
+class Numbered(msgspec.Struct, array_like=True, tag="numbered"):
+    """So many events were told, in an API that numbers them."""
+
+    num_events: int
+
+
+Entry = Start | Cached | Tokens | Logprobs | End | UsageTold | Numbered
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[Entry]).decode
@@ -121,6 +128,9 @@ class JournalWriter:
 
     def usage_told(self) -> None:
         self._of_all.append(UsageTold())
+
+    def numbered(self, num_events: int) -> None:
+        self._of_all.append(Numbered(num_events))
 
     def take(self, choice: int | None = None) -> bytes:
         """Returns lines for what was noted of the whole and of `choice`, and not taken yet. What
@@ -157,6 +167,7 @@ class Resume:
     choices: list[ResumedChoice]
     is_usage_told: bool
     num_entries: int
+    num_events: int = 0
 
 
 def read_resume(data: bytes) -> Resume:
@@ -171,7 +182,14 @@ def read_resume(data: bytes) -> Resume:
     except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError):
         raise BadRequest("what to resume cannot be read", param="resume") from None
     is_usage_told = any(isinstance(entry, UsageTold) for entry in entries)
-    return Resume(start.created, choices, is_usage_told, 1 + len(entries))
+    numbered = [entry.num_events for entry in entries if isinstance(entry, Numbered)]
+    return Resume(
+        start.created,
+        choices,
+        is_usage_told,
+        num_entries=1 + len(entries),
+        num_events=max(numbered, default=0),
+    )
 
 
 def _apply(entry: Entry, choices: list[ResumedChoice]) -> None:
@@ -184,7 +202,7 @@ def _apply(entry: Entry, choices: list[ResumedChoice]) -> None:
             choices[choice].num_cached = num_tokens
         case End(choice):
             choices[choice].end = entry
-        case UsageTold():
+        case UsageTold() | Numbered():
             pass
         case Start():
             raise TypeError("a second start")

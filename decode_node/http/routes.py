@@ -26,6 +26,7 @@ from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.models import ModelList
 from decode_node.protocol.parse_body import BodyT, parse_body
+from decode_node.protocol.responses import ResponsesRequest
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing, RequestContext
 from edge.http import headers as names
@@ -109,6 +110,11 @@ def create_router(api: Api) -> APIRouter:
     async def completions(request: Request) -> Response:
         body, context = await api.read(request, CompletionRequest)
         return await api.serving.completions(body, context)
+
+    @router.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        body, context = await api.read(request, ResponsesRequest)
+        return await api.serving.responses(body, context)
 
     @router.get("/v1/models")
     async def models() -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -77,10 +77,14 @@ class ChatCompletionRequest(GenerationBody):
             variables |= {"enable_thinking": False, "thinking": False}
         return variables | (self.chat_template_kwargs or {})
 
+    other_names: ClassVar[dict[str, str]] = {}
+    """Fields that the client knows by another name, in an API that amounts to a chat."""
+
     def param_name(self, name: str) -> str:
         if name == "max_tokens" and self.max_completion_tokens is not None:
-            return "max_completion_tokens"
-        return _PARAM_NAMES.get(name, name)
+            name = "max_completion_tokens"
+        name = _PARAM_NAMES.get(name, name)
+        return self.other_names.get(name, name)
 
     def check_supported(self) -> None:
         super().check_supported()

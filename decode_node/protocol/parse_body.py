@@ -35,6 +35,11 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
         raise BadRequest(message, code="invalid_json") from None
     if not isinstance(content, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
+    return validate(content, kind)
+
+
+def validate(content: dict[str, Any], kind: type[BodyT]) -> BodyT:
+    """Checks the sizes, the types and the names of a body that was parsed. Raises `BadRequest`."""
     _check_sizes(content)
     try:
         found = kind.model_validate(content)

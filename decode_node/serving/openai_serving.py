@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,13 @@ from functools import partial
 from starlette.responses import Response
 
 from decode_node.answer.answer import Answer
-from decode_node.answer.chat_format import ChatFormat
+from decode_node.answer.chat_format import ChatFormat, ChatOptions
 from decode_node.answer.completion_format import CompletionFormat
 from decode_node.answer.format import FormatOptions, ResponseFormat
 from decode_node.answer.generation import Choice, Generation
 from decode_node.answer.heartbeats import Heartbeats
 from decode_node.answer.journal import JournalWriter, Resume, ResumedChoice
+from decode_node.answer.responses_format import ResponsesFormat
 from decode_node.answer.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.disagg.prefill_headers import prefill_headers
 from decode_node.disagg.proxy import DisaggProxy
@@ -32,6 +33,7 @@ from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import GenerationBody
+from decode_node.protocol.responses import ResponsesRequest
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.model_cards import check_served
@@ -112,13 +114,28 @@ class OpenAIServing:
 
     async def chat(self, body: ChatCompletionRequest, context: RequestContext) -> Response:
         """Answers a chat. Raises `HttpError`."""
+        return await self._chat(body, context, ChatFormat)
+
+    async def responses(self, body: ResponsesRequest, context: RequestContext) -> Response:
+        """Answers a request of the Responses API. Raises `HttpError`."""
+        with body.named_fields():
+            make = partial(ResponsesFormat, told_back=body.told_back())
+            return await self._chat(body.to_chat(), context, make)
+
+    async def _chat(
+        self,
+        body: ChatCompletionRequest,
+        context: RequestContext,
+        make: Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat],
+    ) -> Response:
+        """Answers what amounts to a chat; `make` forms the answer."""
         check_served(self._model, body.model)
         body.check_supported()
         self._limits.check(body, 1)
         tool_use = body.tool_use()
         self._reading.check(tool_use)
         text, tokens = await self.prompts.of_chat(body, tool_use, is_long=context.is_long)
-        form = ChatFormat(*self._format(body, context), self._reading.options(body, tool_use, text))
+        form = make(*self._format(body, context), self._reading.options(body, tool_use, text))
         markers = self._reading.marker_token_ids(tool_use)
         choices = await self._choices(body, [tokens], [""], context, markers)
         return self._answer(body, choices, form, context)
@@ -148,7 +165,7 @@ class OpenAIServing:
         generation = Generation(self._proxy, choices, context.prefill_nodes)
         resume = context.resume
         if resume is not None:
-            form.created = resume.created
+            form.take_over(resume)
         journal = None
         if context.wants_journal:
             journal = _journal(resume, form.created, choices, is_stream=bool(body.stream))

@@ -1,0 +1,151 @@
+"""Builds the output items of /v1/responses, and the events that tell of them.
+
+    nothing ──▶ reasoning ──▶ message ──▶ call ──▶ call ...        one item is open at a time
+
+A delta of another kind closes the open item and opens the next, so that items and events are a
+function of the deltas alone: a node that goes on with an answer replays its tokens, and is where
+the one before it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from decode_node.answer.call_ids import CallIds
+from decode_node.parsers.deltas import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentText,
+    Delta,
+    ReasoningText,
+)
+
+Json = dict[str, Any]
+Event = tuple[str, Json]
+"""The name of an event, and its data without name and number."""
+
+_NUM_DIGITS = 32
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
+
+
+class ResponseItems:
+    """Collects the items of one answer. `name_call` gives the id of a call by index and name."""
+
+    def __init__(self, answer: str, name_call: Callable[[int, str], str]) -> None:
+        self._answer = answer
+        self._name_call = name_call
+        self._open: Json | None = None
+        self._events: list[Event] = []
+        self.items: list[Json] = []
+
+    @classmethod
+    def of_choice(cls, ids: CallIds, choice: int = 0) -> ResponseItems:
+        """Returns the items of one choice, whose calls `ids` names."""
+        return cls(ids.answer, lambda index, function: ids.name(choice, index, function))
+
+    def take(self, deltas: Sequence[Delta]) -> list[Event]:
+        """Adds deltas and returns their events."""
+        for delta in deltas:
+            match delta:
+                case ReasoningText(text):
+                    self._add_text("reasoning", text)
+                case ContentText(text):
+                    self._add_text("message", text)
+                case CallStart(index, name):
+                    self._open_call(index, name)
+                case CallArguments(_, text):
+                    self._add_arguments(text)
+                case CallEnd(_, is_complete):
+                    self._close("completed" if is_complete else "incomplete")
+        return self._taken()
+
+    def close(self, *, is_complete: bool) -> list[Event]:
+        """Ends the answer and returns the events of that. An item that is open broke off unless
+        `is_complete`."""
+        self._close("completed" if is_complete else "incomplete")
+        return self._taken()
+
+    def _add_text(self, kind: str, text: str) -> None:
+        if self._open is None or self._open["type"] != kind:
+            self._open_text(kind)
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        fields: Json = {"content_index": 0, "delta": text}
+        if kind == "message":
+            fields["logprobs"] = []
+        self._tell(f"response.{_PARTS[kind]}.delta", **fields)
+
+    def _open_text(self, kind: str) -> None:
+        item: Json = {"type": kind, "status": "in_progress", "content": []}
+        if kind == "message":
+            item["role"] = "assistant"
+        else:
+            item["summary"] = []
+        self._open_item(item)
+        item["content"] = [self._part(kind, "")]
+        self._tell("response.content_part.added", content_index=0, part=self._part(kind, ""))
+
+    def _open_call(self, index: int, name: str) -> None:
+        item = {"type": "function_call", "status": "in_progress", "name": name, "arguments": ""}
+        self._open_item({**item, "call_id": self._name_call(index, name)})
+
+    def _add_arguments(self, text: str) -> None:
+        assert self._open is not None
+        self._open["arguments"] += text
+        self._tell("response.function_call_arguments.delta", delta=text)
+
+    def _open_item(self, item: Json) -> None:
+        self._close("completed")
+        place = f"{self._answer}/item/{len(self.items)}".encode()
+        digest = hashlib.blake2s(place).hexdigest()[:_NUM_DIGITS]
+        item["id"] = f"{_PREFIXES[item['type']]}_{digest}"
+        self.items.append(item)
+        self._open = item
+        self._events.append(
+            ("response.output_item.added", {"output_index": self._index, "item": dict(item)})
+        )
+
+    def _close(self, status: str) -> None:
+        if (item := self._open) is None:
+            return
+        item["status"] = status
+        if item["type"] == "function_call":
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            self._tell("response.function_call_arguments.done", **told)
+        else:
+            self._close_text(item)
+        self._events.append(
+            ("response.output_item.done", {"output_index": self._index, "item": item})
+        )
+        self._open = None
+
+    def _close_text(self, item: Json) -> None:
+        kind, text = item["type"], item["content"][0]["text"]
+        fields: Json = {"content_index": 0, "text": text}
+        if kind == "message":
+            fields["logprobs"] = []
+        self._tell(f"response.{_PARTS[kind]}.done", **fields)
+        self._tell("response.content_part.done", content_index=0, part=self._part(kind, text))
+
+    @staticmethod
+    def _part(kind: str, text: str) -> Json:
+        part: Json = {"type": _PARTS[kind], "text": text}
+        return part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
+
+    def _tell(self, event: str, /, **fields: Any) -> None:
+        """Notes an event of the open item."""
+        assert self._open is not None
+        place = {"item_id": self._open["id"], "output_index": self._index}
+        self._events.append((event, {**place, **fields}))
+
+    @property
+    def _index(self) -> int:
+        return len(self.items) - 1
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events

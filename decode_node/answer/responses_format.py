@@ -1,0 +1,157 @@
+"""Forms the answers of /v1/responses: one response object, or numbered events.
+
+    response.created, response.in_progress         with the first output
+    response.output_item.added ... .done           each item (`decode_node.answer.response_items`)
+    response.completed | .incomplete | .failed     the whole response, with its usage
+
+Numbers go on where another node left off: the journal says how many events were told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from decode_node.answer.call_ids import CallIds
+from decode_node.answer.chat_format import ChatOptions
+from decode_node.answer.event import event
+from decode_node.answer.format import FormatOptions, ResponseFormat
+from decode_node.answer.generation import Choice, ChoiceResult
+from decode_node.answer.journal import Resume
+from decode_node.answer.logprobs import TokenTexts
+from decode_node.answer.response_items import Event, ResponseItems
+from decode_node.observe.timeline import Timeline
+from decode_node.protocol.usage import Usage
+from edge.http.errors import HttpError
+from engine.frontend.output_processor import RequestOutput
+
+Json = dict[str, Any]
+
+
+class ResponsesFormat(ResponseFormat):
+    """Forms bodies and events of /v1/responses. `told_back` are the fields of the request that are
+    repeated in the answer."""
+
+    id_prefix = "resp"
+    done = b""
+    numbers_events = True
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: TokenTexts,
+        options: FormatOptions,
+        chat: ChatOptions,
+        told_back: Json,
+    ) -> None:
+        super().__init__(request_id, model, tokenizer, options)
+        self.id = f"resp_{request_id}"
+        self._chat = chat
+        self._readers = chat.readers
+        self._told_back = told_back
+        self._made: ResponseItems | None = None
+        self._has_begun = False
+        self._finish_reason: str | None = None
+
+    def take_over(self, resume: Resume) -> None:
+        super().take_over(resume)
+        self._has_begun = self.num_events > 0
+
+    def events(
+        self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
+    ) -> list[bytes]:
+        found = self._read(choice, output)
+        if not (found or output.finished):
+            return []
+        if not self._has_begun:
+            self._has_begun = True
+            begun = {"response": self._response("in_progress", [], None)}
+            found = [("response.created", begun), ("response.in_progress", begun), *found]
+        return [self._event(*one) for one in found]
+
+    def resume(self, choice: Choice, output: RequestOutput) -> None:
+        self._read(choice, output)
+
+    def usage_events(self, usage: Usage, timeline: Timeline | UnsetType) -> list[bytes]:
+        status = self._status()
+        response = self._response(status, self._items.items, usage, timeline)
+        return [self._event(f"response.{status}", {"response": response})]
+
+    def error_event(self, error: HttpError) -> bytes:
+        response = self._response("failed", self._items.items, None)
+        response["error"] = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", {"response": response})
+
+    def body(
+        self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
+    ) -> bytes:
+        (result,) = results
+        self._items.take(self._readers.read_whole(result))
+        self._finish_reason = result.finish_reason
+        self._items.close(is_complete=result.finish_reason != "length")
+        response = self._response(self._status(), self._items.items, usage, timeline)
+        return self._encoder.encode(response)
+
+    @property
+    def _items(self) -> ResponseItems:
+        """Returns the items so far. Their ids need the answer's creation, which a journal may say
+        after this format was made."""
+        if self._made is None:
+            answer = f"{self.id}/{self.created}"
+            ids = CallIds(answer, self._chat.call_style, self._chat.num_calls_before)
+            self._made = ResponseItems.of_choice(ids)
+        return self._made
+
+    def _read(self, choice: Choice, output: RequestOutput) -> list[Event]:
+        found = self._items.take(self._readers.read(choice.index, output))
+        if output.finished:
+            self._finish_reason = output.finish_reason
+            found += self._items.close(is_complete=output.finish_reason != "length")
+        return found
+
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason == "length" else "completed"
+
+    def _event(self, name: str, fields: Json) -> bytes:
+        data = {"type": name, "sequence_number": self.num_events, **fields}
+        self.num_events += 1
+        return event(self._encoder.encode(data), name)
+
+    def _response(
+        self,
+        status: str,
+        output: list[Json],
+        usage: Usage | None,
+        timeline: Timeline | UnsetType = UNSET,
+    ) -> Json:
+        is_cut = status == "incomplete"
+        response: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self.model,
+            "output": output,
+            "usage": None if usage is None else self._usage(usage),
+            **self._told_back,
+        }
+        if timeline is not UNSET:
+            response["timeline"] = timeline
+        return response
+
+    def _usage(self, usage: Usage) -> Json:
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._readers.num_reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        }

@@ -1,0 +1,278 @@
+"""The Responses API, as the `openai` client uses it: items, events, what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from decode_node.protocol.parse_body import parse_body
+from decode_node.protocol.responses import ResponsesRequest
+from edge.http.errors import BadRequest
+from tests.decode_node.chat_clients import thinking_tokenizer
+from tests.decode_node.http_node import HttpNode, http_node, live
+from tests.decode_node.test_journal import ask, data_of
+
+RESPONSES = "/v1/responses"
+THINKING = "<think>\nthe dog → größer\n</think>\n\nthe fox"
+TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+
+
+def one_node(script: str = THINKING, **settings: Any) -> Any:
+    return http_node(tokenizer=thinking_tokenizer(), scripts=[script], **settings)
+
+
+def client_of(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Returns the data of a stream's events, whose names and numbers must be right."""
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the items as a client has them that joins deltas; `done` must say the same."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        kind = event["type"]
+        if kind == "response.output_item.added":
+            assert event["output_index"] == len(items)
+            items.append(json.loads(json.dumps(event["item"])))
+        elif kind == "response.content_part.added":
+            items[-1]["content"].append(dict(event["part"]))
+        elif kind.endswith("_text.delta"):
+            items[-1]["content"][event["content_index"]]["text"] += event["delta"]
+        elif kind.endswith("_text.done"):
+            assert items[-1]["content"][event["content_index"]]["text"] == event["text"]
+        elif kind == "response.function_call_arguments.delta":
+            items[-1]["arguments"] += event["delta"]
+        elif kind == "response.function_call_arguments.done":
+            assert items[-1]["arguments"] == event["arguments"]
+        elif kind == "response.output_item.done":
+            items[-1]["status"] = event["item"]["status"]
+            assert items[-1] == event["item"]
+        if "item_id" in event:
+            assert (event["item_id"], event["output_index"]) == (items[-1]["id"], len(items) - 1)
+    return items
+
+
+async def test_the_official_client_reads_a_whole_answer() -> None:
+    async with one_node() as node, live(node) as url:
+        client = client_of(url)
+        response = await client.responses.create(
+            model="tiny", input="hello", instructions="be kind", metadata={"a": "b"}, store=False
+        )
+        assert response.status == "completed" and response.output_text == "\n\nthe fox"
+        thought, message = response.output
+        assert thought.type == "reasoning" and thought.content is not None
+        assert thought.content[0].text == "\nthe dog → größer\n"
+        assert message.type == "message" and message.status == "completed"
+        assert response.instructions == "be kind" and response.metadata == {"a": "b"}
+        usage = response.usage
+        assert usage is not None and usage.output_tokens == len(node.engine.scripts[0])
+        assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+        prompt = node.engine.only.request.spec.prompt_token_ids
+        assert usage.input_tokens == len(prompt)
+        assert node.tokenizer.decode(prompt) == "system:be kinduser:hello"
+        await client.close()
+
+
+async def test_the_official_client_joins_a_stream() -> None:
+    async with one_node() as node, live(node) as url:
+        client = client_of(url)
+        async with client.responses.stream(model="tiny", input="hello") as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output_text == "\n\nthe fox"
+        kinds = [event.type for event in events]
+        assert kinds[:3] == [
+            "response.created", "response.in_progress", "response.output_item.added",
+        ]  # fmt: skip
+        assert kinds[-1] == "response.completed"
+        assert kinds.count("response.output_item.done") == 2
+        whole = await client.responses.create(model="tiny", input="hello")
+        assert [item.type for item in whole.output] == [item.type for item in final.output]
+        await client.close()
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+    body = {"input": "hello", "max_output_tokens": 4}
+    async with one_node() as node:
+        response = (await node.client.post(RESPONSES, json=body)).json()
+        events = events_of((await node.client.post(RESPONSES, json={**body, "stream": True})).text)
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in response["output"]] == ["incomplete"]
+    assert events[-1]["type"] == "response.incomplete"
+    assert joined(events) == events[-1]["response"]["output"]
+
+
+def chat_of(body: dict[str, Any]) -> Any:
+    request = parse_body(json.dumps(body).encode(), ResponsesRequest)
+    with request.named_fields():
+        return request.to_chat()
+
+
+def test_items_of_one_turn_become_one_message() -> None:
+    call = {"type": "function_call", "name": "f", "arguments": '{"a": 1}'}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "one"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "why"}
+        ]},
+        {"type": "message", "role": "assistant", "id": "msg", "status": "completed", "content": [
+            {"type": "output_text", "text": "I ask", "annotations": []}
+        ]},
+        {**call, "call_id": "c1"},
+        {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [
+            {"type": "input_text", "text": "sun"}
+        ]},
+        {**call, "call_id": "c3"},
+    ]  # fmt: skip
+    messages = [m.for_template() for m in chat_of({"input": items, "instructions": "s"}).messages]
+    assert [m["role"] for m in messages] == [
+        "system", "user", "assistant", "tool", "tool", "assistant",
+    ]  # fmt: skip
+    turn = messages[2]
+    assert (turn["reasoning_content"], turn["content"]) == ("why", "I ask")
+    assert [call["id"] for call in turn["tool_calls"]] == ["c1", "c2"]
+    assert turn["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert [(m["tool_call_id"], m["content"]) for m in messages[3:5]] == [
+        ("c1", "rain"), ("c2", "sun"),
+    ]  # fmt: skip
+
+
+def test_tools_and_forms_are_those_of_chats() -> None:
+    body = {
+        "input": "a",
+        "tools": [{**TOOL, "strict": True, "description": None}],
+        "tool_choice": {"type": "function", "name": "get_weather"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "none", "summary": "auto"},
+        "max_output_tokens": 5,
+    }
+    chat = chat_of(body)
+    use = chat.tool_use()
+    assert (use.mode, use.name, use.is_parallel) == ("named", "get_weather", False)
+    assert use.tools[0].strict and use.tools[0].parameters == {"type": "object"}
+    assert (chat.reasoning_effort, chat.wanted_max_tokens) == ("none", 5)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+    ({"input": [{"role": "user"}]}, "input.0.content"),
+    ({"input": [{"content": "a"}]}, "input.0.role"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
+    ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"input": "a", "conversation": "c"}, "conversation"),
+    ({"input": "a", "background": True}, "background"),
+    ({"input": "a", "store": True}, "store"),
+    ({"input": "a", "truncation": "auto"}, "truncation"),
+    ({"input": "a", "prompt": {"id": "p"}}, "prompt"),
+    ({"input": "a", "top_logprobs": 2}, "top_logprobs"),
+    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"input": "a", "tools": [{"type": "function"}]}, "tools.0.name"),
+    ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": "a", "max_output_tokens": "x"}, "max_output_tokens"),
+    ({"input": "a" * 100_000}, "input"),
+    ({"input": "a", "temperature": -1}, "temperature"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED)
+async def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    async with one_node() as node:
+        for stream in (False, True):
+            response = await node.client.post(RESPONSES, json={**body, "stream": stream})
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == param, response.text
+        assert not node.engine.requests
+
+
+def test_errors_of_the_chat_have_the_names_of_this_api() -> None:
+    with pytest.raises(BadRequest) as caught:
+        chat_of({"input": "a", "text": {"format": {"type": "x"}}}).check_supported()
+    assert caught.value.param in ("response_format", "text.format")
+
+
+async def broken(node: HttpNode) -> list[dict[str, Any]]:
+    node.engine.on_generate = lambda fake: node.engine.produce(fake, 9)
+    async with live(node) as url:
+        client = client_of(url)
+        found = []
+        stream = await client.responses.create(model="tiny", input="hello", stream=True)
+        async for event in stream:
+            found.append(event.model_dump())
+            node.engine.die()
+        await client.close()
+    return found
+
+
+async def test_a_stream_that_breaks_off_says_that_it_failed() -> None:
+    async with one_node(auto=False) as node:
+        events = await broken(node)
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+async def test_wherever_a_stream_is_cut_its_numbers_and_items_go_on() -> None:
+    body = {"input": "hello", "seed": 0, "stream": True}
+    async with one_node() as first, one_node() as second, one_node() as third:
+        third.engine.tokens_per_output = 3
+        whole = groups(await ask(first, RESPONSES, body))
+        expected = events_of(shown(whole))
+        assert joined(expected) == expected[-1]["response"]["output"]
+        for cut in range(1, len(whole)):
+            rest = await ask(second, RESPONSES, body, whole[:cut])
+            assert events_of(shown([*whole[:cut], *groups(rest)])) == expected
+            rest = await ask(third, RESPONSES, body, whole[:cut])
+            found = events_of(shown([*whole[:cut], *groups(rest)]))
+            assert joined(found) == joined(expected)
+            assert found[-1]["response"] == expected[-1]["response"]
+
+
+def groups(events: list[str]) -> list[str]:
+    """Joins events that count only together, as a router does."""
+    found: list[str] = []
+    missing = 0
+    for event in events:
+        if missing:
+            found[-1] += "\n\n" + event
+            missing -= 1
+            continue
+        found.append(event)
+        if event.startswith(":& "):
+            missing = int(event.split("\n")[0].removeprefix(":& ")) - 1
+    return found
+
+
+def shown(events: list[str]) -> str:
+    """Returns what a client gets of a stream that a router has joined."""
+    parts = [data_of(event) for event in events]
+    return "".join(part + "\n\n" for part in parts if part)
+
+
+async def test_a_whole_answer_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_node.answer.answer.JOURNAL_INTERVAL_S", 0.0)
+    body = {"input": "hello", "seed": 0}
+    async with one_node() as first, one_node() as second:
+        whole = await ask(first, RESPONSES, body)
+        assert whole[-1] == "data: [DONE]", "what tells a router that a body is complete"
+        for cut in range(1, len(whole) - 1):
+            rest = await ask(second, RESPONSES, body, whole[:cut])
+            assert data_of(rest[-2]) == data_of(whole[-2])
