@@ -102,6 +102,16 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         gt=0,
         description="Seconds after which a client that reads nothing is disconnected.",
     )
+    tool_call_parser: str = Field(
+        default="auto",
+        description="How this model writes tool calls, by vLLM's name of the parser. `auto` "
+        "recognises it in the chat template; `none`: requests with tools are refused.",
+    )
+    enable_auto_tool_choice: bool = Field(
+        default=True,
+        description="Let the model choose whether to call a tool. Off: requests with tools are "
+        "refused unless their tool_choice is none, required or a function.",
+    )
     reasoning_parser: str = Field(
         default="auto",
         description="How this model writes its reasoning, by vLLM's name of the parser. `auto` "

@@ -269,7 +269,9 @@ def create_node_app(
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> ASGIApp:
     reading = ChatReading(
-        create_parsers(settings, tokenizer), names_reasoning_twice=settings.reasoning_alias
+        create_parsers(settings, tokenizer),
+        allows_auto=settings.enable_auto_tool_choice,
+        names_reasoning_twice=settings.reasoning_alias,
     )
     serving = OpenAIServing(
         engine.config,
@@ -316,12 +318,16 @@ def find_defaults(settings: DecodeNodeSettings, model: ModelConfig) -> SamplingD
 
 def create_parsers(settings: DecodeNodeSettings, tokenizer: Tokenizer) -> OutputParsers:
     """Chooses the parsers of the model's output. Raises `SettingsError`."""
-    name = settings.reasoning_parser
     try:
         return OutputParsers.of_model(
             tokenizer,
             tokenizer.template_sources,
-            reasoning_parser="" if name == "none" else name,
+            reasoning_parser=_unless_none(settings.reasoning_parser),
+            tool_call_parser=_unless_none(settings.tool_call_parser),
         )
     except UnknownParser as error:
         raise SettingsError(str(error)) from None
+
+
+def _unless_none(name: str) -> str:
+    return "" if name == "none" else name

@@ -85,6 +85,11 @@ class OutputParsers:
         self._markers = MarkerTokens(added_token_ids, texts)
         self.marker_token_ids = self._markers.token_ids
 
+    @property
+    def read_every_answer(self) -> bool:
+        """Says whether answers need a parser even where no tool may be called."""
+        return self._reasoning is not None or self._harmony is not None
+
     @classmethod
     def of_model(
         cls,

@@ -14,11 +14,18 @@ from edge.http.errors import BadRequest
 
 
 class ChatReading:
-    """Knows the formats of one model. `names_reasoning_twice`: answers have reasoning under both of
-    its names."""
+    """Knows the formats of one model. `allows_auto`: the model may choose whether to call;
+    `names_reasoning_twice`: answers have reasoning under both of its names."""
 
-    def __init__(self, parsers: OutputParsers, *, names_reasoning_twice: bool = False) -> None:
+    def __init__(
+        self,
+        parsers: OutputParsers,
+        *,
+        allows_auto: bool = True,
+        names_reasoning_twice: bool = False,
+    ) -> None:
         self._parsers = parsers
+        self._allows_auto = allows_auto
         self._names_reasoning_twice = names_reasoning_twice
 
     def check(self, tool_use: ToolUse) -> None:
@@ -26,7 +33,17 @@ class ChatReading:
         if not tool_use.may_call:
             return
         if not self._parsers.tool_call_parser:
-            raise BadRequest("tools are not supported, except with tool_choice none", param="tools")
+            raise BadRequest(
+                "tools need a parser of this model's calls, and none was recognised in its chat "
+                "template; the operator may name one with --tool-call-parser",
+                param="tools",
+            )
+        if tool_use.mode == "auto" and not self._allows_auto:
+            raise BadRequest(
+                "this server does not let models choose whether to call; send tool_choice none, "
+                "required or a function, or start it with --enable-auto-tool-choice",
+                param="tool_choice",
+            )
 
     def marker_token_ids(self, tool_use: ToolUse) -> frozenset[int]:
         """Returns the tokens that the readers must see as such."""
@@ -58,4 +75,4 @@ class ChatReading:
         return reasoning_state(prompt, form, continued=continued)
 
     def _needs_parsers(self, tool_use: ToolUse) -> bool:
-        return tool_use.may_call or self._parsers.reasoning_format is not None
+        return tool_use.may_call or self._parsers.read_every_answer

@@ -33,6 +33,13 @@ TOOLS = [
     for name in ("get_weather", "get_time")
 ]
 
+WEATHER = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
+)
+TIME = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+SCRIPT = f"<think>\nask\n</think>\n\nI look.\n{WEATHER}\n{TIME}"
+"""An answer with everything: reasoning, content, two calls."""
+
 
 @cache
 def thinking_tokenizer() -> Tokenizer:
