@@ -26,7 +26,7 @@ _SAME_IN_CHATS = (
 """Fields that chats have under the same name, with the same meaning."""
 
 
-class Reasoning(StrictBody):
+class ReasoningOptions(StrictBody):
     """How much the model thinks."""
 
     effort: Name | None = None
@@ -37,7 +37,7 @@ class Reasoning(StrictBody):
     """All of the reasoning is told, and nothing is summarised."""
 
 
-class TextOptions(StrictBody):
+class ResponseText(StrictBody):
     """The form of the answer's text."""
 
     format: dict[str, Any] | None = None
@@ -81,9 +81,9 @@ class ResponsesRequest(StrictBody):
     """`none`, `auto`, `required`, or the one to call: `{"type": "function", "name": ...}`."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may hold several calls; on unless it is false."""
-    text: TextOptions | None = None
+    text: ResponseText | None = None
     """The form of the answer's text."""
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     """How much the model thinks."""
     store: bool | None = None
     """Only false: nothing is kept."""
