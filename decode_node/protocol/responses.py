@@ -72,7 +72,7 @@ class ResponsesRequest(StrictBody):
     stream: bool | None = None
     """Send the answer as events while it is generated."""
     temperature: float | None = None
-    """0 always takes the most likely token; up to 100."""
+    """Takes the most likely token where it is 0; up to 100."""
     top_p: float | None = None
     """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
     tools: list[dict[str, Any]] | None = None
@@ -122,7 +122,7 @@ class ResponsesRequest(StrictBody):
     """Variables for the model's chat template."""
 
     include: Ignored = None
-    """What it names belongs to tools of the server, or is part of the answer."""
+    """Names parts of the answer that are told anyway, or belong to tools of the server."""
     stream_options: Ignored = None
     """The last event always tells the usage."""
     metadata: dict[str, Any] | None = None
