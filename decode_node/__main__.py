@@ -10,9 +10,8 @@ from decode_node.config import DecodeNodeSettings
 from decode_node.server import serve
 from edge.security.config import SecurityError
 from edge.tracing.file import TraceFileError
-from engine.errors import EngineDeadError
+from engine.errors import CannotStartError, EngineDeadError
 from engine.frontend.tokenizer import TokenizerError
-from engine.models.checkpoint import CheckpointError
 from engine.node.grpc_server import PortInUse
 from engine.node.process import setup_logging
 from engine.node.settings import SettingsError
@@ -26,7 +25,7 @@ def main() -> int:
     try:
         return uvloop.run(serve(settings))
     except (
-        CheckpointError,
+        CannotStartError,
         EngineDeadError,
         PortInUse,
         SecurityError,

@@ -12,6 +12,7 @@ from decode_node.errors import MethodNotAllowed, NotFound
 from decode_node.http.callers import CallerCheck
 from decode_node.http.middleware import EdgeMiddleware
 from decode_node.http.routes import Api, create_router
+from decode_node.http.tokenizer_routes import create_tokenizer_router
 from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import BadRequest, HttpError
 
@@ -21,6 +22,7 @@ def create_app(api: Api, callers: CallerCheck) -> ASGIApp:
     is in it."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(create_router(api))
+    app.include_router(create_tokenizer_router(api))
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     edge = EdgeMiddleware(app, callers)

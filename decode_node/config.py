@@ -91,6 +91,11 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         description="JSON object whose values replace those of --generation-config, such as "
         '{"temperature": 0.6, "max_new_tokens": 1024}.',
     )
+    enable_tokenizer_info_endpoint: bool = Field(
+        default=False,
+        description="Serve GET /tokenizer_info, which tells the checkpoint's tokenizer "
+        "configuration and chat template.",
+    )
     strict_fields: bool = Field(
         default=False,
         description="Refuse requests with fields that are not known. Off: such fields are "

@@ -33,6 +33,7 @@ from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing
+from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.address import join_address
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
@@ -287,7 +288,8 @@ def create_node_app(
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
     cards = ModelCards(engine.config.model, settings.model, defaults)
-    api = Api(settings, cards, serving, metrics, state, ignored)
+    asked = TokenizerServing(engine.config.model, tokenizer, serving.prompts)
+    api = Api(settings, cards, serving, metrics, state, ignored, asked)
     return create_app(api, callers)
 
 

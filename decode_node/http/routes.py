@@ -29,6 +29,7 @@ from decode_node.protocol.parse_body import BodyT, parse_body
 from decode_node.protocol.responses import ResponsesRequest
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing, RequestContext
+from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
@@ -65,6 +66,7 @@ class Api:
     metrics: DecodeMetrics
     state: ApiState
     ignored: IgnoredFields
+    tokenizer: TokenizerServing
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
         """Reads the body and the headers of a request. Raises `HttpError`."""

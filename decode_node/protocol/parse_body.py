@@ -21,7 +21,7 @@ _MAX_PARTS = 4096
 _MAX_KEYS = 2048
 """Limit of keys of any object in a body."""
 _MAX_ITEMS = 4096
-"""Limit of items of any list in a body but messages and prompts."""
+"""Limit of items of any list in a body but messages, prompts and tokens."""
 BodyT = TypeVar("BodyT", bound=StrictBody)
 
 
@@ -53,7 +53,7 @@ def _check_sizes(content: dict[str, Any]) -> None:
     """Refuses what would keep the validator busy for seconds, in a look at the lengths alone."""
     objects = [content, *(value for value in content.values() if isinstance(value, dict))]
     for name, value in content.items():
-        is_list = isinstance(value, list) and name not in ("messages", "prompt")
+        is_list = isinstance(value, list) and name not in ("messages", "prompt", "tokens")
         if is_list and len(value) > _MAX_ITEMS:
             raise BadRequest(f"more than {_MAX_ITEMS} items", param=name[:MAX_STRING])
     messages = content.get("messages")

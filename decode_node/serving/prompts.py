@@ -55,12 +55,16 @@ class Prompts:
     ) -> tuple[str, list[int]]:
         """Returns the text of a chat's prompt, and its tokens. Raises `BadRequest`."""
         keep = body.num_kept_tokens(self._max_tokens)
-        text = await long_work.run(is_long, partial(self._chat_prompt.render, body, tool_use))
+        text = await self.render(body, tool_use, is_long=is_long)
         # A rendered chat has its special tokens written out.
         with_special = bool(body.add_special_tokens)
         return text, await self.encode(
             text, "messages", keep, is_long=is_long, add_special_tokens=with_special
         )
+
+    async def render(self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool) -> str:
+        """Returns the text of a chat's prompt. Raises `BadRequest`."""
+        return await long_work.run(is_long, partial(self._chat_prompt.render, body, tool_use))
 
     async def encode(
         self,

@@ -201,6 +201,10 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns each token as the vocabulary spells it; empty for one that it does not have."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def token_bytes(self, token_id: int) -> bytes:
         """Returns what this token adds to the text; a part of a character is possible."""
         piece = self._backend.id_to_token(token_id)

@@ -1,0 +1,81 @@
+"""Answers what clients ask the tokenizer itself. No engine is involved."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from decode_node.protocol.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from decode_node.serving.model_cards import check_served
+from decode_node.serving.prompts import Prompts
+from edge.http import long_work
+from edge.http.errors import BadRequest
+from engine.config import ModelConfig
+from engine.frontend.tokenizer import Tokenizer
+
+_CONFIG_FILE = "tokenizer_config.json"
+_USUAL_CLASS = "PreTrainedTokenizerFast"
+
+_ALL = 1 << 40
+"""More tokens than any text has."""
+
+
+class TokenizerServing:
+    """Serves one model's tokenizer. `is_long`: the body is long, and what is done to all of it
+    happens beside the event loop."""
+
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, prompts: Prompts) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+
+    async def tokenize(self, body: TokenizeRequest, *, is_long: bool) -> TokenizeAnswer:
+        """Returns the tokens that a prompt or a chat would have. Raises `HttpError`."""
+        check_served(self._model, body.model)
+        body.check_supported()
+        ids = await self._encode(body, is_long=is_long)
+        strings = partial(self._tokenizer.token_strings, ids)
+        return TokenizeAnswer(
+            count=len(ids),
+            max_model_len=self._model.max_model_len,
+            tokens=ids,
+            token_strs=await long_work.run(is_long, strings) if body.return_token_strs else None,
+        )
+
+    async def _encode(self, body: TokenizeRequest, *, is_long: bool) -> list[int]:
+        """Returns all tokens, of a text longer than the context as well."""
+        text, param, with_special = body.prompt, "prompt", body.add_special_tokens is not False
+        if text is None:
+            text = await self._prompts.render(body, body.tool_use(), is_long=is_long)
+            param, with_special = "messages", bool(body.add_special_tokens)
+        return await self._prompts.encode(
+            text, param, _ALL, is_long=is_long, add_special_tokens=with_special
+        )
+
+    async def detokenize(self, body: DetokenizeRequest, *, is_long: bool) -> DetokenizeAnswer:
+        """Returns the text of tokens, special ones included. Raises `HttpError`."""
+        check_served(self._model, body.model)
+        ids, most = body.tokens, self._model.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < most:
+            raise BadRequest(f"tokens must be 0 to {most - 1}", param="tokens")
+        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=False)
+        return DetokenizeAnswer(prompt=await long_work.run(is_long, decode))
+
+    def info(self) -> dict[str, Any]:
+        """Returns the checkpoint's tokenizer configuration, with its class and chat template."""
+        path = Path(self._model.path) / _CONFIG_FILE
+        found: dict[str, Any] = {}
+        if path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found = content if isinstance(content, dict) else {}
+        found.setdefault("tokenizer_class", _USUAL_CLASS)
+        if template := self._tokenizer.chat_template:
+            found.setdefault("chat_template", template.source)
+        return found
