@@ -68,5 +68,6 @@ class CausalLM(nn.Module):
 
     @property
     def unused_weights(self) -> frozenset[str]:
-        """Returns names of tensors that a checkpoint may have and this model does not read."""
+        """Returns names of tensors that a checkpoint may have and this model does not read; one
+        that ends with a dot stands for all that begin with it."""
         return frozenset()

@@ -78,6 +78,8 @@ class ConfigFile(msgspec.Struct):
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     sliding_window_pattern: int | None = None
+    rotary_dim: int | None = None
+    use_qk_norm: bool = False
     moe_intermediate_size: int | None = None
     num_experts: int | None = None
     num_local_experts: int | None = None
@@ -86,6 +88,15 @@ class ConfigFile(msgspec.Struct):
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
     shared_expert_intermediate_size: int | None = None
+    n_routed_experts: int | None = None
+    n_shared_experts: int | None = None
+    routed_scaling_factor: float = 1.0
+    n_group: int | None = None
+    topk_group: int | None = None
+    first_k_dense_replace: int = 0
+    num_nextn_predict_layers: int | None = None
+    num_mtp_layers: int | None = None
+    """The newer name of `num_nextn_predict_layers`."""
     qkv_bias: bool | None = None
     quantization_config: dict[str, object] | None = None
     dtype: str | None = None

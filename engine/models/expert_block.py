@@ -11,7 +11,15 @@ from engine.models.specs.experts import ExpertNames, ExpertSpec
 
 def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
     """Returns one layer's block, not yet loaded."""
-    options = RouterOptions(top_k=spec.top_k, renormalise=spec.renormalise)
+    options = RouterOptions(
+        top_k=spec.top_k,
+        sigmoid=spec.sigmoid,
+        renormalise=spec.renormalise,
+        scaling=spec.scaling,
+        num_groups=spec.num_groups,
+        top_groups=spec.top_groups,
+        has_bias=spec.choice_bias,
+    )
     shared = None
     if spec.shared_size:
         shared = SharedExpert(hidden_size, spec.shared_size, shard, has_gate=spec.shared_gate)
@@ -26,7 +34,9 @@ def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
 def expert_weights(block: SparseMLP, names: ExpertNames, prefix: str) -> Iterator[CheckpointWeight]:
     """Lists the checkpoint's tensors of one layer's block; `prefix` is the layer's name."""
     own = f"{prefix}.{names.block}"
-    yield from block.router.checkpoint_weights(f"{own}.{names.router}", "")
+    yield from block.router.checkpoint_weights(
+        f"{own}.{names.router}", f"{own}.{names.choice_bias}"
+    )
     yield from block.experts.checkpoint_weights(
         f"{own}.experts", (names.gate, names.up, names.down)
     )

@@ -34,6 +34,7 @@ class LlamaForCausalLM(CausalLM):
         self.spec = spec
         self.embed_tokens = VocabParallelEmbedding(model.vocab_size, spec.hidden_size, shard)
         self.layer_indices = shard.place.layers
+        self.num_layers = model.num_layers
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, spec, shard, index) for index in self.layer_indices
         )
@@ -92,5 +93,8 @@ class LlamaForCausalLM(CausalLM):
 
     @property
     def unused_weights(self) -> frozenset[str]:
-        """Returns the names of a tied head, which may be stored beside the embedding."""
-        return frozenset({"lm_head.weight"} if self.spec.tie_word_embeddings else ())
+        """Returns the names of a tied head, which may be stored beside the embedding, and of layers
+        behind the last."""
+        last = self.num_layers
+        extra = {f"model.layers.{last + i}." for i in range(self.spec.num_extra_layers)}
+        return frozenset(extra | ({"lm_head.weight"} if self.spec.tie_word_embeddings else set()))

@@ -71,10 +71,11 @@ def _check_names(files: WeightFiles, wanted: set[str], unused: frozenset[str]) -
     missing = sorted(wanted - files.tensors.keys())
     if missing:
         raise CheckpointError(files.folder, f"lacks {_some(missing)}", _WRONG_CONFIG)
+    prefixes = tuple(name for name in unused if name.endswith("."))
     extra = sorted(
         name
         for name in files.tensors.keys() - wanted - unused
-        if not name.endswith(_COMPUTED_SUFFIX)
+        if not name.endswith(_COMPUTED_SUFFIX) and not name.startswith(prefixes)
     )
     if extra:
         raise CheckpointError(

@@ -14,12 +14,15 @@ from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
 from engine.models.specs.glm4 import Glm4Spec
+from engine.models.specs.glm4_moe import Glm4MoeSpec
 from engine.models.specs.llama import LlamaSpec
+from engine.models.specs.minimax import MiniMaxM2Spec
 from engine.models.specs.mistral import MistralSpec
-from engine.models.specs.moe import MixtralSpec, Qwen2MoeSpec, Qwen3MoeSpec
+from engine.models.specs.mixtral import MixtralSpec
 from engine.models.specs.olmo2 import Olmo2Spec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec
+from engine.models.specs.qwen_moe import Qwen2MoeSpec, Qwen3MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,9 @@ MODELS: dict[str, Entry] = {
     "Gemma2ForCausalLM": Entry(Gemma2Spec, _LLAMA),
     "Gemma3ForCausalLM": Entry(Gemma3Spec, _LLAMA),
     "Glm4ForCausalLM": Entry(Glm4Spec, _LLAMA),
+    "Glm4MoeForCausalLM": Entry(Glm4MoeSpec, _LLAMA),
     "LlamaForCausalLM": Entry(LlamaSpec, _LLAMA),
+    "MiniMaxM2ForCausalLM": Entry(MiniMaxM2Spec, _LLAMA),
     "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
     "MixtralForCausalLM": Entry(MixtralSpec, _LLAMA),
     "Olmo2ForCausalLM": Entry(Olmo2Spec, _LLAMA),

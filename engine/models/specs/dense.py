@@ -44,9 +44,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     """The settings that dense architectures share; each states how it differs.
 
     Attributes:
-        attention_bias: Queries, keys and values have a bias.
-        head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
-            ranks together, or none.
+        default_attention_bias, default_head_norm: `attention_bias` and `head_norm` where the
+            family has no choice.
         fused_qkv, fused_gate_up: The checkpoint has queries, keys and values as one tensor, gate
             and up as one.
         default_head_dim: Where config.json has none; None: hidden_size / heads.
@@ -58,6 +57,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             always all of it.
         interleaved_rotary: See `engine.rope.Rotary`.
         scales_embedding: Embeddings are multiplied by the root of the hidden size.
+        attention_bias: Queries, keys and values have a bias.
+        head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
+            ranks together, or none.
+        num_extra_layers: Layers behind the last that a checkpoint may have and we do not read, as
+            those that predict several tokens at once.
         sliding_window: A token sees itself and so many less one before it; None: all before it, or
             no sequence is longer than the window.
         window_layers: The layers that the window belongs to; None: all.
@@ -68,8 +72,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         experts: Those of layers with a mixture of experts; None: no layer has one.
     """
 
-    attention_bias: ClassVar[bool] = False
-    head_norm: ClassVar[HeadNorm] = "none"
+    default_attention_bias: ClassVar[bool] = False
+    default_head_norm: ClassVar[HeadNorm] = "none"
     fused_qkv: ClassVar[bool] = False
     fused_gate_up: ClassVar[bool] = False
     default_head_dim: ClassVar[int | None] = None
@@ -86,6 +90,9 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     rms_norm_eps: float
     rotary: Rotary
     tie_word_embeddings: bool
+    attention_bias: bool = False
+    head_norm: HeadNorm = "none"
+    num_extra_layers: int = 0
     sliding_window: int | None = None
     window_layers: tuple[int, ...] | None = None
     window_rotary: Rotary | None = None
@@ -100,15 +107,18 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             raise fault
         window = cls.read_window(file)
         tied = file.tie_word_embeddings
-        return cls(
-            hidden_size=file.hidden_size,
-            intermediate_size=file.intermediate_size,
-            rms_norm_eps=file.rms_norm_eps,
-            rotary=cls.read_rotary(file, max_model_len),
-            tie_word_embeddings=cls.default_tied if tied is None else tied,
-            sliding_window=None if window is None or window >= max_model_len else window,
-            **cls.read_more(file, max_model_len),
-        )
+        common: dict[str, Any] = {
+            "hidden_size": file.hidden_size,
+            "intermediate_size": file.intermediate_size,
+            "rms_norm_eps": file.rms_norm_eps,
+            "rotary": cls.read_rotary(file, max_model_len),
+            "tie_word_embeddings": cls.default_tied if tied is None else tied,
+            "attention_bias": cls.default_attention_bias,
+            "head_norm": cls.default_head_norm,
+            "num_extra_layers": file.num_nextn_predict_layers or file.num_mtp_layers or 0,
+            "sliding_window": None if window is None or window >= max_model_len else window,
+        }
+        return cls(**{**common, **cls.read_more(file, max_model_len)})
 
     @classmethod
     def head_dim_of(cls, file: ConfigFile) -> int:
@@ -234,7 +244,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         if ACTIVATIONS.get(activation) != cls.activation:
             yield UnsupportedField("hidden_act", repr(activation))
         for name, is_set in (
-            ("attention_bias", bool(file.attention_bias) > cls.attention_bias),
+            ("attention_bias", bool(file.attention_bias) > cls.default_attention_bias),
             ("mlp_bias", file.mlp_bias),
         ):
             if is_set:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.models.config_file import ConfigFile
+from engine.models.specs.base import UnsupportedField
+
 
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint's names inside a layer.
 
     Attributes:
         block: Of the whole block.
-        router: Of the router's weight.
+        router, choice_bias: Of the router's weight, and of the bias it chooses by.
         gate, up, down: Of an expert's projections.
+        shared: Of the expert that every token goes to.
     """
 
     block: str = "mlp"
@@ -20,6 +24,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"
+    choice_bias: str = "gate.e_score_correction_bias"
 
 
 class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +38,11 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
         dense_layers: Layers that have an ordinary feed-forward block instead.
         shared_size: Units of the expert that every token goes to; 0: there is none.
         shared_gate: Its output is weighted by the token.
+        sigmoid: Scores are sigmoids of the router's logits, not their softmax.
+        choice_bias: Experts are chosen by their score plus a bias of their own.
+        scaling: Multiplies the weights of the routed experts.
+        num_groups, top_groups: Only experts of the best `top_groups` of `num_groups` groups are
+            chosen.
     """
 
     count: int
@@ -42,4 +52,25 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense_layers: tuple[int, ...] = ()
     shared_size: int = 0
     shared_gate: bool = False
+    sigmoid: bool = False
+    choice_bias: bool = False
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
     names: ExpertNames = ExpertNames()
+
+
+def number_of(file: ConfigFile, name: str) -> int:
+    """Returns a field that a mixture of experts must have. Raises `UnsupportedField`."""
+    value: int | None = getattr(file, name)
+    if value is None or value < 1:
+        raise UnsupportedField(name, "a mixture of experts without it")
+    return value
+
+
+def num_experts_of(file: ConfigFile) -> int:
+    """Returns the number of experts; releases of transformers differ in the name."""
+    count = file.num_experts or file.num_local_experts or file.n_routed_experts
+    if count is None or count < number_of(file, "num_experts_per_tok"):
+        raise UnsupportedField("num_experts", f"{count} experts")
+    return count

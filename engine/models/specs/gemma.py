@@ -80,7 +80,7 @@ class Gemma3Spec(GemmaSpec, frozen=True, kw_only=True):
     """Each head of queries and keys is normalised, and layers with a window rotate faster."""
 
     full_layer_every: ClassVar[int] = 6
-    head_norm: ClassVar[HeadNorm] = "each"
+    default_head_norm: ClassVar[HeadNorm] = "each"
 
     @classmethod
     def read_rotary(cls, file: ConfigFile, max_model_len: int) -> Rotary:

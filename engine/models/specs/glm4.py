@@ -10,7 +10,7 @@ from engine.models.specs.dense import DenseSpec, NormNames
 class Glm4Spec(DenseSpec, frozen=True, kw_only=True):
     """Norms on both sides of each block; the first half of a head rotates, in interleaved pairs."""
 
-    attention_bias: ClassVar[bool] = True
+    default_attention_bias: ClassVar[bool] = True
     fused_gate_up: ClassVar[bool] = True
     default_head_dim: ClassVar[int | None] = 128
     default_rotary_part: ClassVar[float | None] = 0.5

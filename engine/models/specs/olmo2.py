@@ -10,7 +10,7 @@ from engine.models.specs.dense import DenseSpec, HeadNorm, NormNames
 class Olmo2Spec(DenseSpec, frozen=True, kw_only=True):
     """Norms stand behind attention and feed-forward block, and over queries and keys as a whole."""
 
-    head_norm: ClassVar[HeadNorm] = "all"
+    default_head_norm: ClassVar[HeadNorm] = "all"
     norms: ClassVar[NormNames] = NormNames(
         before_attention=None,
         after_attention="post_attention_layernorm",

@@ -10,11 +10,11 @@ from engine.models.specs.dense import DenseSpec, HeadNorm
 class Qwen2Spec(DenseSpec, frozen=True, kw_only=True):
     """Queries, keys and values have a bias."""
 
-    attention_bias: ClassVar[bool] = True
+    default_attention_bias: ClassVar[bool] = True
 
 
 class Qwen3Spec(DenseSpec, frozen=True, kw_only=True):
     """Each head of queries and keys is normalised."""
 
-    head_norm: ClassVar[HeadNorm] = "each"
+    default_head_norm: ClassVar[HeadNorm] = "each"
     default_head_dim: ClassVar[int | None] = 128

@@ -16,8 +16,12 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -136,6 +140,31 @@ FAMILIES = {
     "mixtral": Family(
         MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}
     ),
+    "glm4_moe": Family(
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig,
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 24,
+        },
+    ),
+    "minimax_m2": Family(
+        MiniMaxM2ForCausalLM,
+        MiniMaxM2Config,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 24,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "qwen2_moe": Family(
         Qwen2MoeForCausalLM,
         Qwen2MoeConfig,
@@ -196,6 +225,9 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
             noise = torch.randn(parameter.shape)
             vector = parameter.dim() == 1
             parameter.copy_(family.norm_center + 0.2 * noise if vector else 0.15 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape))
     model.to(dtype).save_pretrained(folder, max_shard_size=family.shard_size)
     if family.older_config:
         _to_older_config(folder / "config.json")

@@ -467,6 +467,18 @@ def test_extra_tensor(copy: Callable[[str], Path]) -> None:
     check_error(caught.value, folder, "does not use: adapter.weight")
 
 
+def test_layers_that_predict_ahead_are_skipped(copy: Callable[[str], Path]) -> None:
+    folder = copy("glm4_moe")
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    ahead = {f"model.layers.{layers}.eh_proj.weight": torch.zeros(2)}
+    change_weights(folder, lambda weights: weights.update(ahead))
+    load(folder)
+    edit_config(folder, num_nextn_predict_layers=0, num_mtp_layers=0)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    check_error(caught.value, folder, "does not use: model.layers")
+
+
 def test_extra_tensors_that_are_harmless(copy: Callable[[str], Path]) -> None:
     """Checkpoints may hold rotary frequencies of older checkpoints, and a head that is tied
     anyway.
