@@ -11,6 +11,7 @@ text, so that text which merely looks like a marker is no marker.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from llguidance import regex_to_lark
 WHITE_SPACE = r"[ \n\r\t]{1,20}"
 """Limits the white space between the parts of a JSON document. Without a bound, models that are not
 sure of themselves write blanks until they reach `max_tokens`."""
+
+_ANY_TEXT = r"(.|\n)*"
 
 Expression = str
 """The right side of a rule; the functions here return expressions that bind tightly enough to stand
@@ -38,12 +41,14 @@ def regex(pattern: str) -> Expression:
     return f"/{regex_to_lark(pattern, use_ascii='')}/"
 
 
-def json_schema(schema: Mapping[str, Any] | bool) -> Expression:
+def json_schema(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> Expression:
     """Matches the JSON documents of a schema (draft 2020-12), with little white space. Properties
-    come in the order in which the schema lists them."""
+    come in the order in which the schema lists them. `lenient` passes over keywords that are not
+    supported."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    bounded = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    options = {"whitespace_pattern": WHITE_SPACE, **({"lenient": True} if lenient else {})}
+    bounded = {**schema, "x-guidance": options}
     return f"%json {json.dumps(bounded, ensure_ascii=False)}"
 
 
@@ -99,11 +104,18 @@ class GrammarText:
         self._rules[name] = f"{name}: {expression}"
         return name
 
-    def until(self, name: str, marker: str) -> Expression:
-        """Matches any text up to and with the first `marker`."""
+    def until(self, name: str, marker: str, pattern: str = _ANY_TEXT) -> Expression:
+        """Matches text that `pattern` matches whole, up to and with the first such `marker`."""
         name = self._free(name)
-        any_text, end = r"(.|\n)*", regex_to_lark(_escaped(marker), use_ascii="")
-        self._rules[name] = f"{name}[lazy]: /{any_text}{end}/"
+        inner, end = (regex_to_lark(part, use_ascii="") for part in (pattern, _escaped(marker)))
+        self._rules[name] = f"{name}[lazy]: /({inner}){end}/"
+        return name
+
+    def without(self, name: str, marker: str) -> Expression:
+        """Matches any text in which `marker` does not come."""
+        name = self._free(name).upper()
+        inner = regex_to_lark(_escaped(marker), use_ascii="")
+        self._rules[name] = f"{name}: /{_ANY_TEXT}/ & ~/{_ANY_TEXT}{inner}{_ANY_TEXT}/"
         return name
 
     def choice(self, name: str, texts: Sequence[str]) -> Expression:
@@ -139,4 +151,4 @@ class GrammarText:
 
 def _escaped(text: str) -> str:
     """Returns a regular expression that matches `text` alone."""
-    return "".join(char if char.isalnum() or char in " <>" else f"\\{char}" for char in text)
+    return re.sub(r"([!-/:;=?@\[-^`{-~])", r"\\\1", text)

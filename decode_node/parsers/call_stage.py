@@ -73,11 +73,11 @@ class CallStage(ABC):
     def call(self, marker: str) -> Steps[None]:
         """Reads what the marker has begun, and leaves the text behind it."""
 
-    def accept(self, name: str, own_id: str = "") -> None:
+    def accept(self, name: str) -> None:
         """Begins a call for certain."""
         self.source.forget()
         self._awaits_end = True
-        self.sink.call_start(name, own_id)
+        self.sink.call_start(name)
 
     def reject(self) -> None:
         """Gives all that was taken since the marker as content."""

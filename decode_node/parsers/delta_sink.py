@@ -60,8 +60,8 @@ class DeltaSink:
             self.is_behind_call, self._has_content = False, True
         self._deltas.append(ContentText(self._markers.plain(text)))
 
-    def call_start(self, name: str, own_id: str = "") -> None:
-        self._deltas.append(CallStart(self.num_calls, name, own_id))
+    def call_start(self, name: str) -> None:
+        self._deltas.append(CallStart(self.num_calls, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:

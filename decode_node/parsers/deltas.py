@@ -25,12 +25,10 @@ class ContentText(msgspec.Struct, frozen=True):
 
 
 class CallStart(msgspec.Struct, frozen=True):
-    """The model calls the function `name`. `own_id` is the name that the model gives to this call,
-    in formats that have such names, else ""."""
+    """The model calls the function `name`."""
 
     index: int
     name: str
-    own_id: str = ""
 
 
 class CallArguments(msgspec.Struct, frozen=True):

@@ -17,11 +17,13 @@ class JsonObjectFormat:
     Attributes:
         arguments_key: How the model spells the key of the arguments.
         may_be_bare: An answer may begin with such an object, without the marker.
-        separator: What stands between bare objects.
+        padding: What stands between the markers and the object.
+        separator: What stands between calls; where they have no marker, it has to.
     """
 
     begin: str
     end: str = ""
+    padding: str = ""
     arguments_key: str = "arguments"
     may_be_bare: bool = False
     separator: str = ""
@@ -68,6 +70,7 @@ class XmlFormat:
         is_json: A value whose type the schema does not tell is JSON, if it can be read so.
         has_lines: Tags and values have a line each; a line break at either end of a value is not
             part of it.
+        has_own_sections: Each call has a section of its own.
     """
 
     section_begin: str = ""
@@ -82,6 +85,7 @@ class XmlFormat:
     is_typed: bool = False
     is_json: bool = False
     has_lines: bool = False
+    has_own_sections: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,12 +240,15 @@ CALL_FAMILIES = (
             after_value="</parameter>",
             end="</function>",
             has_lines=True,
+            has_own_sections=True,
         ),
     ),
     CallFamily(
         names=("hermes",),
         signs=("<tool_call>", "arguments"),
-        form=JsonObjectFormat(begin="<tool_call>", end="</tool_call>"),
+        form=JsonObjectFormat(
+            begin="<tool_call>", end="</tool_call>", padding="\n", separator="\n"
+        ),
     ),
     CallFamily(
         names=("llama4_pythonic",),

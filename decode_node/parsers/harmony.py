@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from decode_node.parsers import json_reader
 from decode_node.parsers.call_stage import MAX_NAME
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.families import HarmonyFormat
@@ -110,17 +111,19 @@ class HarmonyStage:
     def _call(self, name: str) -> Steps[None]:
         self._last = ""
         self._sink.call_start(name)
-        is_empty = True
+        is_empty, is_json = True, False
 
         def give(text: str) -> None:
             nonlocal is_empty
             is_empty = is_empty and not text.strip()
             self._sink.arguments(text)
 
+        if (yield from self._source.peek()) == "{":
+            is_json = yield from json_reader.value(self._source, give)
         end = yield from self._body(give)
         if end and is_empty:
             self._sink.arguments("{}")
-        self._sink.call_end(is_complete=bool(end))
+        self._sink.call_end(is_complete=is_json or (bool(end) and is_empty))
 
     def _body(self, emit: Callable[[str], object]) -> Steps[str]:
         """Gives the body of a message to `emit` and returns the marker that ended it; one that

@@ -21,7 +21,6 @@ from decode_node.protocol.tools import Tool
 _ARGUMENTS = ("arguments", "parameters")
 _VALUE_BEGIN = frozenset('{["-0123456789tfn')
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_OBJECT = MarkerSet(["{"])
 
 
 class JsonStage(CallStage):
@@ -128,7 +127,7 @@ class JsonObjectStage(JsonStage):
     def call(self, marker: str) -> Steps[None]:
         if not (yield from self.object_call()):
             self.reject()
-        elif self._form.separator:
+        elif self._form.may_be_bare:
             yield from self._bare_calls()
 
     def _bare_calls(self) -> Steps[None]:
@@ -169,26 +168,25 @@ class NamedJsonStage(JsonStage):
             if not (yield from source.takes(self._begin)):
                 return self.reject()
         yield from source.skip_white_space()
-        has_prefix = yield from source.takes(self._before_name)
+        yield from source.takes(self._before_name)
         header, end = yield from source.read(self._name_ends, MAX_NAME)
         if end != self._after_name:
             source.put_back(end)
             return self.reject()
-        name, own_id = header.strip(), ""
+        name = header.strip()
         if self._form.numbers_calls:
-            own_id = (self._form.before_name if has_prefix else "") + name
             name = name.rpartition(":")[0] or name
         if name not in self.tools:
             return self.reject()
         if (yield from source.skip_white_space()) == "{":
-            self.accept(name, own_id)
+            self.accept(name)
             yield from self.arguments()
             yield from self._skip_behind_arguments()
             return None
         yield from self._skip_behind_arguments()
         if not (yield from source.takes(self._end)):
             return self.reject()
-        self.accept(name, own_id)
+        self.accept(name)
         self.whole_arguments("")
         return None
 
@@ -240,9 +238,8 @@ class MistralStage(JsonStage):
     def _named(self) -> Steps[None]:
         source = self.source
         header, end = yield from source.read(self._name_ends, MAX_NAME)
-        own_id = ""
         if end == self._id:
-            own_id, end = yield from source.read(self._id_ends, MAX_NAME)
+            _, end = yield from source.read(self._id_ends, MAX_NAME)
         if header.strip() not in self.tools or end not in (self._args, "{"):
             source.put_back(end if end == self._begin else "")
             return self.reject()
@@ -250,6 +247,6 @@ class MistralStage(JsonStage):
             source.put_back(end)
         elif (yield from source.skip_white_space()) != "{":
             return self.reject()
-        self.accept(header.strip(), own_id.strip())
+        self.accept(header.strip())
         yield from self.arguments()
         return None

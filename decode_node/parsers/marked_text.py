@@ -50,6 +50,12 @@ class MarkerTokens:
             return literal
         return self._tokens.sub(lambda match: self._char_of_token[match[0]], literal)
 
+    def pieces(self, literal: str) -> list[Piece]:
+        """Returns a literal as the model writes it: texts, and the ids of tokens."""
+        id_of_char = {char: id_ for id_, char in self._char_of_id.items()}
+        parts = re.split(f"({_MARKER.pattern})", self.translate(literal))
+        return [id_of_char.get(part, part) for part in parts if part]
+
     def plain(self, text: str) -> str:
         """Returns marked text with its markers spelled out."""
         if text.isascii():

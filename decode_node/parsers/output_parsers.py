@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from decode_node.grammar.grammar_text import Expression, GrammarText
 from decode_node.grammar.reasoning import Marker, ReasoningFormat
+from decode_node.parsers.call_grammar import CallGrammar
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.families import (
     CALL_FAMILIES,
@@ -35,7 +37,7 @@ from decode_node.parsers.pythonic import PythonicStage
 from decode_node.parsers.reasoning import ReasoningStage
 from decode_node.parsers.stage import PlainContent, Stage
 from decode_node.parsers.xml_calls import XmlStage
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.tools import Tool, ToolUse
 
 AUTO = "auto"
 
@@ -111,6 +113,38 @@ class OutputParsers:
         else:
             calls = _named(CALL_FAMILIES, tool_call_parser, "tool call")
         return cls(tokenizer.added_token_ids, reasoning, calls)
+
+    def call_grammar(
+        self, text: GrammarText, use: ToolUse, end_ids: Collection[int]
+    ) -> Expression | None:
+        """Returns what the answer must match behind its reasoning, for the tools' sake; None where
+        they ask for nothing: `required` and a named tool are calls and nothing else, and with
+        strict tools under `auto`, or a single call at most, what begins as a call is one.
+
+        Args:
+            text: The grammar, to which rules are added.
+            end_ids: The model's end-of-sequence ids.
+
+        Raises:
+            BadRequest: A strict tool asks for what this model's format cannot be held to.
+        """
+        if self._calls is None or not use.may_call:
+            return None
+        grammar = CallGrammar(text, self._calls.form, self._markers)
+        most = None if use.is_parallel else 1
+        if use.mode == "named":
+            return grammar.calls([tool for tool in use.tools if tool.name == use.name], most=1)
+        if use.mode == "required":
+            return grammar.calls(use.tools, most=most)
+        if most is None and not any(tool.strict for tool in use.tools):
+            return None
+        return grammar.text_with_calls(use.tools, end_ids, most=most)
+
+    def content_grammar(self, text: GrammarText, body: Expression) -> Expression:
+        """Returns `body` with what this model writes around content."""
+        if self._harmony is None:
+            return body
+        return CallGrammar(text, self._harmony, self._markers).answer(body)
 
     def parser(
         self, tools: Sequence[Tool] = (), *, is_reasoning_open: bool = False

@@ -13,7 +13,7 @@ from decode_node.parsers.call_stage import MAX_NAME, CallStage
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.families import PythonicFormat
 from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.schema_types import json_text, python_value
+from decode_node.parsers.schema_types import literal_json
 from decode_node.parsers.text_input import MarkerSet, Steps
 from decode_node.protocol.tools import Tool
 
@@ -93,7 +93,7 @@ class PythonicStage(CallStage):
         if not (yield from self._expression(parts)):
             return None
         try:
-            return json_text(python_value("".join(parts)))
+            return literal_json("".join(parts))
         except ValueError:
             return None
 

@@ -29,10 +29,11 @@ def parameter_types(tool: Tool, name: str) -> frozenset[str]:
     root = tool.parameters or {}
     properties = root.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(schema, root, _MAX_REFERENCES)
+    return types_of(schema, root)
 
 
-def _types(schema: Any, root: Mapping[str, Any], budget: int) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any], budget: int = _MAX_REFERENCES) -> frozenset[str]:
+    """Returns the JSON types that a schema allows, `root` being what its references look into."""
     if not isinstance(schema, Mapping) or budget == 0:
         return frozenset()
     if isinstance(kinds := schema.get("type"), str):
@@ -44,10 +45,10 @@ def _types(schema: Any, root: Mapping[str, Any], budget: int) -> frozenset[str]:
     if "const" in schema:
         return frozenset((_type_of(schema["const"]),))
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(_referenced(reference, root), root, budget - 1)
+        return types_of(_referenced(reference, root), root, budget - 1)
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(options := schema.get(key), list):
-            found = [_types(option, root, budget - 1) for option in options[:64]]
+            found = [types_of(option, root, budget - 1) for option in options[:64]]
             return frozenset().union(*found)
     return frozenset()
 
@@ -91,6 +92,14 @@ def value_json(text: str, types: frozenset[str]) -> str:
         if _fits(found, types):
             return json_text(found)
     return json_text(text)
+
+
+def literal_json(text: str) -> str:
+    """Returns a literal as JSON text: verbatim if it is JSON, and read as Python's if not. Raises
+    ValueError."""
+    if _parsed(text) is not _NOTHING:
+        return text.strip()
+    return json_text(python_value(text))
 
 
 _NOTHING = object()

@@ -159,3 +159,21 @@ def test_random_answers_are_documents(seed: int) -> None:
     ids, is_complete = random_answer(written(json_schema(PERSON)), seed, 4000)
     assert is_complete
     assert set(json.loads(ll_tokenizer().decode_bytes(ids))) == {"name", "größe"}
+
+
+def test_until_takes_markers_of_any_characters() -> None:
+    for marker in ("</｜tool▁end｜>", "a_b-c", r"\d[x]^$.|?*+(){}/#&~!\"'"):
+        text = GrammarText()
+        grammar = text.write(sequence(text.until("free", marker), literal("end")))
+        assert accepts(grammar, f"é {marker}end")
+        assert not accepts(grammar, "é end")
+
+
+def test_text_without_a_marker_comes_behind_text_with_it() -> None:
+    text = GrammarText()
+    part = sequence(text.until("before", "<tool>"), literal("x"))
+    grammar = text.write(sequence(optional(part), text.without("text", "<tool>")))
+    for answer in ("", "a <tool", "a <tool>x", "<tool>x b <tool"):
+        assert accepts(grammar, answer)
+    for answer in ("a <tool>", "a <tool>x <tool>x", "<tool>y"):
+        assert not accepts(grammar, answer)

@@ -45,7 +45,7 @@ def joined(deltas: Iterable[Delta]) -> Parsed:
     for delta in deltas:
         match delta:
             case ReasoningText(text):
-                assert text and not answer.content and not answer.calls
+                assert text
                 answer.reasoning += text
             case ContentText(text):
                 assert text and all(call.is_complete is not None for call in answer.calls)

@@ -1,0 +1,256 @@
+"""Grammars of calls, from the table that the parsers follow too.
+
+A parser and the grammar of its format are inverse: what the grammar lets through is read as calls
+whose arguments follow the tools' schemas.
+
+    before  prefix rest  separator  prefix rest  ...  after
+            └─ one call ┘                                       `Shape`, for each format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from decode_node.grammar.grammar_text import (
+    NOTHING,
+    Expression,
+    GrammarText,
+    any_token_but,
+    either,
+    json_schema,
+    literal,
+    optional,
+    regex,
+    repeat,
+    sequence,
+)
+from decode_node.parsers.families import (
+    CallFormat,
+    HarmonyFormat,
+    JsonObjectFormat,
+    MistralFormat,
+    NamedJsonFormat,
+    PythonicFormat,
+    XmlFormat,
+)
+from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.parameter_grammar import TaggedParameters, keyword_arguments, spell
+from decode_node.protocol.tools import Tool
+
+_MAX_NUMBER = 4
+"""Digits of a call's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The texts around calls, and what one is.
+
+    Attributes:
+        begin: The text with which calls begin; "" where they have no marker.
+        rest: Makes the expression of one call, without its prefix.
+    """
+
+    begin: str
+    before: str
+    prefix: str
+    separator: str
+    after: str
+    rest: Callable[[Tool], Expression]
+
+
+class CallGrammar:
+    """Writes the calls of one format into one grammar.
+
+    Args:
+        text: The grammar, to which rules are added.
+        markers: The model's tokens. Where it has them, markers are tokens and no text.
+    """
+
+    def __init__(self, text: GrammarText, form: CallFormat, markers: MarkerTokens) -> None:
+        self._text = text
+        self._form = form
+        self._markers = markers
+        self._shape = self._shape_of(form)
+
+    def calls(self, tools: Sequence[Tool], *, most: int | None = None) -> Expression:
+        """Matches one call or several and nothing else; at most `most`. Raises `BadRequest` for a
+        strict tool that this format cannot be held to."""
+        return self._calls(self._rules(tools), most, skipped=0)
+
+    def text_with_calls(
+        self, tools: Sequence[Tool], end_ids: Collection[int], *, most: int | None = None
+    ) -> Expression:
+        """Matches any text with any number of calls in it, at most `most`. What begins as a call
+        is one. Raises `BadRequest` as `calls` does."""
+        rules, begin = self._rules(tools), self._shape.begin
+        if isinstance(self._form, HarmonyFormat):
+            return self._messages(self._form, rules, end_ids)
+        if not begin or getattr(self._form, "may_be_bare", False):
+            other = regex(r"([ \n\r\t]*[^ \n\r\t\[{](.|\n)*)?")
+            return either(self._calls(rules, most, skipped=0), self._text.rule("text", other))
+        ids = {part for part in self._markers.pieces(begin) if isinstance(part, int)}
+        if ids:
+            free = self._text.rule("text", repeat(any_token_but(ids | set(end_ids))))
+            part = sequence(self._calls(rules, most, skipped=0), free)
+            return sequence(free, optional(part) if most == 1 else repeat(part))
+        calls = self._calls(rules, most, skipped=len(begin))
+        part = sequence(self._text.until("text_before", begin), calls)
+        free = self._text.without("text", begin)
+        return sequence(optional(part) if most == 1 else repeat(part), free)
+
+    def answer(self, body: Expression) -> Expression:
+        """Matches an answer that is `body`, with what the format has around content."""
+        form = self._form
+        if not isinstance(form, HarmonyFormat):
+            return body
+        return sequence(self._spell(f"{form.channel}final{form.message}"), body)
+
+    def _rules(self, tools: Sequence[Tool]) -> Expression:
+        rest = self._shape.rest
+        return self._text.rule("call", either(*map(rest, tools)))
+
+    def _calls(self, call: Expression, most: int | None, *, skipped: int) -> Expression:
+        """Matches calls, without the first characters of their text, which are matched already."""
+        shape = self._shape
+        first = self._spell((shape.before + shape.prefix)[skipped:])
+        more = sequence(self._spell(shape.separator + shape.prefix), call)
+        others = repeat(more, 0, None if most is None else most - 1)
+        return sequence(first, call, others, self._spell(shape.after))
+
+    def _spell(self, text: str) -> Expression:
+        return spell(self._markers, text)
+
+    def _arguments(self, tool: Tool) -> Expression:
+        schema = {"type": "object", **(tool.parameters or {})}
+        return self._text.rule("arguments", json_schema(schema, lenient=not tool.strict))
+
+    def _shape_of(self, form: CallFormat) -> Shape:
+        match form:
+            case JsonObjectFormat():
+                return self._object_shape(form)
+            case NamedJsonFormat():
+                return self._named_shape(form)
+            case MistralFormat():
+                return self._mistral_shape(form)
+            case XmlFormat():
+                return self._xml_shape(form)
+            case HarmonyFormat():
+                return self._harmony_shape(form)
+            case PythonicFormat():
+                return self._pythonic_shape(form)
+
+    def _object_shape(self, form: JsonObjectFormat) -> Shape:
+        begin = "" if form.may_be_bare else form.begin
+        prefix = f'{begin}{form.padding}{{"name": '
+        end = f"}}{form.padding}{form.end}"
+        separator = form.separator
+
+        def rest(tool: Tool) -> Expression:
+            name = f'{_quoted(tool.name)}, "{form.arguments_key}": '
+            return sequence(literal(name), self._arguments(tool), self._spell(end))
+
+        return Shape(begin, "", prefix, separator, "", rest)
+
+    def _named_shape(self, form: NamedJsonFormat) -> Shape:
+        def rest(tool: Tool) -> Expression:
+            number = regex(f":[0-9]{{1,{_MAX_NUMBER}}}") if form.numbers_calls else NOTHING
+            return sequence(
+                literal(tool.name),
+                number,
+                self._spell(form.after_name),
+                self._arguments(tool),
+                self._spell(form.after_arguments + form.end),
+            )
+
+        return Shape(
+            form.section_begin,
+            form.section_begin,
+            form.begin + form.before_name,
+            form.separator,
+            form.section_end,
+            rest,
+        )
+
+    def _mistral_shape(self, form: MistralFormat) -> Shape:
+        """Returns the newer shape where the model has the token for it, else the array."""
+
+        def named(tool: Tool) -> Expression:
+            return sequence(literal(tool.name), self._spell(form.arguments), self._arguments(tool))
+
+        def item(tool: Tool) -> Expression:
+            name = f'{_quoted(tool.name)}, "arguments": '
+            return sequence(literal(name), self._arguments(tool), literal("}"))
+
+        if any(isinstance(part, int) for part in self._markers.pieces(form.arguments)):
+            return Shape(form.begin, "", form.begin, "", "", named)
+        return Shape(form.begin, f"{form.begin}[", '{"name": ', ", ", "]", item)
+
+    def _xml_shape(self, form: XmlFormat) -> Shape:
+        section, end = form.section_begin, form.section_end
+        before = f"{section}\n" if section else ""
+        after = f"\n{end}" if end else ""
+        is_own = form.has_own_sections
+        parameters = TaggedParameters(self._text, form, self._markers)
+
+        def rest(tool: Tool) -> Expression:
+            return sequence(
+                literal(tool.name),
+                self._spell(f"{form.after_name}\n"),
+                parameters.of(tool),
+                self._spell(form.end + (after if is_own else "")),
+            )
+
+        return Shape(
+            section or form.before_name,
+            "" if is_own else before,
+            (before if is_own else "") + form.before_name,
+            "\n",
+            "" if is_own else after,
+            rest,
+        )
+
+    def _harmony_shape(self, form: HarmonyFormat) -> Shape:
+        """Returns the shape of a call. The token behind it is one of the model's ends, or else an
+        answer ends without it as well."""
+
+        def rest(tool: Tool) -> Expression:
+            header = f" {form.constrain}json{form.message}"
+            return sequence(literal(tool.name), self._spell(header), self._arguments(tool))
+
+        prefix = f"{form.channel}commentary to=functions."
+        return Shape(form.channel, "", prefix, "", "", rest)
+
+    def _messages(
+        self, form: HarmonyFormat, call: Expression, end_ids: Collection[int]
+    ) -> Expression:
+        """Matches reasoning and remarks, and then an answer or a call."""
+        special = [form.end, form.start, form.channel, form.call, form.final]
+        ids = {part for text in special for part in self._markers.pieces(text)}
+        text_ids = {part for part in ids if isinstance(part, int)} | set(end_ids)
+        words = self._text.rule("text", repeat(any_token_but(text_ids)))
+        kind = either(literal("analysis"), literal("commentary"))
+        message = sequence(
+            self._spell(form.channel),
+            kind,
+            self._spell(form.message),
+            words,
+            self._spell(f"{form.end}{form.start}assistant"),
+        )
+        last = either(
+            sequence(self._spell(f"{form.channel}final{form.message}"), words),
+            self._calls(call, 1, skipped=0),
+        )
+        return sequence(repeat(self._text.rule("message", message)), last)
+
+    def _pythonic_shape(self, form: PythonicFormat) -> Shape:
+        def rest(tool: Tool) -> Expression:
+            arguments = keyword_arguments(self._text, tool)
+            return sequence(literal(f"{tool.name}("), arguments, literal(")"))
+
+        return Shape(form.begin, f"{form.begin}[", "", ", ", f"]{form.end}", rest)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

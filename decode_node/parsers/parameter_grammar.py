@@ -1,0 +1,185 @@
+"""Grammars of arguments in formats that have no JSON object: one rule a parameter.
+
+A text's constraints that tags can express are its values, its length, or its pattern; for a strict
+tool anything more is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from decode_node.grammar.grammar_text import (
+    NOTHING,
+    Expression,
+    GrammarText,
+    either,
+    json_schema,
+    literal,
+    optional,
+    regex,
+    repeat,
+    sequence,
+    token,
+)
+from decode_node.parsers.families import XmlFormat
+from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.schema_types import is_text, types_of
+from decode_node.protocol.tools import Tool
+from edge.http.errors import BadRequest
+from engine.frontend.pieces import Piece
+
+_ANY_TEXT = r"(.|\n)*"
+_ANY_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
+_TEXT_KEYWORDS = ("enum", "const", "pattern", "minLength", "maxLength")
+_HIDDEN_KEYWORDS = ("format", "allOf", "not", "if", "contentEncoding", "contentMediaType")
+
+
+def spell(markers: MarkerTokens, text: str) -> Expression:
+    """Matches a text of a format, the markers in it as tokens where the model has them."""
+    return _spelled(markers.pieces(text))
+
+
+def _spelled(pieces: Sequence[Piece]) -> Expression:
+    return sequence(*(token(p) if isinstance(p, int) else literal(p) for p in pieces))
+
+
+class TaggedParameters:
+    """Writes the parameters of calls in an `XmlFormat`."""
+
+    def __init__(self, text: GrammarText, form: XmlFormat, markers: MarkerTokens) -> None:
+        self._text = text
+        self._form = form
+        self._markers = markers
+
+    def of(self, tool: Tool) -> Expression:
+        """Matches the parameters of one call, in the order of the schema. Without properties in the
+        schema any may come. Raises `BadRequest` for what a strict tool asks in vain."""
+        text, properties = self._text, _properties(tool)
+        before = self._form.before_key
+        if not properties:
+            if tool.parameters and _closes_object(tool.parameters):
+                return NOTHING
+            key = text.rule("key", regex(_ANY_KEY))
+            parts = [spell(self._markers, before), key, self._value(tool, "", {})]
+            return repeat(text.rule("parameter", sequence(*parts)))
+        parts = []
+        for name, schema in properties.items():
+            head, value = spell(self._markers, before + name), self._value(tool, name, schema)
+            rule = text.rule("parameter", sequence(head, value))
+            parts.append(rule if name in _required(tool) else optional(rule))
+        return sequence(*parts)
+
+    def _value(self, tool: Tool, name: str, schema: Any) -> Expression:
+        """Matches what is behind a parameter's name, and its end tag."""
+        form, pieces = self._form, self._markers.pieces
+        types = types_of(schema, tool.parameters or {})
+        is_string = is_text(types, is_json=form.is_json) or not types or "string" in types
+        head = form.after_key
+        if form.is_typed:
+            head += f' string="{"true" if is_string else "false"}"'
+        elif form.before_value:
+            head += "\n"
+        line = "\n" if form.has_lines else ""
+        head += form.before_value + line
+        if not is_string:
+            value = sequence(
+                _json(self._text, tool, schema), _spelled(pieces(line + form.after_value))
+            )
+        else:
+            pattern = _pattern(tool, name, schema)
+            value = self._until(pieces((line if pattern else "") + form.after_value), pattern)
+        return sequence(_spelled(pieces(head)), value, literal("\n"))
+
+    def _until(self, marker: list[Piece], pattern: str) -> Expression:
+        """Matches text up to and with a marker. Where the marker's token comes behind text, other
+        text may hold the same."""
+        first, *others = marker
+        if isinstance(first, int):
+            return sequence(regex(pattern or _ANY_TEXT), _spelled(marker))
+        part = self._text.until("value", first, pattern or _ANY_TEXT)
+        return sequence(part if pattern or not others else repeat(part, 1), _spelled(others))
+
+
+def keyword_arguments(text: GrammarText, tool: Tool) -> Expression:
+    """Matches the arguments of a pythonic call, in the order of the schema: values are JSON, whose
+    constants are understood as Python's are."""
+    known = {k: v for k, v in _properties(tool).items() if k.isidentifier()}
+    if missing := _required(tool) - set(known):
+        raise _refused(tool, f"{min(missing)!r} cannot be the name of a keyword argument")
+    first = following = NOTHING
+    for name in reversed(known):
+        value = _json(text, tool, known[name])
+        argument = text.rule("argument", sequence(literal(f"{name}="), value))
+        here, there = sequence(argument, following), sequence(literal(", "), argument, following)
+        if name in _required(tool):
+            first, following = text.rule("first", here), text.rule("following", there)
+        else:
+            first = text.rule("first", _or(here, first))
+            following = text.rule("following", _or(there, following))
+    return first
+
+
+def _or(this: Expression, other: Expression) -> Expression:
+    return optional(this) if other == NOTHING else either(this, other)
+
+
+def _pattern(tool: Tool, name: str, schema: Any) -> str:
+    """Returns the pattern of a text with constraints; "" for any text."""
+    if not isinstance(schema, Mapping):
+        return ""
+    found = [key for key in _TEXT_KEYWORDS if key in schema]
+    hidden = [key for key in _HIDDEN_KEYWORDS if key in schema]
+    kinds = {"length" if key.endswith("Length") else key for key in found}
+    if tool.strict and (hidden or len(kinds) > 1):
+        what = hidden[0] if hidden else " with ".join(found)
+        raise _refused(tool, f"{name!r}: {what} is not supported for a text in this model's format")
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        texts = [value for value in values if isinstance(value, str)]
+        return "|".join(map(re.escape, texts))
+    if isinstance(pattern := schema.get("pattern"), str):
+        return _whole(pattern)
+    if "minLength" in schema or "maxLength" in schema:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        return f"(.|\\n){{{least},{most}}}"
+    return ""
+
+
+def _whole(pattern: str) -> str:
+    """Returns the pattern of whole texts in which `pattern` is found, as JSON Schema means it."""
+    begin = "" if pattern.startswith("^") else "(.|\n)*"
+    end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\n)*"
+    return f"{begin}({pattern.removeprefix('^').removesuffix('$' if not end else '')}){end}"
+
+
+def _json(text: GrammarText, tool: Tool, schema: Any) -> Expression:
+    root = tool.parameters or {}
+    if isinstance(schema, Mapping):
+        schema = {**{k: root[k] for k in ("$defs", "definitions") if k in root}, **schema}
+    elif not isinstance(schema, bool):
+        schema = True
+    return text.rule("value", json_schema(schema, lenient=not tool.strict))
+
+
+def _properties(tool: Tool) -> Mapping[str, Any]:
+    properties = (tool.parameters or {}).get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _required(tool: Tool) -> set[str]:
+    required = (tool.parameters or {}).get("required")
+    return (
+        {name for name in required if isinstance(name, str)}
+        if isinstance(required, list)
+        else set()
+    )
+
+
+def _closes_object(schema: Mapping[str, Any]) -> bool:
+    return "properties" in schema or schema.get("additionalProperties") is False
+
+
+def _refused(tool: Tool, why: str) -> BadRequest:
+    return BadRequest(f"tool {tool.name!r}: {why}", param="tools")
