@@ -23,6 +23,9 @@ from decode_node.disagg.credits import KVCredits
 from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
+from decode_node.grammar.answer_grammars import AnswerGrammars
+from decode_node.grammar.grammar_checker import GrammarChecker
+from decode_node.grammar.grammar_metrics import GrammarCollector
 from decode_node.http.callers import CallerCheck, CallerKeys
 from decode_node.http.ignored_fields import IgnoredFields
 from decode_node.http.router_headers import prefill_nodes
@@ -38,6 +41,7 @@ from edge.address import join_address
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
+from edge.security.server_tls import ServerTls
 from edge.security.tls_http import TlsConfig
 from edge.tracing.file import TraceFile
 from engine.config import ModelConfig
@@ -98,6 +102,7 @@ class DecodeNode:
         self._metrics = create_metrics(engine, self._proxy, traces)
         self._metrics.registry.register(CredentialsCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
+        self._checker = GrammarChecker(engine.config.model)
         app = create_node_app(
             settings,
             engine,
@@ -106,26 +111,11 @@ class DecodeNode:
             self._metrics,
             self._state,
             callers,
+            self._checker,
             defaults,
         )
         self._tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
-        self._http = HttpServer(
-            TlsConfig(
-                app,
-                self._tls,
-                handshake_timeout_s=settings.header_timeout_s,
-                http=guarded_protocol(settings.connection_limits(), callers),
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                log_level="warning",
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=5,
-                ws="none",
-                proxy_headers=False,
-            )
-        )
+        self._http = _create_http_server(settings, app, self._tls, callers)
 
     async def run(self, stop: StopSignal) -> int:
         """Serves until told to stop or until the engine dies; returns the exit code."""
@@ -143,6 +133,7 @@ class DecodeNode:
             await asyncio.gather(serving, watching, return_exceptions=True)
 
     async def close(self) -> None:
+        await asyncio.to_thread(self._checker.close)
         await self._client.close()
 
     async def _watch(self) -> None:
@@ -166,6 +157,28 @@ class DecodeNode:
         if self._ports.probes is not None:
             facts["metrics_port"] = self._ports.probes.port
         emit_ready(self._engine, **facts)
+
+
+def _create_http_server(
+    settings: DecodeNodeSettings, app: ASGIApp, tls: ServerTls | None, callers: CallerCheck
+) -> HttpServer:
+    return HttpServer(
+        TlsConfig(
+            app,
+            tls,
+            handshake_timeout_s=settings.header_timeout_s,
+            http=guarded_protocol(settings.connection_limits(), callers),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=5,
+            ws="none",
+            proxy_headers=False,
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,13 +280,18 @@ def create_node_app(
     metrics: DecodeMetrics,
     state: ApiState,
     callers: CallerCheck,
+    checker: GrammarChecker,
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> ASGIApp:
+    parsers = create_parsers(settings, tokenizer)
     reading = ChatReading(
-        create_parsers(settings, tokenizer),
+        parsers,
+        tokenizer,
         allows_auto=settings.enable_auto_tool_choice,
         names_reasoning_twice=settings.reasoning_alias,
     )
+    model = engine.config.model
+    metrics.registry.register(GrammarCollector(checker))
     serving = OpenAIServing(
         engine.config,
         tokenizer,
@@ -283,12 +301,15 @@ def create_node_app(
         send_timeout_s=settings.send_timeout_s,
         heartbeats=state.heartbeats,
         reading=reading,
+        grammars=AnswerGrammars(
+            model, tokenizer.added_token_ids, parsers.reasoning_format, checker
+        ),
         trusts_templates=settings.trust_request_chat_template,
         defaults=defaults,
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
-    cards = ModelCards(engine.config.model, settings.model, defaults)
-    asked = TokenizerServing(engine.config.model, tokenizer, serving.prompts)
+    cards = ModelCards(model, settings.model, defaults)
+    asked = TokenizerServing(model, tokenizer, serving.prompts)
     api = Api(settings, cards, serving, metrics, state, ignored, asked)
     return create_app(api, callers)
 

@@ -64,9 +64,15 @@ class ChildProcess:
 
     @classmethod
     def start(
-        cls, module: str, config: Any, name: str, env: dict[str, str] | None = None
+        cls,
+        module: str,
+        config: Any,
+        name: str,
+        env: dict[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> ChildProcess:
-        """`config` is anything that msgspec writes as JSON. `env` is added to our own.
+        """`config` is anything that msgspec writes as JSON. `env` is added to our own. The child
+        also has the open files `pass_fds`, by the same numbers.
 
         The caller's thread must live as long as the child: the kernel signals the child when
         the *thread* that started it ends.
@@ -76,6 +82,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             env={**os.environ, **(env or {})},
             process_group=0,
+            pass_fds=pass_fds,
         )
         assert process.stdin is not None
         try:

@@ -58,7 +58,11 @@ SEVERAL_USES = {
         "engine/request_spec.py",  # of each answer
         "engine/sample",
     },
-    "grammar": {"engine/sample", "engine/sched/request_limits.py"},  # a complete document ends
+    "grammar": {
+        "decode_node/serving/openai_serving.py",  # made when the prompt is known: may it think?
+        "engine/sample",
+        "engine/sched/request_limits.py",  # a complete document ends
+    },
     "logprobs": {"decode_node/disagg/prefill_events.py", "engine/sample"},  # a peer gives as many
     "prompt_logprobs": {
         "decode_node/answer/answer.py",  # an answer that echoes waits for them

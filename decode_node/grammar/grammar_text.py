@@ -21,14 +21,20 @@ WHITE_SPACE = r"[ \n\r\t]{1,20}"
 """Limits the white space between the parts of a JSON document. Without a bound, models that are not
 sure of themselves write blanks until they reach `max_tokens`."""
 
-_ANY_TEXT = r"(.|\n)*"
-
 Expression = str
 """The right side of a rule; the functions here return expressions that bind tightly enough to stand
 in any other."""
 
+_ANY_TEXT = r"(.|\n)*"
 NOTHING: Expression = '""'
 """Matches the empty text."""
+ANY_TEXT: Expression = f"/{_ANY_TEXT}/"
+"""Matches any text of ordinary tokens."""
+
+
+_IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:))", re.MULTILINE)
+_LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|<[^<>\s"/]+>')
+"""Texts and regular expressions, in which nothing is a special token, and names of such."""
 
 
 def literal(text: str) -> Expression:
@@ -41,15 +47,25 @@ def regex(pattern: str) -> Expression:
     return f"/{regex_to_lark(pattern, use_ascii='')}/"
 
 
-def json_schema(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> Expression:
-    """Matches the JSON documents of a schema (draft 2020-12), with little white space. Properties
-    come in the order in which the schema lists them. `lenient` passes over keywords that are not
-    supported."""
+def json_schema(
+    schema: Mapping[str, Any] | bool, white_space: str | None = None, *, lenient: bool = False
+) -> Expression:
+    """Matches the JSON documents of a schema (draft 2020-12). Properties come in the order in which
+    the schema lists them.
+
+    `white_space` is a regular expression for what stands between the parts; None for a little
+    white space, "" for none. `lenient` passes over keywords that are not supported.
+    """
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    options = {"whitespace_pattern": WHITE_SPACE, **({"lenient": True} if lenient else {})}
-    bounded = {**schema, "x-guidance": options}
-    return f"%json {json.dumps(bounded, ensure_ascii=False)}"
+    options: dict[str, Any] = {
+        "whitespace_pattern": WHITE_SPACE if white_space is None else white_space
+    }
+    if white_space == "":
+        options = {"whitespace_flexible": False}
+    if lenient:
+        options["lenient"] = True
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def token(token_id: int) -> Expression:
@@ -92,11 +108,14 @@ class GrammarText:
 
     1. `rule` and the like add rules and return expressions that refer to them
     2. `write` returns the text of the grammar, which begins with `start`
+
+    `special` has the ids of special tokens by their texts, for texts in which they are meant.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, special: Mapping[str, int] | None = None) -> None:
+        self._special = special or {}
         self._rules: dict[str, str] = {}
-        self._others: dict[str, str] = {}
+        self._others: dict[str, dict[str, str]] = {}
 
     def rule(self, name: str, expression: Expression) -> Expression:
         """Adds a rule and returns a reference to it. A name that is taken gets a number."""
@@ -124,21 +143,55 @@ class GrammarText:
         self._rules[name] = f"{name}: {' | '.join(map(literal, texts))}"
         return name
 
-    def grammar(self, name: str, lark: str) -> Expression:
-        """Matches a whole grammar of somebody else, whose rules have names of their own."""
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of the special token with this text."""
+        return self._special.get(text)
+
+    def marked(self, text: str) -> Expression:
+        """Matches `text`, whose special tokens are meant as such."""
+        if not text:
+            return NOTHING
+        names = sorted((name for name in self._special if name in text), key=len, reverse=True)
+        if not names:
+            return literal(text)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+        return sequence(
+            *(
+                token(self._special[part]) if part in self._special else literal(part)
+                for part in parts
+                if part
+            )
+        )
+
+    def grammar(self, name: str, written: str) -> Expression:
+        """Matches a whole grammar of somebody else, whose rules have names of their own: Lark with
+        a rule `start`, or EBNF with a rule `root` (GBNF, as llama.cpp and xgrammar have it)."""
         name = self._free(name)
-        self._others[name] = lark
+        if _IS_LARK.search(written):
+            self._others[name] = {"lark_grammar": self._with_ids(written)}
+        else:
+            self._others[name] = {"ebnf": written}
         return f"@{name}"
 
     def write(self, start: Expression) -> str:
-        """Returns the grammar's text; `start` is the whole answer."""
+        """Returns the grammar's text; `start` is the whole answer. Grammars in EBNF are still to be
+        converted: `GrammarChecker` does."""
         lines = [f"start: {start}", *self._rules.values()]
         own = "\n".join(lines) + "\n"
         if not self._others:
             return own
         grammars = [{"name": "answer", "lark_grammar": own}]
-        grammars += [{"name": name, "lark_grammar": lark} for name, lark in self._others.items()]
+        grammars += [{"name": name, **other} for name, other in self._others.items()]
         return json.dumps({"grammars": grammars})
+
+    def _with_ids(self, lark: str) -> str:
+        """Returns Lark in which special tokens are named by id, as everywhere in a grammar."""
+
+        def by_id(found: re.Match[str]) -> str:
+            token_id = self._special.get(found[0])
+            return found[0] if token_id is None else token(token_id)
+
+        return _LARK_TOKENS.sub(by_id, lark)
 
     def _free(self, name: str) -> str:
         taken = {"start", "answer", *self._others, *(rule.lower() for rule in self._rules)}

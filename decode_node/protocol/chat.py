@@ -24,8 +24,6 @@ class ChatCompletionRequest(GenerationBody):
     """Tell the log probabilities of the answer's tokens."""
     top_logprobs: Int | None = None
     """The number of most likely tokens to tell for each place, with `logprobs`."""
-    response_format: Any = None
-    """Only `{"type": "text"}`."""
     modalities: Any = None
     """Only `["text"]`."""
     tools: Any = None
@@ -100,10 +98,6 @@ class ChatCompletionRequest(GenerationBody):
             raise BadRequest(
                 "continue_final_message and add_generation_prompt exclude each other",
                 param="add_generation_prompt",
-            )
-        if self.response_format not in (None, {"type": "text"}):
-            raise BadRequest(
-                "response_format is not supported, except for text", param="response_format"
             )
         if self.modalities not in (None, ["text"]):
             raise BadRequest("only text is supported", param="modalities")

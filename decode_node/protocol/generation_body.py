@@ -9,6 +9,7 @@ from pydantic import Field
 
 from decode_node.protocol.bad_words import EncodeAll, spell_bad_words
 from decode_node.protocol.body import Ignored, Int, Int32, Name, StrictBody
+from decode_node.protocol.structured_output import StructuredFields
 from edge.http.errors import BadRequest
 from engine.frontend.text_options import TextOptions
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -28,7 +29,7 @@ class StreamOptions(StrictBody):
     """Chunks are never padded."""
 
 
-class GenerationBody(StrictBody):
+class GenerationBody(StructuredFields):
     """The fields that both APIs share; from `top_k` on, extensions with vLLM's names."""
 
     model: Name | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from decode_node.answer.chat_format import ChatOptions
@@ -11,6 +12,10 @@ from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.tools import ToolUse
 from edge.http.errors import BadRequest
+from engine.frontend.tokenizer import Tokenizer
+
+_TAIL_TOKENS = 16
+"""Tokens at the end of a prompt among which a marker can be, with line ends behind it."""
 
 
 class ChatReading:
@@ -20,11 +25,13 @@ class ChatReading:
     def __init__(
         self,
         parsers: OutputParsers,
+        tokenizer: Tokenizer,
         *,
         allows_auto: bool = True,
         names_reasoning_twice: bool = False,
     ) -> None:
         self._parsers = parsers
+        self._tokenizer = tokenizer
         self._allows_auto = allows_auto
         self._names_reasoning_twice = names_reasoning_twice
 
@@ -73,6 +80,16 @@ class ChatReading:
         content = body.messages[-1].content if body.continue_final_message else ""
         continued = content if isinstance(content, str) else ""
         return reasoning_state(prompt, form, continued=continued)
+
+    def state_of_tokens(self, prompt: Sequence[int]) -> ReasoningState:
+        """Returns the same for a prompt that is no chat. There, a model that may think is not
+        expected to: nobody would tell its thinking from the answer."""
+        form = self._parsers.reasoning_format
+        if form is None:
+            return ReasoningState.CLOSED
+        tail = self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
+        state = reasoning_state(tail, form)
+        return ReasoningState.OPEN if state is ReasoningState.OPEN else ReasoningState.CLOSED
 
     def _needs_parsers(self, tool_use: ToolUse) -> bool:
         return tool_use.may_call or self._parsers.read_every_answer

@@ -28,6 +28,7 @@ from decode_node.answer.responses_format import ResponsesFormat
 from decode_node.answer.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.disagg.prefill_headers import prefill_headers
 from decode_node.disagg.proxy import DisaggProxy
+from decode_node.grammar.answer_grammars import AnswerGrammars
 from decode_node.metrics import DecodeMetrics
 from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
@@ -85,6 +86,7 @@ class OpenAIServing:
         send_timeout_s: float,
         heartbeats: Heartbeats,
         reading: ChatReading,
+        grammars: AnswerGrammars,
         trusts_templates: bool = False,
         defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
@@ -99,6 +101,7 @@ class OpenAIServing:
         self._send_timeout_s = send_timeout_s
         self._heartbeats = heartbeats
         self._reading = reading
+        self._grammars = grammars
         self._serial = itertools.count()
         """Makes request ids of the engine unique, whatever ids clients send."""
 
@@ -109,7 +112,10 @@ class OpenAIServing:
         self._limits.check(body, body.num_prompts)
         tokens, echoes = await self.prompts.of_texts(body, is_long=context.is_long)
         form = CompletionFormat(*self._format(body, context))
-        choices = await self._choices(body, tokens, echoes, context)
+        states = [self._reading.state_of_tokens(prompt) for prompt in tokens]
+        known = {s: await self._grammars.of_fields(body, s) for s in set(states)}
+        grammars = [known[state] for state in states]
+        choices = await self._choices(body, tokens, echoes, grammars, context)
         return self._answer(body, choices, form, context)
 
     async def chat(self, body: ChatCompletionRequest, context: RequestContext) -> Response:
@@ -137,7 +143,9 @@ class OpenAIServing:
         text, tokens = await self.prompts.of_chat(body, tool_use, is_long=context.is_long)
         form = make(*self._format(body, context), self._reading.options(body, tool_use, text))
         markers = self._reading.marker_token_ids(tool_use)
-        choices = await self._choices(body, [tokens], [""], context, markers)
+        state = self._reading.reasoning_state(body, text)
+        grammar = await self._grammars.of_fields(body, state)
+        choices = await self._choices(body, [tokens], [""], [grammar], context, markers)
         return self._answer(body, choices, form, context)
 
     def _format(
@@ -201,6 +209,7 @@ class OpenAIServing:
         body: CompletionRequest | ChatCompletionRequest,
         prompts: list[list[int]],
         echoes: list[str],
+        grammars: list[str],
         context: RequestContext,
         marker_token_ids: frozenset[int] = frozenset(),
     ) -> list[Choice]:
@@ -209,8 +218,9 @@ class OpenAIServing:
         resumed = _resumed_choices(context.resume, len(prompts) * body.num_choices)
         bare = await self._spec(body, context)
         choices: list[Choice] = []
-        for prompt, echo in zip(prompts, echoes, strict=True):
-            spec = self._complete(body, bare.with_prompt(prompt))
+        for prompt, echo, grammar in zip(prompts, echoes, grammars, strict=True):
+            spec = bare.with_prompt(prompt).with_sampling(grammar=grammar)
+            spec = self._complete(body, spec)
             for i in range(body.num_choices):
                 begun = resumed[len(choices)] if resumed else None
                 request = self._request(body, spec, i, begun, context)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,18 +23,20 @@ from decode_node.disagg.cached_prefixes import CachedPrefixes
 from decode_node.disagg.credits import KVCredits
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
+from decode_node.grammar.grammar_checker import GrammarChecker
 from decode_node.http.callers import CallerCheck
 from decode_node.http.routes import ApiState
 from decode_node.server import create_metrics, create_node_app, find_defaults, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
 from edge.tracing.file import TraceFile
+from engine.config import ModelConfig
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.http_server import HttpServer, listen
 from tests.decode_node.decode_fakes import TIMEOUT_S, FakeEngine, FakePrefillNodes
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
-from tests.engine.frontend.small_tokenizers import byte_level_backend
+from tests.engine.frontend.small_tokenizers import byte_level_backend, save
 
 MODEL = "tiny"
 TEMPLATE = (
@@ -46,6 +51,22 @@ _COMMON_LABELS = {"model_name", "engine"}
 @cache
 def chat_tokenizer() -> Tokenizer:
     return Tokenizer(byte_level_backend(), ChatTemplate(TEMPLATE, {}))
+
+
+@cache
+def _grammar_model() -> ModelConfig:
+    folder = tempfile.TemporaryDirectory(prefix="tandem-tokenizer-")
+    atexit.register(folder.cleanup)
+    save(Path(folder.name), byte_level_backend())
+    return tiny_config(vocab_size=VOCAB_SIZE, path=folder.name).model
+
+
+@cache
+def grammar_checker() -> GrammarChecker:
+    """Makes the one that all nodes of a test process share. Its process starts when it is used."""
+    checker = GrammarChecker(_grammar_model())
+    atexit.register(checker.close)
+    return checker
 
 
 @dataclass
@@ -123,6 +144,7 @@ async def http_node(
         metrics,
         state,
         callers,
+        grammar_checker(),
         defaults,
     )
     transport = httpx.ASGITransport(app)

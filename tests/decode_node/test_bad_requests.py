@@ -174,7 +174,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
         "add_generation_prompt",
     ),
     ({"messages": [{**ANSWER, "tool_calls": [CALL]}], "continue_final_message": True}, "messages"),
-    ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format.type"),
     ({"messages": [USER], "modalities": ["audio"]}, "modalities"),
     ({"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
     ({"messages": [USER], "logprobs": 3}, "logprobs"),

@@ -1,0 +1,146 @@
+"""Looks at a JSON schema before a grammar is made of it: its size, and what `strict` demands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from edge.http.errors import BadRequest
+
+MAX_BYTES = 1 << 16
+"""Size of a schema, a regular expression or a grammar."""
+MAX_DEPTH = 32
+"""Depth of schemas in each other."""
+_MAX_NESTING = 2 * MAX_DEPTH + 2
+"""Depth of objects and lists in each other. A level of schemas has two: `properties`, and one."""
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords with an object of schemas."""
+_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = (
+    "items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties", "additionalItems",
+)  # fmt: skip
+
+
+def read_json(text: str, param: str) -> Any:
+    """Returns what a JSON text says. Raises `BadRequest`."""
+    check_size(text, param)
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        raise BadRequest(f"{param} is not valid JSON", param=param) from None
+
+
+def check_size(text: str, param: str) -> None:
+    """Raises `BadRequest` for a text that is too long, or is none."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(f"{param} holds half a surrogate pair", param=param) from None
+    if size > MAX_BYTES:
+        raise BadRequest(f"{param} has {size} bytes, more than {MAX_BYTES}", param=param)
+    if not text.strip():
+        raise BadRequest(f"{param} is empty", param=param)
+
+
+def check_schema(schema: Any, param: str) -> None:
+    """Raises `BadRequest` for a schema that is too large or too deep, refers to other documents, or
+    says how this server is to write JSON."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise BadRequest(f"{param} must be a JSON schema: an object, true or false", param=param)
+    check_json(schema, param)
+    if "x-guidance" in schema:
+        raise BadRequest(
+            f"{param}: the keyword x-guidance is not supported; see structured_outputs",
+            param=param,
+        )
+    for place, part in subschemas(schema):
+        reference = part.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise BadRequest(
+                f"{param}{place}: a $ref must begin with #; no other document is read", param=param
+            )
+
+
+def check_json(value: Any, param: str) -> None:
+    """Raises `BadRequest` for JSON that is nested too deeply, or too long."""
+    _check_depth(value, param)
+    try:
+        size = len(msgspec.json.encode(value))
+    except ValueError:
+        raise BadRequest(f"{param} holds what JSON cannot write", param=param) from None
+    if size > MAX_BYTES:
+        raise BadRequest(f"{param} has {size} bytes, more than {MAX_BYTES}", param=param)
+
+
+def _check_depth(value: Any, param: str) -> None:
+    """Needs no stack as deep as the value."""
+    level = [value]
+    for _ in range(_MAX_NESTING):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise BadRequest(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
+
+
+def check_strict(schema: Any, param: str) -> None:
+    """Raises `BadRequest` where a schema does not do what OpenAI demands of strict ones: an object
+    at the root, and in every object all properties required and no others."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        raise BadRequest(f'{param}: strict needs "type": "object" at the root', param=param)
+    for place, part in subschemas(schema):
+        kinds = part.get("type")
+        is_object = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
+        properties = part.get("properties")
+        if not is_object and not isinstance(properties, dict):
+            continue
+        if part.get("additionalProperties") is not False:
+            raise BadRequest(
+                f"{param}{place}: strict needs additionalProperties to be false", param=param
+            )
+        required = part.get("required")
+        missing = set(properties or ()) - set(required if isinstance(required, list) else ())
+        if missing:
+            raise BadRequest(
+                f"{param}{place}: strict needs required to list every property; "
+                f"{', '.join(sorted(missing)[:5])} is missing",
+                param=param,
+            )
+
+
+def without_additional_properties(schema: Any) -> Any:
+    """Returns a copy in which objects have no properties but those that are listed."""
+    if isinstance(schema, list):
+        return [without_additional_properties(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: without_additional_properties(value) for key, value in schema.items()}
+    if isinstance(copy.get("properties"), dict) and copy.get("type", "object") == "object":
+        copy.setdefault("additionalProperties", False)
+    return copy
+
+
+def subschemas(schema: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a schema and those in it, each with its place, like `.properties.a.items`."""
+    yield place, schema
+    for keyword, value in schema.items():
+        inner: list[tuple[str, Any]] = []
+        if keyword in _NAMED and isinstance(value, dict):
+            inner = [(f".{keyword}.{name}", part) for name, part in value.items()]
+        elif keyword in _LISTED and isinstance(value, list):
+            inner = [(f".{keyword}.{i}", part) for i, part in enumerate(value)]
+        elif keyword in _SINGLE:
+            inner = [(f".{keyword}", value)]
+        for name, part in inner:
+            if isinstance(part, dict):
+                yield from subschemas(part, place + name)

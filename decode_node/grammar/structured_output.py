@@ -1,0 +1,158 @@
+"""Reads the one constraint of a request and writes it as the body of its grammar.
+
+fields ── find_constraint ──▶ Constraint ── express ──▶ an expression, its rules in a GrammarText
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from decode_node.grammar.grammar_text import Expression, GrammarText, json_schema, regex
+from decode_node.grammar.schema_checks import (
+    check_schema,
+    check_size,
+    check_strict,
+    read_json,
+    without_additional_properties,
+)
+from decode_node.grammar.structural_tag import LEGACY_KEYS, express_tag
+from decode_node.protocol.structured_output import (
+    AnswerFormat,
+    StructuredFields,
+    StructuredOutputs,
+)
+from edge.http.errors import BadRequest
+
+_KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+_ALIASES = {
+    "guided_json": "json",
+    "json_schema": "json",
+    "guided_regex": "regex",
+    "regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""Fields of the request itself, by what they are the same as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Says what an answer must look like.
+
+    Attributes:
+        param: The field that says so, for errors.
+        kind: `json`, `regex`, `choice`, `grammar` or `structural_tag`.
+        value: As the kind has it; a schema is no text any more.
+        white_space: A regular expression for the white space in JSON; None for the usual one.
+    """
+
+    param: str
+    kind: str
+    value: Any
+    white_space: str | None = None
+
+
+def find_constraint(fields: StructuredFields) -> Constraint | None:
+    """Returns the constraint of a request; None for a free answer.
+
+    Raises:
+        BadRequest: There are several, or it is not one.
+    """
+    found: dict[str, Constraint] = {}
+    if fields.response_format is not None:
+        _note(found, _of_response_format(fields.response_format))
+    if fields.structured_outputs is not None:
+        for constraint in _of_structured_outputs(fields.structured_outputs):
+            _note(found, constraint)
+    for name, kind in _ALIASES.items():
+        if (value := getattr(fields, name)) is not None:
+            white_space = fields.guided_whitespace_pattern if name == "guided_json" else None
+            _note(found, _constraint(name, kind, value, white_space))
+    if len(found) > 1:
+        first, second, *_ = found
+        raise BadRequest(f"{first} and {second} exclude each other; send one", param=second)
+    return next(iter(found.values()), None)
+
+
+def express(constraint: Constraint, text: GrammarText) -> Expression:
+    """Returns what the body of the answer must be; adds its rules. Raises `BadRequest`."""
+    param, value = constraint.param, constraint.value
+    if constraint.kind == "json":
+        return json_schema(value, constraint.white_space)
+    if constraint.kind == "regex":
+        return regex(value)
+    if constraint.kind == "choice":
+        return text.choice("choice", value)
+    if constraint.kind == "grammar":
+        return text.grammar("grammar", value)
+    return express_tag(value, text, param)
+
+
+def _note(found: dict[str, Constraint], constraint: Constraint | None) -> None:
+    if constraint is not None:
+        found[constraint.param] = constraint
+
+
+def _of_response_format(form: AnswerFormat) -> Constraint | None:
+    param = "response_format"
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Constraint(param, "json", {"type": "object"})
+    if form.type == "structural_tag":
+        parts = {
+            key: value
+            for key, value in form.model_dump(by_alias=True, exclude_none=True).items()
+            if key in (*LEGACY_KEYS, "format")
+        }
+        return _constraint(param, "structural_tag", {"type": "structural_tag", **parts})
+    if form.json_schema is None:
+        raise BadRequest(f"{param}.json_schema is missing", param=f"{param}.json_schema")
+    schema = form.json_schema.schema_
+    place = f"{param}.json_schema.schema"
+    if schema is None:
+        schema = {"type": "object"}
+    check_schema(schema, place)
+    if form.json_schema.strict:
+        check_strict(schema, place)
+    return Constraint(param, "json", schema)
+
+
+def _of_structured_outputs(outputs: StructuredOutputs) -> list[Constraint]:
+    """Returns all there are: none but one is right. vLLM refuses an object without any, too."""
+    name = "structured_outputs"
+    white_space = outputs.whitespace_pattern
+    if outputs.disable_any_whitespace:
+        white_space = ""
+    found = []
+    for kind in _KINDS:
+        value = outputs.json_ if kind == "json" else getattr(outputs, kind)
+        if value is not None:
+            found.append(_constraint(f"{name}.{kind}", kind, value, white_space))
+    if outputs.json_object:
+        found.append(Constraint(f"{name}.json_object", "json", {"type": "object"}, white_space))
+    if not found:
+        raise BadRequest(f"{name} needs one of {', '.join(_KINDS)} or json_object", param=name)
+    if outputs.disable_additional_properties and found[0].kind == "json":
+        only = found[0]
+        closed = without_additional_properties(only.value)
+        found[0] = Constraint(only.param, only.kind, closed, white_space)
+    return found
+
+
+def _constraint(param: str, kind: str, value: Any, white_space: str | None = None) -> Constraint:
+    if kind in ("json", "structural_tag"):
+        if isinstance(value, str):
+            value = read_json(value, param)
+        if kind == "json":
+            check_schema(value, param)
+    elif kind == "choice":
+        check_size("".join(value) or "-", param)
+    else:
+        check_size(value, param)
+    if white_space:
+        check_size(white_space, "whitespace_pattern")
+    return Constraint(param, kind, value, white_space)
