@@ -68,6 +68,9 @@ class GrammarCompiler:
             failure = f"the grammar cannot be compiled: {matcher.get_error()}"[:_MAX_REASON]
         elif not matcher.consume_tokens(list(output)):
             failure = "the output so far does not follow the grammar of its request"
+        else:
+            # The first mask is the dearest: what it finds out about the grammar is kept.
+            matcher.compute_bitmask()
         seconds = time.perf_counter() - started
         return CompiledGrammar(None if failure else matcher, failure, seconds)
 

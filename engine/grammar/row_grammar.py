@@ -8,7 +8,7 @@ Life of a row's grammar:
 
     1. `RowGrammar(...)`   a thread compiles it and replays the output that exists
     2. `wait`              before its first mask: the only wait, and bounded by `parser_limits`
-    3. `consume`           the tokens that became output, in order
+    3. `append`            a token that became output, which the matcher then consumes
     4. `check_mask`        what the matcher has filled is completed, or the grammar fails
     5. `close`
 
@@ -92,16 +92,14 @@ class RowGrammar:
         flight computes there is nobody's."""
         return self._matcher is not None and not self.has_ended
 
-    def consume(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens that became output. Those behind an end are nobody's."""
-        for token_id in token_ids:
-            if not self.needs_masks:
-                return
-            self._output.append(token_id)
-            if token_id in self._eos_token_ids:
-                self.has_ended = True
-            elif not self.matcher.consume_token(token_id):
-                self.fail(_NOTHING_LEFT)
+    def append(self, token_id: int) -> bool:
+        """Takes a token that became output. Returns whether the matcher is to consume it: not an
+        end, and not what stands behind one, which is nobody's."""
+        if not self.needs_masks:
+            return False
+        self._output.append(token_id)
+        self.has_ended = token_id in self._eos_token_ids
+        return not self.has_ended
 
     def check_mask(self, words: Words, num_drafts: int = 0) -> str:
         """Completes a mask that the matcher has filled for the place behind the output and
@@ -139,7 +137,7 @@ class RowGrammar:
             compiled = self._compiler.compile_now(self._grammar, self._output)
             self._matcher, self.failure = compiled.matcher, compiled.failure
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str = _NOTHING_LEFT) -> None:
         """Ends it; nothing is masked any more."""
         self._matcher, self.failure = None, reason
 

@@ -80,8 +80,7 @@ class GrammarStates:
         self._vocab_size = vocab_size
         self._device = device
         self._compiler = compiler
-        self._num_threads = num_threads
-        self._executor: llguidance.LLExecutor | None = None
+        self._threads = llguidance.LLExecutor(num_threads)
         self._rows: dict[int, RowGrammar] = {}
         self._has_grammar = np.zeros(max_num_reqs, np.bool_)  # [row]
         self._latest: StepTokens | None = None
@@ -162,11 +161,25 @@ class GrammarStates:
         too, so their memory may be written again."""
         if self._latest is None:
             return
+        new: list[tuple[RowGrammar, list[int]]] = []
         for row, epoch, token_ids in self._latest.wait_for_tokens():
             grammar = self._rows.get(row)
             if grammar is not None and grammar.epoch == epoch:
-                grammar.consume(token_ids)
+                new.append((grammar, token_ids))
+        for index in range(max((len(token_ids) for _, token_ids in new), default=0)):
+            self._consume([(one, ids[index]) for one, ids in new if index < len(ids)])
         self._latest = None
+
+    def _consume(self, new: list[tuple[RowGrammar, int]]) -> None:
+        """Consumes one token for each of some grammars."""
+        kept = [(grammar, token_id) for grammar, token_id in new if grammar.append(token_id)]
+        if not kept:
+            return
+        jobs = [(grammar.matcher, token_id) for grammar, token_id in kept]
+        accepted = self._threads.consume_token_par(jobs)
+        for (grammar, _), is_accepted in zip(kept, accepted, strict=True):
+            if not is_accepted:
+                grammar.fail()
 
     def _begin(self, places: Places) -> tuple[list[_Walk], dict[int, PlaceFailure]]:
         """Waits for what is not compiled yet. Returns the requests whose masks are to be filled,
@@ -230,9 +243,7 @@ class GrammarStates:
 
     def _compute(self, matchers: list[llguidance.LLMatcher], words: Int32Array) -> None:
         """Fills `words` [N, ceil(V / 32)], one row for each of N matchers."""
-        if self._executor is None:
-            self._executor = llguidance.LLExecutor(self._num_threads)
         jobs = [(matcher, index) for index, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(
+        self._threads.unsafe_compute_mask_ptr(
             jobs, words.ctypes.data, words.shape[1] * words.itemsize, len(jobs)
         )
