@@ -71,6 +71,21 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_key_value_heads": 4,
         "rope_theta": 1_000_000.0,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rope_theta": 1_000_000.0,
+    },
 }
 _COMMON = {
     "hidden_act": "silu",

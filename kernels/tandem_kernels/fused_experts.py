@@ -220,15 +220,15 @@ def fused_experts(
         order, counts = sort_pairs(experts, num_experts)
     hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    _gemm(x, w13, weights, experts, order, counts, hidden, first, gated=True)
-    _gemm(hidden, w2, weights, experts, order, counts, parts, second, gated=False)
+    expert_gemm(x, w13, weights, experts, order, counts, hidden, first, gated=True)
+    expert_gemm(hidden, w2, weights, experts, order, counts, parts, second, gated=False)
     block = min(1024, triton.next_power_of_2(hidden_size))
     grid = (num_tokens, triton.cdiv(hidden_size, block))
     sum_pairs_kernel[grid](parts, experts, out, hidden_size, TOP_K=top_k, BLOCK=block)
     return out
 
 
-def _gemm(
+def expert_gemm(
     x: Tensor,
     weight: Tensor,
     pair_weights: Tensor,
@@ -240,6 +240,15 @@ def _gemm(
     *,
     gated: bool,
 ) -> None:
+    """Computes one of the two GEMMs.
+
+    Args:
+        x: [T, H] when `gated`, else [T * k, I].
+        weight: [E, 2 I, H], or [E, H, I].
+        pair_weights, experts: [T, k].
+        order, counts: As `sort_pairs` gives them; None where programs find their own rows.
+        out: [T * k, I], or [T * k, H].
+    """
     num_pairs, num_outputs = out.shape
     num_experts, _, inner = weight.shape
     top_k = experts.shape[1]
