@@ -9,6 +9,7 @@ lock, whichever thread does it: make it at the start of a process, before anybod
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -32,14 +33,37 @@ def load_grammar_tokenizer(model: ModelConfig) -> llguidance.LLTokenizer:
         )
     try:
         return llguidance.LLTokenizer(
-            file.read_text(encoding="utf-8"),
+            without_names(file.read_text(encoding="utf-8")),
             n_vocab=model.vocab_size,
             eos_token=list(model.eos_token_ids),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GrammarUnavailable(
             f"grammars need the model's tokenizer, and {file} cannot be used: {error}"[:400]
         ) from error
+
+
+def without_names(tokenizer: str) -> str:
+    """Returns the text of a tokenizer.json whose special tokens have names that nobody writes.
+
+    Where a grammar leaves one text only, the library spells it with the tokenizer, which takes a
+    special token for its name: a schema with `{"enum": ["<s>"]}` forced the token, which the same
+    grammar then refused. Grammars name special tokens by id.
+    """
+    content = json.loads(tokenizer)
+    names: dict[str, str] = {}
+    for added in content.get("added_tokens") or ():
+        name = added["content"]
+        if added.get("special") or (name.startswith("<") and name.endswith(">")):
+            # The library knows special tokens by these brackets, too.
+            names[name] = added["content"] = f"<\U0010fffd{added['id']}>"
+    vocabulary = content["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        content["model"]["vocab"] = {names.get(name, name): i for name, i in vocabulary.items()}
+    elif isinstance(vocabulary, list):
+        for entry in vocabulary:
+            entry[0] = names.get(entry[0], entry[0])
+    return json.dumps(content, ensure_ascii=False)
 
 
 @cache

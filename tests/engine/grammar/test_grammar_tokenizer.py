@@ -29,8 +29,7 @@ def model_with(folder: Path, **changes: object) -> ModelConfig:
 def allowed_after(tokenizer: llguidance.LLTokenizer, grammar: str, tokens: list[int]) -> set[int]:
     matcher = llguidance.LLMatcher(tokenizer, grammar, limits=parser_limits(), log_level=0)
     assert matcher.consume_tokens(tokens), matcher.get_error()
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits).tolist())
+    return set(np.flatnonzero(_bits(matcher)).tolist())
 
 
 @pytest.mark.parametrize("backend", [byte_level_backend, byte_fallback_backend])
@@ -74,3 +73,37 @@ def test_errors_do_not_repeat_what_the_grammar_says(tmp_path: Path) -> None:
     )
     assert not matcher.consume_token(7)
     assert "secret" not in matcher.get_error()
+
+
+@pytest.mark.parametrize("backend", [byte_level_backend, byte_fallback_backend])
+@pytest.mark.parametrize("text", ["<s>", "a</s>b", "x<|end|>"])
+def test_a_text_that_looks_like_a_special_token_is_a_text(
+    tmp_path: Path, backend, text: str
+) -> None:
+    """The library spells what a grammar forces, and took the special token for it."""
+    save(tmp_path, backend())
+    tokenizer = load_grammar_tokenizer(model_with(tmp_path))
+    if backend is byte_fallback_backend:
+        text = text.replace("|", "")
+    matcher = llguidance.LLMatcher(
+        tokenizer, f'start: "{text}"', limits=parser_limits(), log_level=0
+    )
+    written: list[int] = []
+    while 1 not in (allowed := np.flatnonzero(_bits(matcher))):
+        written.append(int(allowed[-1]))
+        assert matcher.consume_token(written[-1]), matcher.get_error()
+    special = {backend().token_to_id(name) for name in ("<s>", "</s>", "<|user|>", "<|end|>")}
+    assert not special & set(written)
+    assert tokenizer.decode_bytes(written) == text.encode()
+
+
+def test_special_tokens_are_still_known_by_their_ids(tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend())
+    tokenizer = load_grammar_tokenizer(model_with(tmp_path))
+    user = byte_level_backend().token_to_id("<|user|>")
+    assert allowed_after(tokenizer, f"start: <[{user}]> /a/", []) == {user}
+    assert user not in allowed_after(tokenizer, r"start: /(.|\n)*/", [])
+
+
+def _bits(matcher: llguidance.LLMatcher) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
