@@ -8,25 +8,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from decode_node.errors import MethodNotAllowed, NotFound
 from decode_node.http.callers import CallerCheck
 from decode_node.http.middleware import EdgeMiddleware
 from decode_node.http.routes import Api, create_router
 from decode_node.http.tokenizer_routes import create_tokenizer_router
-from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import BadRequest, HttpError
+from edge.http.outer_edge import OuterEdge
+from edge.http.unknown_path import serve, unknown_path
 
 
 def create_app(api: Api, callers: CallerCheck) -> ASGIApp:
     """Returns the application. It needs no lifespan: whoever makes `api` also starts and stops what
     is in it."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
-    app.include_router(create_router(api))
-    app.include_router(create_tokenizer_router(api))
+    for routes in (create_router(api), create_tokenizer_router(api)):
+        serve(app, routes.routes)
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     edge = EdgeMiddleware(app, callers)
-    return ClosingConnections(edge, is_draining=lambda: api.state.draining)
+    return OuterEdge(edge, lambda: api.state.draining, api.settings.http_front())
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
@@ -42,12 +42,8 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answers what the framework raises: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
-    method, path = request.method, request.url.path
-    known: HttpError
-    if error.status_code == 404:
-        known = NotFound(f"there is no {method} {path} here")
-    elif error.status_code == 405:
-        known = MethodNotAllowed(f"{path} does not take {method}")
+    if error.status_code in (404, 405):
+        known = unknown_path(request)
     else:
         known = BadRequest(str(error.detail))
     return await _on_api_error(request, known)

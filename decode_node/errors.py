@@ -2,8 +2,6 @@
 
     HttpError
     ├── PermissionDenied        403  of somebody who may not
-    ├── NotFound                404  no such model or path
-    ├── MethodNotAllowed        405
     ├── Overloaded              429  the queue is full; Retry-After
     ├── GenerationFailed        500  the answer could not be computed
     └── Unavailable             503  stopping, or the engine is dead; Retry-After
@@ -23,18 +21,6 @@ class PermissionDenied(HttpError):
     status = HTTPStatus.FORBIDDEN
     type = "permission_error"
     default_code = "permission_denied"
-
-
-class NotFound(HttpError):
-    status = HTTPStatus.NOT_FOUND
-    type = "invalid_request_error"
-    default_code = "not_found"
-
-
-class MethodNotAllowed(HttpError):
-    status = HTTPStatus.METHOD_NOT_ALLOWED
-    type = "invalid_request_error"
-    default_code = "method_not_allowed"
 
 
 class Overloaded(HttpError):

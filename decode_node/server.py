@@ -167,7 +167,7 @@ def _create_http_server(
             app,
             tls,
             handshake_timeout_s=settings.header_timeout_s,
-            http=guarded_protocol(settings.connection_limits(), callers),
+            http=guarded_protocol(settings.connection_limits(), callers, settings.http_front()),
             lifespan="off",
             log_config=None,
             access_log=False,

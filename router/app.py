@@ -24,9 +24,9 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from edge.http import headers as names
-from edge.http.client_connection import request_headers, request_id
-from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import HttpError, error_body
+from edge.http.outer_edge import OuterEdge
+from edge.http.unknown_path import serve, unknown_path
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.tracing.file import TraceFile
@@ -117,29 +117,32 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         max_open_requests=settings.max_open_requests,
         traces=TraceFile.open(settings.trace_file, "tandem-router", socket.gethostname()),
     )
-    app.router.routes.extend(Route(path, endpoint, methods=["POST"]) for path in PROXIED_PATHS)
+    serve(app, [Route(path, endpoint, methods=["POST"]) for path in PROXIED_PATHS])
     catalog = ModelCatalog(
         registry=services.registry,
         transport=services.transport,
         node_api_key=settings.node_api_key.get_secret_value(),
     )
-    app.include_router(model_routes(catalog))
-    app.include_router(_probe_routes(services))
+    serve(app, model_routes(catalog).routes)
+    serve(app, _probe_routes(services).routes)
     open_paths = {"/health", "/ready"}
     if settings.admin_port is None:
-        app.include_router(admin_routes(services.metrics, services.view))
+        serve(app, admin_routes(services.metrics, services.view).routes)
         open_paths.add("/metrics")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
     app.add_middleware(ApiKeyGate, check=check)
-    app.add_middleware(ClosingConnections, is_draining=lambda: services.draining)
+    app.add_middleware(
+        OuterEdge, is_draining=lambda: services.draining, front=settings.http_front()
+    )
     return app
 
 
 def create_admin_app(services: Services) -> FastAPI:
     """Returns what serves `admin_port`. It asks for no key."""
     app = _bare_app()
-    app.include_router(_probe_routes(services))
-    app.include_router(admin_routes(services.metrics, services.view))
+    app.add_middleware(OuterEdge, is_draining=lambda: False)
+    serve(app, _probe_routes(services).routes)
+    serve(app, admin_routes(services.metrics, services.view).routes)
     return app
 
 
@@ -339,6 +342,9 @@ async def _answer_known_error(request: Request, error: Exception) -> Response:
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code in (404, 405):
+        known = unknown_path(request)
+        return await _answer_known_error(request, known)
     body = error_body(f"{error.detail}.", "invalid_request_error", f"http_{error.status_code}")
     return _error_response(request, body, error.status_code, error.headers or {})
 
@@ -351,5 +357,5 @@ async def _answer_bug(request: Request, _error: Exception) -> Response:
 def _error_response(
     request: Request, body: bytes, status: int, headers: Mapping[str, str]
 ) -> Response:
-    name = request_id(request_headers(request.scope))
+    name = request.state.request_id
     return Response(body, status, {**headers, names.REQUEST_ID: name}, "application/json")

@@ -85,7 +85,7 @@ class RouterServer(TlsServer):
                 _https(settings, app.state.services.credentials),
                 handshake_timeout_s=settings.header_timeout_s,
                 loop="uvloop",
-                http=guarded_protocol(limits, app.state.key_check),
+                http=guarded_protocol(limits, app.state.key_check, settings.http_front()),
                 ws="none",
                 lifespan="on",
                 access_log=False,

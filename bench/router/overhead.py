@@ -243,7 +243,10 @@ class Reader(asyncio.Protocol):
 
 def _request(max_tokens: int) -> bytes:
     body = json.dumps({"model": "bench", "prompt": "x " * 100, "max_tokens": max_tokens}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     return head.encode() + body
 
 

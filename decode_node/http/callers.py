@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 
 from decode_node.errors import PermissionDenied
 from edge.http.errors import Unauthorized
+from edge.http.request_head import RequestHead
 from edge.security.config import Role
 from edge.security.credentials import CallerRefused, Credentials
 
@@ -38,16 +39,17 @@ class CallerKeys:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def check(self, authorization: str) -> None:
+    def check(self, head: RequestHead) -> None:
         """Raises `Unauthorized` for an unknown key. Takes the same time for every wrong key."""
         if not self._digests:
             return
-        scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise Unauthorized(
-                "the API key is missing or wrong; send `Authorization: Bearer YOUR_KEY`"
+        given = [_digest(key) for key in head.shown_keys()]
+        matches = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
+        if not any(matches):
+            raise Unauthorized.of(
+                head,
+                "the API key is missing or wrong; send `Authorization: Bearer YOUR_KEY`, or "
+                "`x-api-key: YOUR_KEY`",
             )
 
 
@@ -72,31 +74,21 @@ class CallerCheck:
         """Returns whether anybody has to show a key, a certificate or the token."""
         return self.has_keys or self._credentials.config.is_secured
 
-    def admit(
-        self,
-        path: str,
-        headers: Mapping[str, str],
-        names: Collection[str] | None = None,
-        *,
-        is_plaintext: bool = False,
-    ) -> Caller | None:
-        """Returns who is calling; None on a path that is open to everybody. `names` are the DNS
-        names of the certificate that was shown, if one was; `is_plaintext`: the connection is
-        without TLS. Raises `HttpError`."""
-        return None if path in _OPEN_PATHS else self._judge(headers, names, is_plaintext)
+    def admit(self, head: RequestHead) -> Caller | None:
+        """Returns who is calling; None on a path that is open to everybody. Raises `HttpError`."""
+        return None if head.path in _OPEN_PATHS else self._judge(head)
 
-    def _judge(
-        self, headers: Mapping[str, str], names: Collection[str] | None, is_plaintext: bool
-    ) -> Caller:
+    def _judge(self, head: RequestHead) -> Caller:
+        headers, is_plaintext = head.headers, head.is_plaintext
         if self._credentials.asks_nothing_of(headers, is_plaintext=is_plaintext):
-            self._keys.check(headers.get("authorization", ""))
+            self._keys.check(head)
             return Caller.TRUSTED
         try:
-            self._credentials.check_caller(_ROUTERS, names, headers, is_plaintext=is_plaintext)
+            self._credentials.check_caller(_ROUTERS, head.names, headers, is_plaintext=is_plaintext)
             return Caller.TRUSTED
         except CallerRefused as refusal:
             if self.has_keys:
-                self._keys.check(headers.get("authorization", ""))
+                self._keys.check(head)
                 return Caller.API_CLIENT
             kind = PermissionDenied if refusal.is_known else Unauthorized
             raise kind(str(refusal)) from None

@@ -26,7 +26,7 @@ _ERRORS = {
     404: "There is no such model.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
-    415: "Compressed bodies are not taken.",
+    415: "The body is not said to be JSON, or is compressed.",
     429: "Too much for this tenant, or the queue is full; see Retry-After.",
     431: "Request line and headers are too large.",
     503: "Nobody can serve it now; see Retry-After.",

@@ -13,8 +13,9 @@ from typing import Self
 from starlette.types import Receive, Scope
 
 from edge.http import headers as names
-from edge.http.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedEncoding
+from edge.http.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedBody
 from edge.http.json_counter import JsonCounter
+from edge.http.request_head import RequestHead
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LENGTH_DIGITS = 18
@@ -70,6 +71,11 @@ def request_headers(scope: Scope) -> Mapping[str, str]:
     return headers_of(scope["headers"])
 
 
+def head_of(scope: Scope) -> RequestHead:
+    """Returns the head of a request whose connection is not known."""
+    return RequestHead(method=scope["method"], path=scope["path"], headers=request_headers(scope))
+
+
 def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
     """Returns the same, of headers as they arrive."""
     headers: dict[str, str] = {}
@@ -96,7 +102,8 @@ async def read_json_body(
         BadRequest: The JSON holds more than may be parsed (`edge.http.json_counter`).
         RequestTooLarge: By its declared length, before anything is read, or by what arrived.
         RequestTimeout: It did not arrive in time.
-        UnsupportedEncoding: It is compressed.
+        UnsupportedBody: It is compressed, or does not say that it is JSON: what a form, or a page
+            of another site, can send without asking does not.
         ClientDisconnected: The client left while sending it.
     """
     _check_headers(headers, limits.max_bytes)
@@ -112,7 +119,18 @@ async def read_json_body(
 def _check_headers(headers: Mapping[str, str], max_bytes: int) -> None:
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise UnsupportedEncoding("compressed request bodies are not taken")
+        raise UnsupportedBody(
+            "compressed request bodies are not taken", code="unsupported_content_encoding"
+        )
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind[-5:] == "+json"
+    ):
+        said = f"Content-Type {kind!r}" if kind else "no Content-Type"
+        raise UnsupportedBody(
+            f"the request has {said}; send 'Content-Type: application/json' (curl: -H "
+            f"'content-type: application/json')"
+        )
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
         raise BadRequest("the Content-Length header is not a number")

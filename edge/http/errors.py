@@ -4,9 +4,12 @@
     ├── BadRequest              400  the request is wrong; param says where
     │   └── BadHead             400  the request line or headers cannot be trusted
     ├── Unauthorized            401  no key, or an unknown one
+    ├── OriginRefused           403  a page of another site asks whether it may ask
+    ├── NotFound                404  no such model or path
+    ├── MethodNotAllowed        405
     ├── RequestTimeout          408  the request did not arrive in time
     ├── RequestTooLarge         413
-    ├── UnsupportedEncoding     415  compressed bodies are not taken
+    ├── UnsupportedBody         415  no JSON, or compressed
     └── HeadTooLarge            431  request line and headers
 
 Services add their own. All end as the error object of the OpenAI API.
@@ -15,11 +18,13 @@ Services add their own. All end as the error object of the OpenAI API.
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import Self
 
 import msgspec
 from starlette.types import Send
 
 from edge.http import headers as names
+from edge.http.request_head import RequestHead
 
 
 class ErrorDetail(msgspec.Struct):
@@ -67,8 +72,6 @@ class HttpError(Exception):
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
-        if self.status is HTTPStatus.UNAUTHORIZED:
-            headers["www-authenticate"] = "Bearer"
         return headers
 
 
@@ -83,9 +86,48 @@ class BadHead(BadRequest):
 
 
 class Unauthorized(HttpError):
+    """Has no key, or an unknown one. A page makes a browser ask for a name and a password."""
+
     status = HTTPStatus.UNAUTHORIZED
     type = "authentication_error"
     default_code = "invalid_api_key"
+    is_page = False
+
+    def headers(self) -> dict[str, str]:
+        scheme = 'Basic realm="tandem: any name, an API key as password"'
+        return {**super().headers(), "www-authenticate": scheme if self.is_page else "Bearer"}
+
+    @classmethod
+    def of(cls, head: RequestHead, message: str) -> Self:
+        """Returns the answer to this request."""
+        error = cls(message)
+        error.is_page = head.is_page
+        return error
+
+
+class OriginRefused(HttpError):
+    status = HTTPStatus.FORBIDDEN
+    type = "permission_error"
+    default_code = "origin_refused"
+
+
+class NotFound(HttpError):
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class MethodNotAllowed(HttpError):
+    status = HTTPStatus.METHOD_NOT_ALLOWED
+    type = "invalid_request_error"
+    default_code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self._allowed = allowed
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "allow": self._allowed}
 
 
 class RequestTimeout(HttpError):
@@ -100,10 +142,10 @@ class RequestTooLarge(HttpError):
     default_code = "request_too_large"
 
 
-class UnsupportedEncoding(HttpError):
+class UnsupportedBody(HttpError):
     status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
     type = "invalid_request_error"
-    default_code = "unsupported_content_encoding"
+    default_code = "unsupported_content_type"
 
 
 class HeadTooLarge(HttpError):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -29,7 +29,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from edge.http.client_connection import headers_of, request_id
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
+from edge.http.front import HttpFront
 from edge.http.headers import REQUEST_ID
+from edge.http.request_head import RequestHead
 from edge.security.tls_files import certificate_names
 
 CALLER = "caller"
@@ -38,7 +40,7 @@ CALLER = "caller"
 _LINGER_S = 1.0
 _FIRST_WORDS_S = 2.0
 """A new connection is not taken for one that shows no key before it has had time to."""
-_ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization")
+_ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization", b"x-api-key")
 
 
 class HeadCheck(Protocol):
@@ -47,17 +49,8 @@ class HeadCheck(Protocol):
     @property
     def asks_for_key(self) -> bool: ...
 
-    def admit(
-        self,
-        path: str,
-        headers: Mapping[str, str],
-        names: Collection[str] | None,
-        *,
-        is_plaintext: bool,
-    ) -> object | None:
-        """Returns who is calling; None for a path that is open to everybody. `names` are those of
-        the certificate that was shown, if one was; `is_plaintext`: the connection is without TLS.
-        Raises `HttpError`."""
+    def admit(self, head: RequestHead) -> object | None:
+        """Returns who is calling; None for what is open to everybody. Raises `HttpError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +78,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     limits = ConnectionLimits()
     check: HeadCheck | None = None
+    front = HttpFront()
     open_connections = OpenConnections()
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -190,11 +184,17 @@ class GuardedProtocol(HttpToolsProtocol):
         """Lets the check judge. Only a path that is written plainly is open to everybody."""
         if self.check is None:
             return None
-        path = self.url.partition(b"?")[0].decode("latin-1")
+        head = RequestHead(
+            method=self.parser.get_method().decode("latin-1"),
+            path=self.front.inner_path(self.url.partition(b"?")[0].decode("latin-1")),
+            headers=headers_of(self.headers),
+            names=self._names,
+            is_plaintext=self._is_plaintext,
+        )
+        if self.front.is_preflight(head.method, head.headers):
+            return None
         try:
-            caller = self.check.admit(
-                path, headers_of(self.headers), self._names, is_plaintext=self._is_plaintext
-            )
+            caller = self.check.admit(head)
         except HttpError as error:
             return error
         if caller is not None:
@@ -233,12 +233,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         body = error.body()
+        given = headers_of(self.headers or ())
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
-            REQUEST_ID: request_id(headers_of(self.headers or ())),
+            REQUEST_ID: request_id(given),
             "connection": "close",
             **error.headers(),
+            **self.front.cors_headers(given),
         }
         head = f"HTTP/1.1 {int(error.status)} {HTTPStatus(error.status).phrase}\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
@@ -274,8 +276,13 @@ class _AnswerTransport:
 
 
 def guarded_protocol(
-    limits: ConnectionLimits, check: HeadCheck | None = None
+    limits: ConnectionLimits, check: HeadCheck | None = None, front: HttpFront | None = None
 ) -> type[GuardedProtocol]:
     """Returns the protocol of one listener."""
-    shared = {"limits": limits, "check": check, "open_connections": OpenConnections()}
+    shared = {
+        "limits": limits,
+        "check": check,
+        "front": front or HttpFront(),
+        "open_connections": OpenConnections(),
+    }
     return type("GuardedProtocol", (GuardedProtocol,), shared)

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+import json
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, Field
 
 from edge.http.client_connection import BodyLimits
+from edge.http.front import HttpFront, check_origin
 from edge.http.guarded_protocol import ConnectionLimits
+
+_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    """Returns the origins of a list: comma separated, or JSON as vLLM's setting of this name."""
+    named = json.loads(text) if text.startswith("[") else text.split(",")
+    return tuple(origin.strip() for origin in named if origin.strip())
+
+
+def _checked_origins(text: str) -> str:
+    for origin in _origins(text):
+        check_origin(origin)
+    return text
+
+
+def _checked_root(path: str) -> str:
+    if not _PATH.fullmatch(path.removesuffix("/")):
+        raise ValueError("a root path begins with a slash and has plain names, such as /llm/v2")
+    return path.removesuffix("/")
 
 
 class HttpEdgeSettings(BaseModel):
@@ -32,6 +57,20 @@ class HttpEdgeSettings(BaseModel):
         "that have not presented one yet. To admit one more, the oldest is closed once it has had "
         "two seconds. 0: any number.",
     )
+
+    allowed_origins: Annotated[str, AfterValidator(_checked_origins)] = Field(
+        default="",
+        description="Sites whose pages may call the API from a browser (CORS), comma separated: "
+        "scheme://host or scheme://host:port; * for every site. Empty: none.",
+    )
+    root_path: Annotated[str, AfterValidator(_checked_root)] = Field(
+        default="",
+        description="Path below which a proxy serves this API, such as /llm. Requests may come "
+        "with or without it.",
+    )
+
+    def http_front(self) -> HttpFront:
+        return HttpFront(root_path=self.root_path, origins=_origins(self.allowed_origins))
 
     def body_limits(self, more_bytes: int = 0) -> BodyLimits:
         """Returns limits for a body and `more_bytes` besides."""

@@ -26,7 +26,6 @@ from edge.http.client_connection import (
     ClientGuard,
     read_json_body,
     request_headers,
-    request_id,
 )
 from edge.http.errors import HttpError, send_error
 from edge.tracing.file import TraceFile
@@ -62,7 +61,7 @@ class ProxyEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = request_headers(scope)
-        trace = RequestTrace.begin(headers, request_id(headers))
+        trace = RequestTrace.begin(headers, scope["state"]["request_id"])
         self.num_open += 1
         self.metrics.open_requests.set(self.num_open)
         try:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge.http.client_connection import request_headers, request_id
+from edge.http.client_connection import head_of
 from edge.http.errors import HttpError, Unauthorized, send_error
 from edge.http.guarded_protocol import CALLER
+from edge.http.request_head import RequestHead
 from router.edge.key_file import Key, digest_of, read_keys
 from router.errors import ConfigurationError
 from router.request.tenants import ANYONE, Tenant
@@ -49,18 +50,18 @@ class ApiKeys:
         """Returns whether anybody has to show a key."""
         return bool(self._fixed) or self._file is not None
 
-    def admit(self, authorization: str) -> Tenant | None:
-        """Returns whose key the header holds, or None. With no keys at all everybody may pass."""
+    def admit(self, shown: Iterable[str]) -> Tenant | None:
+        """Returns whose key is among those that are shown, or None. With no keys at all everybody
+        may pass."""
         if not self.asks:
             return ANYONE
-        scheme, _, key = authorization.partition(" ")
-        given = digest_of(key.strip())
         found = [
             key.tenant
+            for given in map(digest_of, shown)
             for key in (*self._fixed, *self._from_file)
             if hmac.compare_digest(given, key.digest)
         ]
-        return found[0] if found and scheme.lower() == "bearer" else None
+        return found[0] if found else None
 
     def reload(self) -> bool:
         """Reads the file again if it has changed. Returns whether there are new keys."""
@@ -112,18 +113,13 @@ class ApiKeyCheck:
     def asks_for_key(self) -> bool:
         return self._keys.asks
 
-    def admit(
-        self,
-        path: str,
-        headers: Mapping[str, str],
-        names: Collection[str] | None = None,
-        *,
-        is_plaintext: bool = False,
-    ) -> Tenant | None:
+    def admit(self, head: RequestHead) -> Tenant | None:
         """Returns whose key was shown; None on a path that needs none. Raises `Unauthorized`."""
-        tenant = self._keys.admit(headers.get("authorization", ""))
-        if tenant is None and path not in self._open_paths:
-            raise Unauthorized("a valid API key is needed: 'Authorization: Bearer KEY'")
+        tenant = self._keys.admit(head.shown_keys())
+        if tenant is None and head.path not in self._open_paths:
+            raise Unauthorized.of(
+                head, "a valid API key is needed: 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
+            )
         return tenant
 
 
@@ -137,12 +133,11 @@ class ApiKeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = request_headers(scope)
             state = scope.setdefault("state", {})
             try:
-                tenant = state.get(CALLER) or self._check.admit(scope["path"], headers)
+                tenant = state.get(CALLER) or self._check.admit(head_of(scope))
             except HttpError as error:
-                await send_error(send, error, request_id(headers))
+                await send_error(send, error)
                 return
             state["tenant"] = tenant or ANYONE
         await self._app(scope, receive, send)

@@ -148,7 +148,11 @@ async def http_node(
         defaults,
     )
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+    async with httpx.AsyncClient(
+        transport=transport,
+        base_url="http://node",
+        headers={"content-type": "application/json"},
+    ) as client:
         node = HttpNode(engine, nodes, proxy, state, tokenizer, app, callers, node_settings, client)
         yield node
         await node.check_empty()
@@ -158,7 +162,9 @@ async def http_node(
 async def live(node: HttpNode) -> AsyncIterator[str]:
     """Serves the node's application behind a real uvicorn on loopback; yields its URL."""
     listener = listen("127.0.0.1", 0)
-    protocol = guarded_protocol(node.settings.connection_limits(), node.callers)
+    protocol = guarded_protocol(
+        node.settings.connection_limits(), node.callers, node.settings.http_front()
+    )
     config = uvicorn.Config(
         node.app, http=protocol, lifespan="off", log_config=None, access_log=False
     )

@@ -251,6 +251,9 @@ async def test_unknown_models_paths_and_methods() -> None:
         error = check_error(await node.client.post(COMPLETIONS, json=body), 404, "model")
         assert error["code"] == "model_not_found"
         check_error(await node.client.post("/v1/nothing", json={}), 404)
+        error = check_error(await node.client.post("/chat/completions", json={}), 404)
+        assert "did you mean /v1/chat/completions?" in error["message"]
+        assert "GET /v1/models" in error["message"]
         check_error(await node.client.get("/"), 404)
         check_error(await node.client.get("/docs"), 404)
         check_error(await node.client.get(COMPLETIONS), 405)
@@ -336,6 +339,13 @@ async def test_right_keys_and_open_paths() -> None:
             assert (await node.client.get(path)).status_code == 200
         sneaky = {"host": "node/health"}
         assert (await node.client.get("/v1/models", headers=sneaky)).status_code == 401
+
+
+async def test_a_key_may_come_as_anthropic_s_clients_show_it() -> None:
+    async with http_node(api_keys="key-1") as node:
+        for key, status in (("key-1", 200), ("key-2", 401)):
+            response = await node.client.get("/v1/models", headers={"x-api-key": key})
+            assert response.status_code == status
 
 
 async def test_keys_from_a_file(tmp_path: Any) -> None:

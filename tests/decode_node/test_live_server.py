@@ -130,8 +130,8 @@ async def test_a_reader_that_never_reads_is_cut_off_alone() -> None:
         reader, writer = await asyncio.open_connection(sock=small, limit=1024)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-            + body
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         )
         await node.engine.added(40)
         for fake in node.engine.requests.values():
@@ -165,7 +165,10 @@ async def test_a_client_without_a_key_gets_no_further_than_its_head() -> None:
     async with http_node(api_keys="key") as node, live(node) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+            b"content-type: application/json\r\ncontent-length: 99\r\n\r\n"
+        )
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 401") and b"connection: close" in answer
         writer.close()

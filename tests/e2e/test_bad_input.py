@@ -95,7 +95,8 @@ def target(request: pytest.FixtureRequest, cluster: Any) -> tuple[str, dict[str,
     """Base URL, and the headers that it asks for."""
     at_router = request.param == "router"
     url = cluster.url if at_router else cluster.decodes[0].url
-    return url, {"authorization": f"Bearer {KEY if at_router else NODE_KEY}"}
+    key = KEY if at_router else NODE_KEY
+    return url, {"authorization": f"Bearer {key}", "content-type": "application/json"}
 
 
 # Bodies ----------------------------------------------------------------------------------------

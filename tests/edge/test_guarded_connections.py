@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from edge.http import guarded_protocol
 from edge.http.client_connection import BodyLimits, read_json_body, request_headers
-from edge.http.closing_connections import ClosingConnections
 from edge.http.errors import HttpError, Unauthorized, send_error
+from edge.http.front import HttpFront
 from edge.http.guarded_protocol import CALLER, ConnectionLimits, GuardedProtocol
+from edge.http.outer_edge import OuterEdge
+from edge.http.request_head import RequestHead
 from engine.node.http_server import HttpServer, listen
 
 TIMEOUT_S = 30.0
@@ -27,17 +29,10 @@ KEY = b"authorization: Bearer key\r\n"
 class OneKey:
     asks_for_key = True
 
-    def admit(
-        self,
-        path: str,
-        headers: Mapping[str, str],
-        names: Collection[str] | None,
-        *,
-        is_plaintext: bool,
-    ) -> str | None:
-        if path == "/health":
+    def admit(self, head: RequestHead) -> str | None:
+        if head.path == "/health":
             return None
-        if headers.get("authorization") != "Bearer key":
+        if head.shown_keys() != ["key"]:
             raise Unauthorized("no such key")
         return "somebody"
 
@@ -64,9 +59,9 @@ class Service:
 
 
 @asynccontextmanager
-async def service(**limits: Any) -> AsyncIterator[Service]:
+async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterator[Service]:
     """Reads bodies of POST requests only, for 0.2 s at most."""
-    protocol = guarded_protocol.guarded_protocol(ConnectionLimits(**limits), OneKey())
+    protocol = guarded_protocol.guarded_protocol(ConnectionLimits(**limits), OneKey(), front)
     listener = listen("127.0.0.1", 0)
     running = Service(listener.getsockname()[1], protocol)
 
@@ -84,7 +79,7 @@ async def service(**limits: Any) -> AsyncIterator[Service]:
         await send({"type": "http.response.body", "body": b"ok"})
 
     config = uvicorn.Config(
-        ClosingConnections(app, is_draining=lambda: False),
+        OuterEdge(app, lambda: False, front),
         http=protocol,
         lifespan="off",
         log_config=None,
@@ -115,7 +110,10 @@ async def send_for_ever(writer: asyncio.StreamWriter) -> None:
                 await asyncio.sleep(0.02)
 
 
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 500\r\n"
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+    b"content-type: application/json\r\ncontent-length: 500\r\n"
+)
 
 
 async def test_a_wrong_key_is_refused_before_any_body_is_sent_or_read() -> None:

@@ -37,13 +37,15 @@ async def answer_to(router: RunningRouter, data: bytes) -> tuple[int, dict]:
     [
         (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "invalid_http"),
         (
-            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+            b"content-type: application/json\r\ncontent-length: 2\r\n"
             b"transfer-encoding: chunked\r\n\r\n{}",
             400,
             "invalid_http",
         ),
         (
-            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+            b"content-type: application/json\r\ncontent-length: 2\r\n"
             b"content-length: 3\r\n\r\n{}",
             400,
             "invalid_http",
@@ -72,8 +74,8 @@ async def test_garbage_behind_a_request_cuts_its_answer_and_puts_nothing_into_it
     reader, writer = await connect(router)
     body = json.dumps(BODY).encode()
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
-        % (len(body), body)
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     )
     async with asyncio.timeout(TIMEOUT_S):
         answer = await reader.readuntil(b"data: ")
@@ -176,8 +178,8 @@ async def test_a_client_that_does_not_read_is_cut_and_frees_the_node(cluster: Cl
     _, writer = await connect(router)
     body = json.dumps(BODY).encode()
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
-        % (len(body), body)
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     )
     await eventually(lambda: node.num_open + other.num_open == 1)
     await eventually(lambda: node.num_open + other.num_open == 0)
@@ -200,7 +202,10 @@ async def test_a_client_without_a_key_gets_no_further_than_its_head(cluster: Clu
     node = await cluster.decode()
     router = await cluster.router(node, api_keys="one")
     reader, writer = await connect(router)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+        b"content-type: application/json\r\ncontent-length: 99\r\n\r\n"
+    )
     async with asyncio.timeout(TIMEOUT_S):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 401") and b"connection: close" in head

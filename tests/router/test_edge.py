@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 import threading
+from base64 import b64encode
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ BODY = {"model": "demo", "prompt": "hello"}
 
 async def _post(router: RunningRouter, data: bytes, **headers: str) -> tuple[int, Any]:
     url = router.url + "/v1/completions"
+    headers = {"content-type": "application/json", **headers}
     async with router.client.post(url, data=data, headers=headers) as response:
         return response.status, await response.json()
 
@@ -110,7 +112,9 @@ async def test_too_large_a_body_is_a_413(cluster: Cluster, declared: bool) -> No
             yield b"x" * 10_000
 
     data = b"x" * 110_000 if declared else pieces()
-    async with router.client.post(router.url + "/v1/completions", data=data) as response:
+    headers = {"content-type": "application/json"}
+    url = router.url + "/v1/completions"
+    async with router.client.post(url, data=data, headers=headers) as response:
         assert response.status == 413
         assert (await response.json())["error"]["code"] == "request_too_large"
     assert not decode.requests
@@ -127,7 +131,10 @@ async def test_a_body_that_never_ends_is_a_408(cluster: Cluster) -> None:
     router = await cluster.router(await cluster.decode(), body_timeout_s=0.2)
     host, port = router.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+        b"content-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+    )
     async with asyncio.timeout(TIMEOUT_S):
         assert (await reader.readline()).startswith(b"HTTP/1.1 408")
     writer.close()
@@ -137,7 +144,10 @@ async def test_a_client_that_leaves_while_sending_its_body_is_forgotten(cluster:
     router = await cluster.router(await cluster.decode())
     host, port = router.url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)))
-    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{")
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+        b"content-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+    )
     await asyncio.sleep(0)
     client.close()
     assert "[DONE]" in await router.text(BODY)
@@ -211,6 +221,57 @@ async def test_keys(cluster: Cluster, authorization: str, status: int) -> None:
     if status == 401:
         assert body["error"]["code"] == "invalid_api_key"
         assert not decode.requests
+
+
+async def test_a_key_may_come_as_anthropic_s_clients_show_it(cluster: Cluster) -> None:
+    decode = await cluster.decode(handler=answer_json(200, {}))
+    router = await cluster.router(decode, api_keys="one")
+    for path, key, status in (
+        ("/v1/messages", "one", 200),
+        ("/v1/completions", "one", 200),
+        ("/v1/messages", "two", 401),
+    ):
+        async with router.post(BODY, path=path, x_api_key=key) as answer:
+            assert answer.status == status
+    assert all("x-api-key" not in headers for headers, _ in decode.requests)
+
+
+async def test_the_status_page_opens_in_a_browser_by_a_login(cluster: Cluster) -> None:
+    router = await cluster.router(await cluster.decode(), api_keys="one")
+    async with router.client.get(router.url + "/status") as answer:
+        assert answer.status == 401
+        assert answer.headers["www-authenticate"].startswith("Basic ")
+    for password, status in (("one", 200), ("two", 401)):
+        login = b64encode(f"anybody:{password}".encode()).decode()
+        headers = {"authorization": f"Basic {login}"}
+        for path, expected in (("/status", status), ("/v1/models", 401)):
+            async with router.client.get(router.url + path, headers=headers) as answer:
+                assert answer.status == expected, path
+
+
+async def test_what_is_not_served_is_named_with_what_is(cluster: Cluster) -> None:
+    router = await cluster.router(await cluster.decode())
+    for method, path, status, words in (
+        ("POST", "/chat/completions", 404, ["POST /chat/completions", "/v1/chat/completions?"]),
+        ("GET", "/v1/model", 404, ["did you mean /v1/models?", "POST /v1/completions"]),
+        ("GET", "/nothing/at/all", 404, ["GET /nothing/at/all", "served: ", "GET /health"]),
+        ("GET", "/v1/completions", 405, ["/v1/completions takes POST, not GET"]),
+    ):
+        async with router.client.request(method, router.url + path) as answer:
+            assert answer.status == status
+            message = (await answer.json())["error"]["message"]
+            assert all(word in message for word in words), message
+            assert answer.headers["x-request-id"]
+    async with router.client.get(router.url + "/v1/completions") as answer:
+        assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/status", "/ready", "/x"])
+async def test_every_answer_has_the_request_s_id(cluster: Cluster, path: str) -> None:
+    router = await cluster.router(await cluster.decode())
+    mine = {"x-request-id": "mine"}
+    async with router.client.get(router.url + path, headers=mine) as answer:
+        assert answer.headers.getall("x-request-id") == ["mine"]
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/whatever", "//health", "/health/../v1/models"])

@@ -85,7 +85,7 @@ def test_keys_change_with_the_file_and_stay_when_it_breaks(tmp_path: Path) -> No
     keys = ApiKeys("fixed", path)
 
     def admitted(*names: str) -> list[bool]:
-        return [keys.admit(f"Bearer {name}") is not None for name in names]
+        return [keys.admit([name]) is not None for name in names]
 
     assert admitted("fixed", "old", "new", "") == [True, True, False, False]
     assert not keys.reload()
@@ -112,7 +112,7 @@ def test_a_router_with_an_unusable_file_does_not_start(tmp_path: Path) -> None:
 def test_an_empty_list_of_tenants_admits_nobody(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("tenants = []")
-    assert ApiKeys(file=path).admit("Bearer x") is None
+    assert ApiKeys(file=path).admit(["x"]) is None
 
 
 async def test_a_tenant_s_salt_reaches_the_node_and_a_client_s_does_not(

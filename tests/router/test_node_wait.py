@@ -58,7 +58,10 @@ async def test_a_client_that_leaves_waits_no_longer(cluster: Cluster) -> None:
     router = await cluster.router(no_node_wait_s=2 * TIMEOUT_S)
     _, writer = await connect(router)
     body = json.dumps(BODY).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    )
     writer.write(head + body)
     await eventually(lambda: router.services.gate.num_started == 1)
     writer.close()

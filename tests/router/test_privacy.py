@@ -43,7 +43,11 @@ async def test_no_content_is_told(
         assert response.status == 401
     url = f"{router.url}/v1/completions?canary-query=1"
     data = json.dumps(BODY)[:-4].encode()
-    sent = {"authorization": f"Bearer {KEY}", "canary-header": "canary"}
+    sent = {
+        "authorization": f"Bearer {KEY}",
+        "canary-header": "canary",
+        "content-type": "application/json",
+    }
     async with router.client.post(url, data=data, headers=sent) as response:
         assert response.status == 400
     asked = {"authorization": f"Bearer {KEY}"}

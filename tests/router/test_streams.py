@@ -110,7 +110,10 @@ class _asked_without_reading:
             client.setblocking(False)
             await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
             body = b'{"model": "demo", "prompt": "x"}'
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            )
             before = self._requests()
             await asyncio.get_running_loop().sock_sendall(
                 client, head.encode() + b"connection: close\r\n\r\n" + body

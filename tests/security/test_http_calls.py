@@ -16,6 +16,7 @@ from decode_node.http.callers import CallerCheck, CallerKeys
 from decode_node.http.middleware import EdgeMiddleware
 from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.outer_edge import OuterEdge
 from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
 from edge.security.tls_http import TlsConfig
@@ -44,7 +45,7 @@ async def decode_api(
     callers = CallerCheck(CallerKeys(keys), credentials)
     tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
     listener = listen(host, 0)
-    app = EdgeMiddleware(_who, callers)
+    app = OuterEdge(EdgeMiddleware(_who, callers), lambda: False)
     protocol = guarded_protocol(ConnectionLimits(), callers)
     server = HttpServer(
         TlsConfig(app, tls, http=protocol, lifespan="off", log_config=None, ws="none", **options)

@@ -15,6 +15,7 @@ import pytest
 from decode_node.http.callers import Caller, CallerCheck, CallerKeys
 from edge.address import join_address
 from edge.http.errors import Unauthorized
+from edge.http.request_head import RequestHead
 from edge.security import peer_tls
 from edge.security.cluster_token import TOKEN_HEADER
 from edge.security.config import Role, SecurityConfig, SecurityError
@@ -208,9 +209,14 @@ def test_without_tls_a_caller_shows_what_there_is_besides(
 
     keys = CallerCheck(CallerKeys(["the-key"]), Credentials(either))
     with pytest.raises(Unauthorized):
-        keys.admit("/v1/completions", {}, is_plaintext=True)
-    assert keys.admit("/v1/completions", KEY, is_plaintext=True) is Caller.TRUSTED, "as before"
-    assert keys.admit("/v1/completions", KEY, is_plaintext=False) is Caller.API_CLIENT
+        keys.admit(RequestHead(path="/v1/models", headers={}, is_plaintext=True))
+    assert (
+        keys.admit(RequestHead(path="/v1/models", headers=KEY, is_plaintext=True)) is Caller.TRUSTED
+    ), "as before"
+    assert (
+        keys.admit(RequestHead(path="/v1/models", headers=KEY, is_plaintext=False))
+        is Caller.API_CLIENT
+    )
 
 
 async def test_clients_of_a_router_learn_https_in_their_own_time(authority: Authority) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from decode_node.http.callers import Caller, CallerCheck, CallerKeys
 from edge.http.errors import Unauthorized
+from edge.http.request_head import RequestHead
 from edge.security.cluster_token import TOKEN_HEADER
 from edge.security.config import Role, SecurityConfig, SecurityError
 from edge.security.credentials import CallerRefused, Credentials
@@ -61,10 +62,15 @@ def test_api_clients_need_their_key_in_between(stages: list[Credentials]) -> Non
     """They show no token either, and must not be taken for a router because of that."""
     check = CallerCheck(CallerKeys(["key"]), stages[1])
     with pytest.raises(Unauthorized):
-        check.admit("/v1/completions", {})
+        check.admit(RequestHead(path="/v1/completions", headers={}))
     key = {"authorization": "Bearer key"}
-    assert check.admit("/v1/completions", key) is Caller.TRUSTED, "as without any token"
-    assert check.admit("/v1/completions", {TOKEN_HEADER: TOKEN}) is Caller.TRUSTED
+    assert check.admit(RequestHead(path="/v1/completions", headers=key)) is Caller.TRUSTED, (
+        "as without any token"
+    )
+    assert (
+        check.admit(RequestHead(path="/v1/completions", headers={TOKEN_HEADER: TOKEN}))
+        is Caller.TRUSTED
+    )
 
 
 def test_without_a_token_the_setting_means_nothing() -> None:

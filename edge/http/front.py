@@ -1,0 +1,71 @@
+"""Says how a service looks from outside: below which path, and to pages of which other sites.
+
+A page of another site may read our answers only if its origin is allowed (CORS). Nobody's is,
+unless settings say so. What a browser may send without asking first, forms and plain text, is never
+taken for JSON (`edge.http.client_connection`); everything else it asks for by a preflight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from edge.http import headers as names
+
+ANY_ORIGIN = "*"
+
+_ORIGIN = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
+_METHODS = "GET, POST"
+_EXPOSED = f"{names.REQUEST_ID}, retry-after, {names.PREFILL_NODE}"
+_PREFLIGHT_AGE_S = "600"
+
+
+def check_origin(origin: str) -> None:
+    """Raises `ValueError` for what is no origin of a page."""
+    if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+        raise ValueError(
+            f"{origin!r} is not an origin: write scheme://host or scheme://host:port, without a "
+            f"path, or * for every one"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpFront:
+    """Holds it. `root_path` is empty or begins with a slash and ends without."""
+
+    root_path: str = ""
+    origins: Collection[str] = ()
+
+    def inner_path(self, path: str) -> str:
+        """Returns a path without `root_path`, which proxies in front of us may have left on."""
+        if self.root_path and path.startswith(f"{self.root_path}/"):
+            return path.removeprefix(self.root_path)
+        return path
+
+    def cors_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Returns what an answer says to the page that asked."""
+        if not self.origins:
+            return {}
+        found = {"vary": "origin"}
+        if self.allows(headers):
+            found["access-control-allow-origin"] = headers["origin"]
+            found["access-control-expose-headers"] = _EXPOSED
+        return found
+
+    def preflight_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Returns the answer to the question whether a page may make a request."""
+        return {
+            "access-control-allow-methods": _METHODS,
+            "access-control-allow-headers": headers.get("access-control-request-headers", "*"),
+            "access-control-max-age": _PREFLIGHT_AGE_S,
+        }
+
+    def allows(self, headers: Mapping[str, str]) -> bool:
+        origin = headers.get("origin", "")
+        return origin in self.origins or (bool(origin) and ANY_ORIGIN in self.origins)
+
+    def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
+        """Returns whether a browser asks before a page's request. It shows no key."""
+        asks = "origin" in headers and "access-control-request-method" in headers
+        return bool(self.origins) and method == "OPTIONS" and asks

@@ -1,0 +1,84 @@
+"""Is the outermost part of an HTTP application: every request passes here first, every answer last.
+
+- Every answer has an `x-request-id`: the client's, if it is a plain one, else a new one.
+- Paths lose what a proxy in front of us has left on, and pages of other sites hear whether they may
+  read the answer (`edge.http.front`).
+- Clients connect anew where their connection has no future. An answer that begins before its
+  request has arrived says so, because the rest of the request will never be read. And while a
+  service drains every answer does: the next connection then goes to another one, and none is cut
+  when this one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edge.http import headers as names
+from edge.http.client_connection import request_headers, request_id
+from edge.http.errors import OriginRefused, send_error
+from edge.http.front import HttpFront
+
+_REQUEST_ID = names.REQUEST_ID.encode()
+
+
+class OuterEdge:
+    """Wraps an ASGI application. The request's id is at `scope["state"]["request_id"]`."""
+
+    def __init__(
+        self, app: ASGIApp, is_draining: Callable[[], bool], front: HttpFront | None = None
+    ) -> None:
+        self._app = app
+        self._is_draining = is_draining
+        self._front = front or HttpFront()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = request_headers(scope)
+        name = request_id(headers)
+        scope.setdefault("state", {})["request_id"] = name
+        scope["path"] = self._front.inner_path(scope["path"])
+        is_whole = not _announces_body(scope)
+
+        async def receive_watched() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_whole |= message["type"] == "http.request" and not message.get("more_body", False)
+            return message
+
+        async def send_outward(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = found = list(message.get("headers", ()))
+                if all(header != _REQUEST_ID for header, _ in found):
+                    found.append((_REQUEST_ID, name.encode()))
+                found += _encoded(self._front.cors_headers(headers))
+                if self._is_draining() or not is_whole:
+                    found.append((b"connection", b"close"))
+            await send(message)
+
+        if self._front.is_preflight(scope["method"], headers):
+            await self._answer_preflight(headers, send_outward)
+        else:
+            await self._app(scope, receive_watched, send_outward)
+
+    async def _answer_preflight(self, headers: Mapping[str, str], send: Send) -> None:
+        if not self._front.allows(headers):
+            await send_error(
+                send, OriginRefused("pages of this origin are not among --allowed-origins")
+            )
+            return
+        raw = _encoded(self._front.preflight_headers(headers))
+        await send({"type": "http.response.start", "status": 204, "headers": raw})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def _announces_body(scope: Scope) -> bool:
+    headers = dict(scope["headers"])
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"

@@ -1,0 +1,45 @@
+"""Answers requests for what is not served: names the path, what was meant, and what there is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Route
+
+from edge.http.errors import HttpError, MethodNotAllowed, NotFound
+
+_MAX_SHOWN = 100
+_HIDDEN = {"HEAD", "OPTIONS"}
+
+
+def serve(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Adds routes to an application, and to what it says that it serves."""
+    app.router.routes.extend(routes)
+    served: dict[str, set[str]] = getattr(app.state, "served", {})
+    for route in routes:
+        assert isinstance(route, Route)
+        served.setdefault(route.path_format, set()).update((route.methods or set()) - _HIDDEN)
+    app.state.served = served
+
+
+def unknown_path(request: Request) -> HttpError:
+    """Returns the error for a request that no route takes."""
+    method, path = request.method, request.url.path
+    served: dict[str, set[str]] = request.app.state.served
+    shown = path[:_MAX_SHOWN]
+    if path in served:
+        allowed = ", ".join(sorted(served[path]))
+        return MethodNotAllowed(f"{shown} takes {allowed}, not {method}", allowed=allowed)
+    listed = ", ".join(f"{'|'.join(sorted(how))} {one}" for one, how in sorted(served.items()))
+    meant = _meant(shown, served)
+    hint = f"did you mean {meant}? " if meant else ""
+    return NotFound(f"there is no {method} {shown} here; {hint}served: {listed}")
+
+
+def _meant(path: str, served: Iterable[str]) -> str:
+    """Returns the served path that is most like this one, such as one without its /v1."""
+    ends = [one for one in served if one.endswith(path) and path.count("/") and path != "/"]
+    return next(iter([*ends, *difflib.get_close_matches(path, served, 1, 0.75)]), "")
