@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 
-from decode_node.errors import NotFound
 from decode_node.protocol.models import Model, ModelPermission
+from edge.http.errors import NotFound
 from engine.config import ModelConfig
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
