@@ -1,4 +1,4 @@
-"""What a service looks like from outside: pages of other sites, paths below another one, ids."""
+"""A service is seen from outside: by pages of other sites, below other paths, by ids of answers."""
 
 from __future__ import annotations
 
