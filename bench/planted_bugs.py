@@ -159,7 +159,7 @@ BUGS = (
     Bug(
         "open-door", "a key that nobody has lets in",
         "router/edge/api_keys.py",
-        "return found[0] if found and scheme.lower() == \"bearer\" else None",
+        "return found[0] if found else None",
         "return found[0] if found else ANYONE",
         ("tests/router/test_keys.py",),
     ),
