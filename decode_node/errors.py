@@ -1,6 +1,8 @@
 """Adds a decode node's own errors to those that every HTTP service has (`edge.http.errors`).
 
     HttpError
+    ├── BadRequest
+    │   └── CannotFollow        400  the engine found no way to do what the request asks
     ├── PermissionDenied        403  of somebody who may not
     ├── Overloaded              429  the queue is full; Retry-After
     ├── GenerationFailed        500  the answer could not be computed
@@ -14,7 +16,13 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from edge.http.errors import HttpError
+from edge.http.errors import BadRequest, HttpError
+
+
+class CannotFollow(BadRequest):
+    """The request itself is why its answer ends here; any node would say the same."""
+
+    default_code = "cannot_follow"
 
 
 class PermissionDenied(HttpError):

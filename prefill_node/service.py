@@ -184,6 +184,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         message = prompt_logprobs_to_message(part)
                         yield prefill_pb2.PrefillEvent(prompt_logprobs=message)
                     yield self._first_token(call, output)
+                elif output.error:
+                    yield self._failed("cannot_follow", output.error, retryable=False)
+                    return
                 elif output.finished:
                     yield self._failed("ended", "the engine ended the request", retryable=True)
                     return

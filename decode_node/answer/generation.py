@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
 from decode_node.disagg.proxy import DisaggProxy
-from decode_node.errors import GenerationFailed, Unavailable
+from decode_node.errors import CannotFollow, GenerationFailed, Unavailable
 from decode_node.observe.timeline import RequestRecord, Timeline
 from decode_node.protocol.usage import PromptTokensDetails, Usage
 from engine.errors import EngineDeadError
@@ -101,7 +101,8 @@ class Generation:
     async def outputs(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
         """Yields the outputs of all choices as they come; closing it aborts what is left.
 
-        Raises `GenerationFailed` or `Unavailable` when one choice cannot be completed.
+        Raises `CannotFollow`, `GenerationFailed` or `Unavailable` when one choice cannot be
+        completed.
         """
         several = len(self.choices) > 1
         source = self._merge() if several else self._run(self.choices[0])
@@ -144,6 +145,8 @@ class Generation:
             async for output in stream:
                 if output.finish_reason == "abort":
                     raise Unavailable("this node is stopping; try another", code="draining")
+                if output.error:
+                    raise CannotFollow(output.error)
                 if output.finish_reason == "error":
                     raise GenerationFailed("the request was ended by the engine; try it again")
                 if output.is_replay:

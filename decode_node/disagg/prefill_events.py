@@ -25,11 +25,13 @@ from engine.request_spec import RequestSpec
 from tandem_pb import prefill_pb2
 
 WRONG_ANSWER = "wrong_answer"
+CANNOT_FOLLOW = "cannot_follow"
+"""The request itself is why its answer ends: every node would say the same."""
 _ITEM_BYTES = 4
 _MAX_REASON = 500
 _CODES = frozenset(
     ("unavailable", "failed_precondition", "invalid_argument", "resource_exhausted", "ended",
-     "engine_dead", "kv_transfer", "given_up")
+     "engine_dead", "kv_transfer", "given_up", CANNOT_FOLLOW)
 )  # fmt: skip
 """Names that a prefill node may give a failure: they are labels of metrics."""
 

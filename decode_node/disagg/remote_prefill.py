@@ -10,8 +10,9 @@ for, and the engine is left out of it.
 With a first token the prompt is computed, and its KV must come: the engine hears of each, and a
 transfer without progress from then on fails, however lively its peer.
 
-After a failure: the next prefill node, with a higher attempt number; when there is none, the
-prompt is computed here. The first token reaches the client once, whichever attempt brought it.
+After a failure: the next prefill node, with a higher attempt number; when there is none, or the
+request itself is at fault, the prompt is computed here. The first token reaches the client once,
+whichever attempt brought it.
 
 The task that runs this is cancelled when the request ends for any reason; that cancels the
 call, and the prefill node lets go of everything.
@@ -28,7 +29,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decode_node.disagg.prefill_client import AVOIDED
-from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvent
+from decode_node.disagg.prefill_events import (
+    CANNOT_FOLLOW,
+    FirstToken,
+    KVTaken,
+    PrefillError,
+    PrefillEvent,
+)
 from decode_node.disagg.prefill_join import JoinInput, JoinState, following
 from decode_node.observe.timeline import RequestRecord
 from engine.errors import EngineDeadError
@@ -160,6 +167,8 @@ class RemotePrefill:
                 self._note(self._address, error)
                 if error.code == "failed_precondition":
                     self._addresses.appendleft(self._address)
+                elif error.code == CANNOT_FOLLOW:
+                    self._addresses.clear()
             except Exception:
                 logger.exception("request %s: remote prefill broke off", request_id)
                 self._addresses.clear()

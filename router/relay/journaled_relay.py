@@ -161,7 +161,8 @@ class JournaledRelay:
 
     async def _end(self, exchange: Exchange, outlet: Outlet) -> int:
         if self.journal.end is JournalEnd.FAILED:
-            self.metrics.broken_streams.inc()
+            if self.journal.error_status >= 500:
+                self.metrics.broken_streams.inc()
             return await outlet.end(self.journal.error, self.journal.error_status)
         self.attempts.finished(exchange, self.request.info, self.journal.next_number)
         return await outlet.end(b"", 200)

@@ -168,7 +168,9 @@ async def test_a_node_that_stops_says_that_others_may_go_on() -> None:
             assert "[DONE]" not in events[-1]
 
 
-async def test_an_error_of_the_request_is_final() -> None:
+@pytest.mark.parametrize(("said", "status"), [("", 500), ("nothing can follow", 400)])
+async def test_an_error_of_the_request_is_final(said: str, status: int) -> None:
+    """An error with a reason is the request's own fault, and the client reads it."""
     body = {"prompt": [1], "max_tokens": 5, "stream": True, "logprobs": 0}
     async with http_node(auto=False) as node:
         running = asyncio.create_task(node.client.post(COMPLETIONS, json=body, headers=ASK))
@@ -176,9 +178,10 @@ async def test_an_error_of_the_request_is_final() -> None:
         node.engine.produce(fake, 1)
         while not node.state.heartbeats._pulses:
             await asyncio.sleep(0.001)
-        node.engine.produce(fake, 1, finish_reason="error")
+        node.engine.produce(fake, 1, finish_reason="error", error=said)
         events = (await running).text.removesuffix("\n\n").split("\n\n")
-        assert events[-1].startswith(':x 500\ndata: {"error"')
+        assert events[-1].startswith(f':x {status}\ndata: {{"error"')
+        assert said in events[-1]
 
 
 async def test_a_silent_answer_gets_heartbeats_and_a_lively_one_none() -> None:

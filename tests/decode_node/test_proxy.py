@@ -364,6 +364,17 @@ async def test_a_call_that_just_ends_has_failed(bench: Bench) -> None:
     assert bench.records[0].failures == ["cut_off"]
 
 
+async def test_a_request_that_is_at_fault_itself_is_not_tried_on_every_node(bench: Bench) -> None:
+    """A grammar that leaves no first token fails here as there; this engine says so."""
+    task = bench.start(prefill_nodes=[A, B, C])
+    (await bench.nodes.called()).fail("cannot_follow")
+    await until(lambda: ("local", None) in bench.engine.only.calls, "prefill here")
+    assert bench.nodes.handshakes == [A]
+    bench.engine.produce_all(bench.engine.only)
+    check_complete(bench, await task)
+    assert bench.records[0].failures == ["cannot_follow"]
+
+
 async def test_a_restarted_node_has_another_handshake_and_is_asked_again(bench: Bench) -> None:
     task = bench.start(prefill_nodes=[A])
     (await bench.nodes.called()).fail("failed_precondition")

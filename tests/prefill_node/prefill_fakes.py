@@ -102,6 +102,11 @@ class FakePrefillEngine:
             output.siblings = SiblingTokens(tokens, found if logprobs else [])
         prompt.state.queue.put_nowait(output)
 
+    def cannot_follow(self, prompt: FakePrompt, reason: str) -> None:
+        """The request ends without a token, by its own fault."""
+        output = prompt.state.processor.process([], finish_reason="error", error=reason)
+        prompt.state.queue.put_nowait(output)
+
     def kv_is_taken(
         self, prompt: FakePrompt, *, ok: bool = True, is_called_off: bool = False
     ) -> None:

@@ -217,6 +217,16 @@ async def test_kv_that_is_not_wanted_any_more_has_not_failed() -> None:
         await until(lambda: node.outcomes() == {"given_up": 1}, "counted")
 
 
+async def test_a_request_that_is_at_fault_itself_need_not_be_tried_elsewhere() -> None:
+    async with served_prefill() as node:
+        call, prompt = await accepted(node)
+        node.engine.cannot_follow(prompt, "the grammar leaves no token")
+        failed = (await read(call)).failed
+        assert (failed.code, failed.retryable) == ("cannot_follow", False)
+        assert failed.message == "the grammar leaves no token"
+        await until(lambda: node.outcomes() == {"cannot_follow": 1}, "counted")
+
+
 @pytest.mark.parametrize("has_token", [True, False])
 async def test_an_engine_that_dies_fails_open_calls(has_token: bool) -> None:
     async with served_prefill() as node:

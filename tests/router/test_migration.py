@@ -207,15 +207,20 @@ async def test_a_node_that_stops_hands_over(cluster: Cluster, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_error_of_the_request_itself_is_passed_on(cluster: Cluster, stream: bool) -> None:
-    error = b':x 500\ndata: {"error":{"message":"bad"}}\n\n'
+@pytest.mark.parametrize("status", [400, 500])
+async def test_an_error_of_the_request_itself_is_passed_on(
+    cluster: Cluster, stream: bool, status: int
+) -> None:
+    """Only the node's own errors count as broken streams, which somebody is paged for."""
+    error = b':x %d\ndata: {"error":{"message":"bad"}}\n\n' % status
     router, handler = await two_nodes(cluster, say_at(4, error))
     async with router.post({**BODY, "stream": stream}) as response:
         text = await response.text()
-        assert response.status == (200 if stream else 500)
+        assert response.status == (200 if stream else status)
         assert text.endswith('{"error":{"message":"bad"}}' + "\n\n" * stream)
         assert "[DONE]" not in text
     assert handler.resumed_from == []
+    assert router.metric("tandem_router_broken_streams_total") == (status >= 500)
 
 
 async def test_what_comes_twice_is_dropped(cluster: Cluster) -> None:
