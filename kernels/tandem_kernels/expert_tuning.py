@@ -44,7 +44,7 @@ def expert_tuning(num_pairs: int, num_experts: int, itemsize: int, *, gated: boo
     if rows <= 8:
         return ExpertTuning(16, 32 if gated else 64, 128, num_warps=4, num_stages=3)
     if rows <= 32:
-        return ExpertTuning(32, 64, 128, num_warps=4, num_stages=3)
+        return ExpertTuning(32, 64 if gated else 128, 128, num_warps=4, num_stages=3)
     if rows <= 64:
         return ExpertTuning(64, 64, 64, num_warps=4, num_stages=4, group=4)
-    return ExpertTuning(128, 64 if gated else 128, 64, num_warps=8, num_stages=4, group=8)
+    return ExpertTuning(128, 128 if gated else 256, 64, num_warps=8, num_stages=4, group=8)
