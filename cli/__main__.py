@@ -13,6 +13,7 @@ usage: tandem COMMAND [options]
 a cluster on this machine
   demo      start it with the demo checkpoint, talk to it, stop it
   up        start a router, prefill nodes and decode nodes, and keep them running
+  serve     the same, by the name that vLLM gives it
   chat      talk to a running cluster from the terminal
 
 one service, for clusters over several hosts
@@ -24,9 +25,9 @@ tandem COMMAND --help describes each; every option is also an environment variab
 """
 
 _SERVICES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
-_COMMANDS = ("demo", "up", "chat")
-"""Modules of this folder. Only the one asked for is imported: a router's host has not what the
-others need."""
+_COMMANDS = {"demo": "demo", "up": "up", "serve": "up", "chat": "chat"}
+"""Modules of this folder, by command. Only the one asked for is imported: a router's host has not
+what the others need."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     if command in _SERVICES:
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[command], *rest])
     if command in _COMMANDS:
-        return int(import_module(f"cli.{command}").main(rest))
+        return int(import_module(f"cli.{_COMMANDS[command]}").main(rest))
     if command in ("--help", "-h", "help"):
         print(_USAGE, end="")
         return 0

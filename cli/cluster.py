@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
 from cli.gpu_placement import placement_args
@@ -28,7 +29,8 @@ class UpSettings(BaseSettings):
     """Start a whole cluster on this machine: a router, prefill nodes and decode nodes.
 
     Settings of the nodes are environment variables (TANDEM_..., see docs/configuration.md) or
-    flags after `--`, which reach every node: tandem up MODEL -- --block-size 64
+    flags: tandem up MODEL --block-size 64. Flags that `tandem up` has, too, reach the nodes
+    behind `--`. `--model` and `--tensor-parallel-size` are other names of MODEL and `--tp`.
     """
 
     model_config = SettingsConfigDict(
@@ -62,6 +64,10 @@ class UpSettings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="Address the router listens on.")
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port of the router. 0: any free one."
+    )
+    api_key: SecretStr = Field(
+        default=SecretStr(""),
+        description="Keys that clients of the router must show, comma separated. Empty: none.",
     )
     verbose: bool = Field(default=False, description="Show what the processes log.")
 
@@ -99,9 +105,11 @@ def _hold(port: int) -> bool:
     return True
 
 
-def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpec]:
+def cluster_specs(
+    settings: UpSettings, node_args: list[str], decode_args: Sequence[str] = ()
+) -> list[ServiceSpec]:
     """Lists the router, then decode nodes, then prefill nodes. They stop in this order: whoever
-    takes requests first.
+    takes requests first. `decode_args` are for decode nodes alone.
 
     Ports are chosen here and stay the same when a process is started again.
 
@@ -121,9 +129,10 @@ def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpe
     places = _places(settings, node_args)
     prefills = [_prefill_spec(i, [*common, *places[i]]) for i in range(settings.prefill)]
     decodes = [
-        _decode_spec(i, [*common, *places[settings.prefill + i]]) for i in range(settings.decode)
+        _decode_spec(i, [*common, *decode_args, *places[settings.prefill + i]])
+        for i in range(settings.decode)
     ]
-    port = settings.port or free_ports(1)[0]
+    port, keys = settings.port or free_ports(1)[0], settings.api_key.get_secret_value()
     router = ServiceSpec(
         name="router",
         argv=_module(
@@ -138,6 +147,8 @@ def cluster_specs(settings: UpSettings, node_args: list[str]) -> list[ServiceSpe
             ",".join(address for _, address in decodes),
         ),
         endpoint=f"http://{join_address(settings.host, port)}",
+        # Everybody on this machine can read a command line.
+        env={"TANDEM_ROUTER_API_KEYS": keys} if keys else {},
     )
     return [router, *(spec for spec, _ in decodes), *(spec for spec, _ in prefills)]
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cli.chat import ChatSettings, Conversation, client_session
 from cli.cluster import UpSettings
+from cli.node_args import NodeArgs, read_args
 from cli.openai_client import ApiError, first_model
 from cli.supervisor import ServiceFailed
 from cli.up import StopWish, running_cluster
@@ -38,14 +39,14 @@ async def _talk(url: str, console: Console) -> None:
                 await conversation.say(text)
 
 
-async def _run(console: Console, node_args: list[str], wish: StopWish) -> None:
+async def _run(console: Console, node_args: NodeArgs, wish: StopWish) -> None:
     settings = UpSettings(port=0)
     async with running_cluster(settings, node_args, console, wish) as supervisor:
         await _talk(supervisor.services[0].spec.endpoint, console)
         console.rule("stopping")
 
 
-async def _until_stopped(console: Console, node_args: list[str]) -> int:
+async def _until_stopped(console: Console, node_args: NodeArgs) -> int:
     wish = StopWish.from_signals()
     stop_wanted = asyncio.create_task(wish.stop.wait())
     demo = asyncio.create_task(_run(console, node_args, wish))
@@ -63,7 +64,7 @@ def main(args: list[str]) -> int:
     if "--help" in args:
         print(__doc__)
         return 0
-    node_args = [arg for arg in args if arg != "--"]
+    _, node_args = read_args(["--", *(arg for arg in args if arg != "--")])
     try:
         return asyncio.run(_until_stopped(Console(), node_args))
     except (ServiceFailed, DeviceError, ApiError) as error:

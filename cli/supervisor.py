@@ -21,11 +21,11 @@ import json
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from host.child_process import die_with_parent
+from host.child_process import die_with_parent, environment_with
 
 _LAST_WORDS = 25
 _STOP_TIMEOUT_S = 20.0
@@ -51,6 +51,7 @@ class ServiceSpec:
 
     Attributes:
         endpoint: Where others reach it, for people to read.
+        env: Variables that it has besides ours.
         stop_stage: Services of one stage are stopped together, a lower stage before a higher.
     """
 
@@ -58,6 +59,7 @@ class ServiceSpec:
     argv: tuple[str, ...]
     endpoint: str
     stop_stage: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -117,8 +119,7 @@ class Service:
 
     async def stop(self) -> None:
         """Ends the process, gently first. Idempotent."""
-        self._stopping = True
-        self._stop_requested.set()
+        self.expect_end()
         async with self._starting:
             process = self._process
         if process is None or process.returncode is not None:
@@ -132,10 +133,14 @@ class Service:
                 process.kill()
             await process.wait()
 
-    def kill(self) -> None:
-        """Ends the process at once; its children end with it."""
+    def expect_end(self) -> None:
+        """Makes an end of the process no failure from now on: another service has failed."""
         self._stopping = True
         self._stop_requested.set()
+
+    def kill(self) -> None:
+        """Ends the process at once; its children end with it."""
+        self.expect_end()
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -155,6 +160,7 @@ class Service:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            env=environment_with(self.spec.env),
             start_new_session=True,
             preexec_fn=die_with_parent,
             limit=1 << 20,
@@ -216,7 +222,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Starts all at once and returns when all are ready. Raises `ServiceFailed`."""
-        self._tasks = [asyncio.create_task(service.run()) for service in self.services]
+        self._tasks = [asyncio.create_task(self._run(service)) for service in self.services]
         ready = asyncio.create_task(self._wait_all_ready())
         failed = asyncio.create_task(self.wait_failed())
         try:
@@ -226,6 +232,16 @@ class Supervisor:
         finally:
             ready.cancel()
             failed.cancel()
+
+    async def _run(self, service: Service) -> None:
+        """Runs one service. The first that fails is the one at fault; what the others do then is
+        no news."""
+        try:
+            await service.run()
+        except ServiceFailed:
+            for other in self.services:
+                other.expect_end()
+            raise
 
     async def _wait_all_ready(self) -> None:
         for service in self.services:

@@ -20,7 +20,10 @@ from rich.console import Console
 
 from cli.cluster import UpSettings, cluster_specs
 from cli.display import ClusterDisplay
+from cli.memory_check import check_memory
+from cli.node_args import NodeArgs, UsageError, read_args
 from cli.supervisor import ServiceFailed, Supervisor
+from engine.errors import CannotStartError
 from engine.node.command_line import parse_settings
 from kv_transfer.memory.device import DeviceError
 
@@ -49,7 +52,7 @@ class StopWish:
 
 @contextlib.asynccontextmanager
 async def running_cluster(
-    settings: UpSettings, node_args: list[str], console: Console, wish: StopWish
+    settings: UpSettings, node_args: NodeArgs, console: Console, wish: StopWish
 ) -> AsyncIterator[Supervisor]:
     """Yields a cluster that is ready; it is stopped cleanly on the way out, whatever happens.
 
@@ -58,7 +61,9 @@ async def running_cluster(
         DeviceError: nodes shall compute on GPUs, but the driver does not answer.
     """
     display = ClusterDisplay(console, verbose=settings.verbose)
-    supervisor = Supervisor(cluster_specs(settings, node_args), display.listener())
+    supervisor = Supervisor(
+        cluster_specs(settings, node_args.common, node_args.decode), display.listener()
+    )
     display.start(supervisor.services)
     try:
         await supervisor.start()
@@ -94,7 +99,7 @@ async def wait_routable(url: str, settings: UpSettings) -> None:
             await asyncio.sleep(_ROUTABLE_POLL_S)
 
 
-async def _up(settings: UpSettings, node_args: list[str], console: Console) -> None:
+async def _up(settings: UpSettings, node_args: NodeArgs, console: Console) -> None:
     wish = StopWish.from_signals()
     stop_wanted = asyncio.create_task(wish.stop.wait())
     cluster = asyncio.create_task(_serve(settings, node_args, console, wish))
@@ -108,7 +113,7 @@ async def _up(settings: UpSettings, node_args: list[str], console: Console) -> N
 
 
 async def _serve(
-    settings: UpSettings, node_args: list[str], console: Console, wish: StopWish
+    settings: UpSettings, node_args: NodeArgs, console: Console, wish: StopWish
 ) -> None:
     async with running_cluster(settings, node_args, console, wish) as supervisor:
         url = supervisor.services[0].spec.endpoint
@@ -117,21 +122,23 @@ async def _serve(
 
 
 def main(args: list[str]) -> int:
-    """Runs a cluster. `args` are settings of the cluster, then `--`, then flags for every node."""
-    own, node_args = split_node_args(args)
+    """Runs a cluster. `args` are settings of the cluster and flags of its nodes."""
+    own, node_args = read_args(args)
     settings = parse_settings(UpSettings, "tandem up", own)
     console = Console(stderr=True)
     try:
-        asyncio.run(_up(settings, node_args, console))
-    except (ServiceFailed, DeviceError) as error:
+        asyncio.run(_checked_up(settings, node_args, console))
+    except UsageError as error:
+        print(f"tandem up: {error}", file=sys.stderr)
+        return 2
+    except (ServiceFailed, DeviceError, CannotStartError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def split_node_args(args: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the arguments before and after the first `--`."""
-    if "--" not in args:
-        return args, []
-    at = args.index("--")
-    return args[:at], args[at + 1 :]
+async def _checked_up(settings: UpSettings, node_args: NodeArgs, console: Console) -> None:
+    """Finds what cannot work before anything is started."""
+    await node_args.check()
+    check_memory(settings)
+    await _up(settings, node_args, console)

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -53,6 +53,11 @@ class HostedProcess(Protocol):
     def reap(self, timeout_s: float) -> None: ...
 
 
+def environment_with(more: Mapping[str, str]) -> dict[str, str]:
+    """Returns this process's variables and `more` for a child."""
+    return {**os.environ, **more}
+
+
 class ChildProcess:
     """A running child. `sentinel` is a file descriptor that is readable once it has ended."""
 
@@ -80,7 +85,7 @@ class ChildProcess:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
-            env={**os.environ, **(env or {})},
+            env=environment_with(env or {}),
             process_group=0,
             pass_fds=pass_fds,
         )

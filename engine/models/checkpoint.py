@@ -54,6 +54,7 @@ def resolve_model(
         CheckpointError: No such folder or hub name, or a file is missing or cut off.
     """
     folder = Path(name_or_path).expanduser()
+    _refuse_gguf(name_or_path, folder)
     if not folder.is_dir():
         folder = _download(name_or_path, folder, load_format)
     folder = folder.resolve()
@@ -67,6 +68,20 @@ def resolve_model(
     if report is not None:
         report(1.0)
     return folder
+
+
+def _refuse_gguf(name: str, folder: Path) -> None:
+    """Says of what can only be GGUF that it is not read, before anything is downloaded."""
+    is_hub_name = not folder.exists() and re.search(r"(?i)[-_.]gguf(:|$)", name)
+    has_nothing_else = folder.is_dir() and any(folder.glob("*.gguf"))
+    if has_nothing_else and any(folder.glob("*.safetensors")):
+        return
+    if folder.suffix.lower() == ".gguf" or is_hub_name or has_nothing_else:
+        raise CheckpointError(
+            name,
+            "is in the GGUF format, which is not supported",
+            "name the original checkpoint with its safetensors files",
+        )
 
 
 def _download(name: str, folder: Path, load_format: LoadFormat) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -27,6 +29,9 @@ def parse_settings(settings: type[S], program: str, args: list[str] | None) -> S
 
     `args` None stands for the process's own.
     """
+    if wrong := unknown_flag(sys.argv[1:] if args is None else args, flags_of(settings)):
+        print(f"{program}: {wrong} (--help lists all)", file=sys.stderr)
+        raise SystemExit(2)
     source: Any = CliSettingsSource(
         settings,
         cli_prog_name=program,
@@ -39,6 +44,27 @@ def parse_settings(settings: type[S], program: str, args: list[str] | None) -> S
         prefix = str(settings.model_config["env_prefix"])
         print(_describe_errors(program, prefix, error), file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def flags_of(settings: type[BaseSettings]) -> set[str]:
+    """Returns all flags, with both of a switch."""
+    flags = {"--help"}
+    for name in settings.model_fields:
+        kebab = name.replace("_", "-")
+        flags |= {f"--{kebab}", f"--no-{kebab}"}
+    return flags
+
+
+def unknown_flag(args: Sequence[str], flags: Collection[str]) -> str:
+    """Says which flag of `args` is not one of `flags`, and which is the nearest; empty where all
+    are."""
+    for arg in args:
+        flag = arg.split("=", 1)[0]
+        if flag[:2] != "--" or flag in flags:
+            continue
+        near = difflib.get_close_matches(flag, sorted(flags), n=1)
+        return f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else "")
+    return ""
 
 
 def _describe_errors(program: str, env_prefix: str, error: ValidationError) -> str:

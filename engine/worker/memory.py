@@ -6,18 +6,14 @@ driver and torch's allocator.
 
 from __future__ import annotations
 
-import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-_CGROUPS = (
-    # (limit, usage, statistics) of version 2, then of version 1.
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-)
+from host.memory import available_memory, proc_field
+
 _RESET_PEAK = "5"
 """Written to clear_refs: the peak of resident memory starts anew."""
 
@@ -38,14 +34,14 @@ class MemoryProfiler:
         if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
             return free
-        return min(_host_available(), _cgroup_available())
+        return available_memory()
 
     def total(self) -> int:
         """Returns what the device has."""
         if self._device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self._device)
             return total
-        return _field(Path("/proc/meminfo"), "MemTotal")
+        return proc_field(Path("/proc/meminfo"), "MemTotal")
 
     def in_use(self) -> int:
         """Returns what this process holds; of a GPU, as far as torch knows."""
@@ -60,7 +56,7 @@ class MemoryProfiler:
         before = _resident()
         restarted = _restart_peak()
         run()
-        peak = _field(Path("/proc/self/status"), "VmHWM") if restarted else _lifetime_peak()
+        peak = proc_field(Path("/proc/self/status"), "VmHWM") if restarted else _lifetime_peak()
         return max(0, peak - before)
 
     def _cuda_growth(self, run: Callable[[], object]) -> int:
@@ -81,29 +77,8 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def _host_available() -> int:
-    return _field(Path("/proc/meminfo"), "MemAvailable")
-
-
-def _cgroup_available(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns limit minus usage; page cache that the kernel would drop counts as free. A host
-    without control groups, or without a limit, has no bound here.
-    """
-    for limit_file, usage_file, stat_file in _CGROUPS:
-        try:
-            limit = (root / limit_file).read_text(encoding="ascii").strip()
-            used = int((root / usage_file).read_text(encoding="ascii"))
-            statistics = (root / stat_file).read_text(encoding="ascii")
-        except OSError:
-            continue
-        if limit != "max":
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)", statistics, re.MULTILINE)
-            return max(0, int(limit) - used + (int(cached[1]) if cached else 0))
-    return 1 << 62
-
-
 def _resident() -> int:
-    return _field(Path("/proc/self/status"), "VmRSS")
+    return proc_field(Path("/proc/self/status"), "VmRSS")
 
 
 def _lifetime_peak() -> int:
@@ -117,11 +92,3 @@ def _restart_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-def _field(path: Path, name: str) -> int:
-    """Returns a figure in kB of a /proc file, as bytes."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(encoding="ascii"), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"{path} has no field {name}; is /proc mounted?")
-    return int(found[1]) * 1024

@@ -97,6 +97,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventCreate": (c_void_p, c_uint),
     "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
+    "cuDeviceTotalMem_v2": (c_void_p, c_int),
     "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
     "cuMemcpy2DAsync_v2": (c_void_p, c_void_p),
@@ -155,6 +156,12 @@ class CudaDriver:
         count = c_int()
         self._do("cuDeviceGetCount", byref(count))
         return [self._uuid(self._device(index)) for index in range(count.value)]
+
+    def total_memory(self, index: int) -> int:
+        """Returns the bytes of a device's memory."""
+        size = c_size_t()
+        self._do("cuDeviceTotalMem_v2", byref(size), self._device(index))
+        return size.value
 
     def current_uuid(self) -> bytes:
         """Returns the UUID of the device whose context is current."""

@@ -12,7 +12,6 @@ import cli.cluster as cluster_module
 from cli.cluster import UpSettings, cluster_specs, free_ports
 from cli.gpu_placement import placement_args
 from cli.up import main as up_main
-from cli.up import split_node_args
 from kv_transfer.memory.device import DeviceError
 
 
@@ -41,6 +40,14 @@ def test_every_node_is_known_to_the_router_and_ports_are_distinct() -> None:
     assert "--block-size" not in router.argv
 
 
+def test_keys_reach_the_router_and_no_command_line() -> None:
+    router, *nodes = cluster_specs(UpSettings(api_key="k1,k2"), [], ["--strict-fields"])
+    assert router.env == {"TANDEM_ROUTER_API_KEYS": "k1,k2"}
+    assert not any(node.env for node in nodes)
+    assert not any("k1" in word for spec in (router, *nodes) for word in spec.argv)
+    assert [spec.name for spec in nodes if "--strict-fields" in spec.argv] == ["decode-0"]
+
+
 def test_settings_come_from_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_UP_DECODE", "4")
     settings = UpSettings(_cli_parse_args=["some/model", "--prefill", "2", "--verbose"])
@@ -58,11 +65,6 @@ def test_impossible_settings_are_named(bad: list[str], capsys: pytest.CaptureFix
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert bad[0] in said and f"TANDEM_UP_{bad[0][2:].upper()}" in said
-
-
-def test_node_arguments_follow_two_dashes() -> None:
-    assert split_node_args(["m", "--", "--a", "--", "b"]) == (["m"], ["--a", "--", "b"])
-    assert split_node_args(["m"]) == (["m"], [])
 
 
 def test_a_port_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

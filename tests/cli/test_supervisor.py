@@ -166,3 +166,27 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
 
     assert select.select([child], [], [], 30)[0], "the child outlived its supervisor"
     os.close(child)
+
+
+async def test_only_the_service_at_fault_is_reported_as_failed() -> None:
+    """The others may end as well, before anybody tells them to."""
+    recorder = Recorder()
+    specs = [spec(f"node-{i}", "import sys; sys.exit('no such checkpoint')") for i in range(4)]
+    supervisor = Supervisor(specs, recorder.listener())
+    with pytest.raises(ServiceFailed) as failure:
+        await supervisor.start()
+    await supervisor.stop()
+    failed = [name for name, state in recorder.states if state is ServiceState.FAILED]
+    assert len(failed) == 1 and failed[0] in str(failure.value)
+    ended = {name for name, state in recorder.states if state is ServiceState.STOPPED}
+    assert ended == {service.spec.name for service in supervisor.services} - set(failed)
+
+
+async def test_a_service_has_its_own_variables() -> None:
+    recorder = Recorder()
+    code = 'import os; print("secret is " + os.environ["TANDEM_SECRET"], flush=True)'
+    with_env = replace(spec("one", code, READY, WAIT), env={"TANDEM_SECRET": "s"})
+    supervisor = Supervisor([with_env], recorder.listener())
+    await supervisor.start()
+    await supervisor.stop()
+    assert "secret is s" in recorder.logs

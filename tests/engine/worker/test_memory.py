@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.worker import memory
 from engine.worker.memory import MemoryProfiler
+from host.memory import cgroup_available
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def test_a_control_group_limits_memory(
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{usage}\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\nactive_file 7\n")
-    assert memory._cgroup_available(tmp_path) == expected
+    assert cgroup_available(tmp_path) == expected
 
 
 def test_the_older_control_groups_are_read_too(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_the_older_control_groups_are_read_too(tmp_path: Path) -> None:
     (folder / "memory.limit_in_bytes").write_text("9000\n")
     (folder / "memory.usage_in_bytes").write_text("5000\n")
     (folder / "memory.stat").write_text("total_inactive_file 100\n")
-    assert memory._cgroup_available(tmp_path) == 4100
+    assert cgroup_available(tmp_path) == 4100
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert memory._cgroup_available(tmp_path) == 1 << 62
+    assert cgroup_available(tmp_path) == 1 << 62

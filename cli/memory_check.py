@@ -1,0 +1,73 @@
+"""Tells before anything is loaded that a model cannot fit this machine's memory.
+
+Only weights are counted, which lie in files whose size is known; nodes say themselves what is
+missing besides.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cli.cluster import UpSettings
+from engine.errors import CannotStartError
+from engine.node.settings import detect_device
+from host.memory import available_memory
+from kv_transfer.memory.cuda_driver import cuda_driver
+
+_GIB = 1 << 30
+
+
+class TooLarge(CannotStartError):
+    """The weights need more memory than there is."""
+
+
+def check_memory(settings: UpSettings) -> None:
+    """Raises `TooLarge`. A model that is still to be downloaded is not judged."""
+    folder = Path(settings.model).expanduser()
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not num_bytes:
+        return
+    device = detect_device() if settings.device == "auto" else settings.device
+    if device == "cuda":
+        _check_gpus(settings, num_bytes)
+    else:
+        _check_host(settings, num_bytes)
+
+
+def _check_host(settings: UpSettings, num_bytes: int) -> None:
+    num_nodes, free = settings.prefill + settings.decode, available_memory()
+    needed = num_nodes * num_bytes
+    if needed > free:
+        raise TooLarge(
+            f"{settings.model} has {_size(num_bytes)} of weights, which {num_nodes} nodes need "
+            f"{_size(needed)} for, and this machine has {_size(free)} left; "
+            + _advice(settings, num_bytes <= free)
+        )
+
+
+def _check_gpus(settings: UpSettings, num_bytes: int) -> None:
+    driver = cuda_driver()
+    num_gpus = len(driver.device_uuids())
+    if not num_gpus:
+        return
+    num_nodes = settings.prefill + settings.decode
+    num_places = max(1, num_gpus // settings.tp)
+    num_sharing = -(-num_nodes // num_places)
+    total = min(driver.total_memory(index) for index in range(num_gpus))
+    each = num_bytes // settings.tp
+    if num_sharing * each > total:
+        raise TooLarge(
+            f"{settings.model} has {_size(num_bytes)} of weights; {num_sharing} nodes on a GPU "
+            f"with {settings.tp} tensor-parallel ranks need {_size(num_sharing * each)} of it, "
+            f"and it has {_size(total)}; " + _advice(settings, each <= total)
+        )
+
+
+def _advice(settings: UpSettings, fits_once: bool) -> str:
+    if fits_once and settings.prefill:
+        return "start one node with --prefill 0 --decode 1, or choose a smaller model"
+    return "choose a smaller model, or a larger machine"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes >> 20} MiB"

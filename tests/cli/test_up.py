@@ -1,0 +1,149 @@
+"""`tandem up` understands what people type who know vLLM, and refuses before it loads anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import cli.memory_check
+from cli.__main__ import main as tandem
+from cli.cluster import UpSettings
+from cli.memory_check import TooLarge, check_memory
+from cli.node_args import NodeArgs, UsageError, read_args
+from engine.models.checkpoint import resolve_model
+from engine.models.errors import CheckpointError
+from engine.node.command_line import parse_settings
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("typed", "own", "common", "decode"),
+    [
+        ("m -- --block-size 32", "m", "--block-size 32", ""),
+        ("--model m --tensor-parallel-size 2", "m --tp 2", "", ""),
+        ("m -tp 2 --api-key k", "m --tp 2 --api-key k", "", ""),
+        ("--tensor-parallel-size=2 --model=m", "m --tp 2", "", ""),
+        ("m --max-model-len 4096 --verbose", "m --verbose", "--max-model-len 4096", ""),
+        ("--enforce-eager m --dtype=float32", "m", "--enforce-eager --dtype float32", ""),
+        ("--verbose m", "--verbose m", "", ""),
+        ("m --strict-fields --prefill 2", "m --prefill 2", "", "--strict-fields"),
+        ("m --generation-config none", "m", "", "--generation-config none"),
+        ("m --no-enable-prefix-caching", "m", "--no-enable-prefix-caching", ""),
+        ("m -- --port 7 --strict-fields", "m", "", "--port 7 --strict-fields"),
+        ("m --kv-port -1", "m", "--kv-port -1", ""),
+        ("--help", "--help", "", ""),
+        ("", "", "", ""),
+    ],
+)
+def test_each_argument_reaches_whom_it_concerns(
+    typed: str, own: str, common: str, decode: str
+) -> None:
+    found, nodes = read_args(typed.split())
+    assert (found, nodes.common, nodes.decode) == (own.split(), common.split(), decode.split())
+    if "--help" not in own:
+        settings = parse_settings(UpSettings, "tandem up", found)
+        assert settings.model.endswith("m" if own else "demo_checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["m", "--", "--blok-size", "32"], ["--blok-size", "--block-size"]),
+        (["m", "--decodes", "2"], ["--decodes", "--decode"]),
+        (["m", "--strict-feilds"], ["--strict-feilds", "--strict-fields"]),
+    ],
+)
+def test_an_unknown_flag_is_one_line_with_the_nearest_known_one(
+    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tandem(["serve", *args]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("tandem up: there is no ")
+    assert all(word in line for word in words)
+
+
+async def test_flags_of_nodes_are_checked_before_anything_starts() -> None:
+    await NodeArgs(["--block-size", "32"], ["--strict-fields"]).check()
+    with pytest.raises(UsageError, match="--block-size"):
+        await NodeArgs(["--block-size", "many"]).check()
+
+
+def checkpoint(folder: Path, gib: float) -> Path:
+    """Makes weights that take room in no file system."""
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(int(gib * GIB))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "prefill", "words"),
+    [
+        (40, 1, None),
+        (25, 1, ["15.0 GiB", "2 nodes need 30.0 GiB", "25.0 GiB left", "--prefill 0"]),
+        (25, 0, None),
+        (9, 0, ["1 nodes need 15.0 GiB", "9.0 GiB left", "smaller model"]),
+    ],
+)
+def test_a_model_that_cannot_fit_this_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_gib: int,
+    prefill: int,
+    words: list[str] | None,
+) -> None:
+    monkeypatch.setattr(cli.memory_check, "available_memory", lambda: free_gib * GIB)
+    folder = checkpoint(tmp_path, 15)
+    settings = UpSettings(model=str(folder), prefill=prefill, device="cpu")
+    if words is None:
+        check_memory(settings)
+        return
+    with pytest.raises(TooLarge) as refusal:
+        check_memory(settings)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "gib", "tp", "fits"),
+    [(1, 20, 1, True), (1, 50, 1, False), (2, 70, 1, True), (2, 150, 2, False), (4, 150, 2, True)],
+)
+def test_a_model_that_cannot_fit_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, gib: int, tp: int, fits: bool
+) -> None:
+    class Driver:
+        def device_uuids(self) -> list[bytes]:
+            return [b"gpu"] * num_gpus
+
+        def total_memory(self, index: int) -> int:
+            return 80 * GIB
+
+    monkeypatch.setattr(cli.memory_check, "cuda_driver", Driver)
+    settings = UpSettings(model=str(checkpoint(tmp_path, gib)), tp=tp, device="cuda")
+    if fits:
+        check_memory(settings)
+        return
+    with pytest.raises(TooLarge, match=r"80\.0 GiB"):
+        check_memory(settings)
+
+
+def test_it_is_said_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.memory_check, "available_memory", lambda: GIB)
+    assert tandem(["up", str(checkpoint(tmp_path, 2)), "--device", "cpu"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "of weights" in line
+
+
+@pytest.mark.parametrize("name", ["org/model-GGUF", "org/model-gguf:Q4_K_M", "model.gguf"])
+def test_gguf_is_called_unsupported_and_not_downloaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.models.checkpoint.snapshot_download", None)
+    with pytest.raises(CheckpointError, match="GGUF format, which is not supported"):
+        resolve_model(name)
+    (tmp_path / "weights.gguf").touch()
+    for path in (tmp_path, tmp_path / "weights.gguf"):
+        with pytest.raises(CheckpointError, match="GGUF format, which is not supported"):
+            resolve_model(str(path))
