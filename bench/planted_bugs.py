@@ -141,7 +141,7 @@ BUGS = (
     ),
     Bug(
         "silent-truncation", "an answer that nobody can end just ends",
-        "router/relay/journaled_relay.py", "self.journal.error or lost_event()", 'b""',
+        "router/relay/journaled_relay.py", "self.journal.error or lost_event(path)", 'b""',
         ("tests/router/test_migration.py", "-k", "nobody or budget or error"),
     ),
     Bug(

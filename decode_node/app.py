@@ -12,6 +12,7 @@ from decode_node.http.callers import CallerCheck
 from decode_node.http.middleware import EdgeMiddleware
 from decode_node.http.routes import Api, create_router
 from decode_node.http.tokenizer_routes import create_tokenizer_router
+from edge.http.error_forms import ErrorForms
 from edge.http.errors import BadRequest, HttpError
 from edge.http.outer_edge import OuterEdge
 from edge.http.unknown_path import serve, unknown_path
@@ -25,7 +26,7 @@ def create_app(api: Api, callers: CallerCheck) -> ASGIApp:
         serve(app, routes.routes)
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    edge = EdgeMiddleware(app, callers)
+    edge = ErrorForms(EdgeMiddleware(app, callers))
     return OuterEdge(edge, lambda: api.state.draining, api.settings.http_front())
 
 

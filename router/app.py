@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from edge.http import headers as names
+from edge.http.error_forms import ErrorForms
 from edge.http.errors import HttpError, error_body
 from edge.http.outer_edge import OuterEdge
 from edge.http.unknown_path import serve, unknown_path
@@ -131,6 +132,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         open_paths.add("/metrics")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
     app.add_middleware(ApiKeyGate, check=check)
+    app.add_middleware(ErrorForms)
     app.add_middleware(
         OuterEdge, is_draining=lambda: services.draining, front=settings.http_front()
     )

@@ -24,6 +24,7 @@ from decode_node.http.router_headers import prefill_nodes, prefix_hash, resume_o
 from decode_node.metrics import DecodeMetrics
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
+from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import ModelList
 from decode_node.protocol.parse_body import BodyT, parse_body
 from decode_node.protocol.responses import ResponsesRequest
@@ -117,6 +118,16 @@ def create_router(api: Api) -> APIRouter:
     async def responses(request: Request) -> Response:
         body, context = await api.read(request, ResponsesRequest)
         return await api.serving.responses(body, context)
+
+    @router.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        body, context = await api.read(request, MessagesRequest)
+        return await api.serving.messages(body, context)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body, context = await api.read(request, CountTokensRequest)
+        return await api.serving.count_tokens(body, context)
 
     @router.get("/v1/models")
     async def models() -> Response:

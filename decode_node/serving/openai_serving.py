@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from starlette.responses import Response
 
 from decode_node.answer.answer import Answer
@@ -24,6 +25,7 @@ from decode_node.answer.format import FormatOptions, ResponseFormat
 from decode_node.answer.generation import Choice, Generation
 from decode_node.answer.heartbeats import Heartbeats
 from decode_node.answer.journal import JournalWriter, Resume, ResumedChoice
+from decode_node.answer.messages_format import MessagesFormat
 from decode_node.answer.responses_format import ResponsesFormat
 from decode_node.answer.sse import EventStreamResponse, JournaledResponse, JsonResponse
 from decode_node.disagg.prefill_headers import prefill_headers
@@ -34,6 +36,7 @@ from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import GenerationBody
+from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.responses import ResponsesRequest
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
@@ -127,6 +130,21 @@ class OpenAIServing:
         with body.named_fields():
             make = partial(ResponsesFormat, told_back=body.told_back())
             return await self._chat(body.to_chat(), context, make)
+
+    async def messages(self, body: MessagesRequest, context: RequestContext) -> Response:
+        """Answers a request of Anthropic's Messages API. Raises `HttpError`."""
+        with body.named_fields():
+            return await self._chat(body.to_chat(), context, MessagesFormat)
+
+    async def count_tokens(self, body: CountTokensRequest, context: RequestContext) -> Response:
+        """Answers with the number of tokens that a request would have. Raises `HttpError`."""
+        with body.named_fields():
+            chat = body.to_chat()
+            check_served(self._model, chat.model)
+            tool_use = chat.tool_use()
+            _, tokens = await self.prompts.of_chat(chat, tool_use, is_long=context.is_long)
+        content = msgspec.json.encode({"input_tokens": len(tokens)})
+        return Response(content, media_type="application/json")
 
     async def _chat(
         self,

@@ -28,6 +28,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from edge.http.client_connection import headers_of, request_id
+from edge.http.error_forms import ErrorForm
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
 from edge.http.front import HttpFront
 from edge.http.headers import REQUEST_ID
@@ -186,7 +187,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return None
         head = RequestHead(
             method=self.parser.get_method().decode("latin-1"),
-            path=self.front.inner_path(self.url.partition(b"?")[0].decode("latin-1")),
+            path=self._path,
             headers=headers_of(self.headers),
             names=self._names,
             is_plaintext=self._is_plaintext,
@@ -201,6 +202,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self.open_connections.unknown.pop(self, None)
             self.scope["state"][CALLER] = caller
         return None
+
+    @property
+    def _path(self) -> str:
+        """Returns the path below the root, as it was written and as far as it is here."""
+        url: bytes = getattr(self, "url", b"")
+        return self.front.inner_path(url.partition(b"?")[0].decode("latin-1"))
 
     def _too_large(self) -> HeadTooLarge:
         return HeadTooLarge(
@@ -232,7 +239,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._is_ending = True
             self.transport.close()
             return
-        body = error.body()
+        body = ErrorForm.of_path(self._path).body(error)
         given = headers_of(self.headers or ())
         headers = {
             "content-type": "application/json",

@@ -135,7 +135,8 @@ class JournaledRelay:
                 return await self._end(exchange, outlet)
             following = await self._migrate(exchange, interruption, num_migrations)
             if following is None:
-                return await outlet.end(self.journal.error or lost_event(), _UNAVAILABLE)
+                path = self.request.info.path
+                return await outlet.end(self.journal.error or lost_event(path), _UNAVAILABLE)
             exchange = following
             num_migrations += 1
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from starlette.types import Send
 
 from edge.http import headers as names
+from edge.http.error_forms import ErrorForm
 from edge.http.errors import error_body
 from router.errors import NodeLost
 from router.observe.metrics import RouterMetrics
@@ -16,6 +17,7 @@ from router.relay.event_buffer import EventBuffer
 from router.relay.exchange import Exchange
 from router.request.info import RequestInfo
 
+_LOST_STATUS = 500
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -74,7 +76,7 @@ class PlainRelay:
             self.attempts.node_failed(decode, Failure.LOST, str(error), self.info)
             if not exchange.is_event_stream:
                 raise AnswerBroken(self.info.request_id) from error
-            await self.client.write(lost_event(), more=False)
+            await self.client.write(lost_event(self.info.path), more=False)
         else:
             self.attempts.judge(exchange, self.info)
 
@@ -96,10 +98,12 @@ class PlainRelay:
             chunk = following
 
 
-def lost_event() -> bytes:
+def lost_event(path: str) -> bytes:
+    """Returns the event that ends a stream whose node was lost, as the API at `path` has it."""
+    form = ErrorForm.of_path(path)
     body = error_body(
         "The node that was answering was lost. The answer so far is not complete.",
         "server_error",
         "node_lost",
     )
-    return b"data: " + body + b"\n\n"
+    return form.event(form.translate(body, _LOST_STATUS))

@@ -327,6 +327,23 @@ async def test_without_any_node_the_answer_is_a_503(cluster: Cluster) -> None:
         assert response.headers["retry-after"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_errors_of_the_router_have_the_form_of_the_api(cluster: Cluster, path: str) -> None:
+    router = await cluster.router(api_keys="key")
+    for key, status, kind in (
+        ("wrong", 401, "authentication_error"),
+        ("key", 503, "overloaded_error"),
+    ):
+        headers = {"authorization": f"Bearer {key}"}
+        asked = router.client.post(router.url + path, json={"messages": []}, headers=headers)
+        async with asked as response:
+            error = await response.json()
+            assert response.status == status
+            assert response.headers["content-length"] == str(len(await response.read()))
+        assert error["type"] == "error" and error["error"]["type"] == kind
+        assert set(error["error"]) == {"type", "message"} and error["error"]["message"]
+
+
 async def test_metrics_name_the_nodes_that_exist(cluster: Cluster) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
     router = await cluster.router(prefill, decode)

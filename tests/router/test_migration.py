@@ -263,6 +263,18 @@ async def test_with_nobody_to_go_on_the_client_is_told(cluster: Cluster, stream:
     assert router.metric("tandem_router_broken_streams_total") == 1
 
 
+async def test_a_broken_stream_ends_in_the_form_of_its_api(cluster: Cluster) -> None:
+    faulty = await cluster.decode("a", TokenHandler(fault=die_at(3)))
+    router = await cluster.router(faulty, resume_timeout_s=0.3, max_migrations=1)
+    url = router.url + "/v1/messages"
+    async with router.client.post(url, json={**BODY, "stream": True}) as response:
+        *_, last, end = (await response.text()).split("\n\n")
+    name, data = last.split("\n")
+    assert (name, end) == ("event: error", "")
+    error = json.loads(data.removeprefix("data: "))
+    assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+
+
 async def test_the_only_node_may_come_back(cluster: Cluster) -> None:
     handler = TokenHandler(fault=die_at(3))
     node = await cluster.decode("a", handler)

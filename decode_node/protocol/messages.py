@@ -1,0 +1,170 @@
+"""Reads the bodies of /v1/messages (Anthropic's API), and says the same as a chat."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from decode_node.protocol.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.messages_input import chat_messages, chat_tools
+from decode_node.protocol.other_names import named_fields
+from decode_node.protocol.parse_body import validate
+from edge.http.errors import BadRequest
+
+_SAME_IN_CHATS = ("model", "temperature", "top_p", "top_k", "stream", "priority", "cache_salt")
+_THINKING_OFF = {"enable_thinking": False, "thinking": False}
+_THINKING_ON = {"enable_thinking": True, "thinking": True}
+
+
+class Thinking(StrictBody):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    """Goes to the chat template as its switch; `adaptive` leaves it as it is."""
+    budget_tokens: Int | None = None
+    """The most tokens of thinking."""
+    display: Ignored = None
+    """Thinking is told as it is."""
+
+
+class AnthropicToolChoice(StrictBody):
+    """How the model may choose among the tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    """`any` must call one, `tool` the one that is named."""
+    name: Name | None = None
+    """The tool to call."""
+    disable_parallel_tool_use: bool | None = None
+    """At most one call."""
+
+
+class ChatOfMessages(ChatCompletionRequest):
+    """A request as the chat that it amounts to."""
+
+    other_names: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking.budget_tokens",
+        "response_format": "output_config.format",
+    }
+
+
+class CountTokensRequest(StrictBody):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: Name | None = None
+    """A name that this server gives its model; any of them, or none."""
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+    """The turns so far, of `user` and `assistant`. A last one of the assistant is continued."""
+    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """A text, or text blocks, before the turns."""
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """Tools that the client runs: `name`, `description`, `input_schema`."""
+    tool_choice: AnthropicToolChoice | None = None
+    """How the model may choose among the tools."""
+    thinking: Thinking | None = None
+    """Whether the model thinks before it answers."""
+    output_config: dict[str, Any] | None = None
+    """`format`: a JSON schema that the answer follows; `effort` goes to the chat template."""
+    mcp_servers: Any = None
+    """Only empty: this server calls no other."""
+    container: Any = None
+    """Only null: this server runs no code."""
+    context_management: Any = None
+    """Only null: nothing is cleared from the turns."""
+    betas: Ignored = None
+    """Names of features; each is honoured or refused by its own field."""
+    cache_control: Ignored = None
+    """Prefixes are found by their content."""
+
+    def named_fields(self) -> AbstractContextManager[None]:
+        """Names fields of the chat in errors as this API does."""
+        return named_fields(ChatOfMessages.other_names)
+
+    def check_supported(self) -> None:
+        """Raises `BadRequest` for what would run on the server."""
+        for name in ("mcp_servers", "container", "context_management"):
+            if getattr(self, name):
+                raise BadRequest(
+                    f"{name} is not supported: this server answers from the request alone",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+
+    def to_chat(self) -> ChatOfMessages:
+        """Returns the same request as a chat. Raises `BadRequest`."""
+        self.check_supported()
+        fields = {k: v for k, v in self._chat_fields().items() if v is not None}
+        return validate(fields, ChatOfMessages)
+
+    def _chat_fields(self) -> dict[str, Any]:
+        messages, is_open = chat_messages(self.system, self.messages)
+        form = (self.output_config or {}).get("format")
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "continue_final_message": is_open or None,
+            "tools": None if self.tools is None else chat_tools(self.tools),
+            "reasoning_effort": (self.output_config or {}).get("effort"),
+            "response_format": form and {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True},
+            },
+        }  # fmt: skip
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            is_on = self.thinking.type == "enabled"
+            fields["chat_template_kwargs"] = _THINKING_ON if is_on else _THINKING_OFF
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
+        if (choice := self.tool_choice) is not None:
+            fields["tool_choice"] = _chat_choice(choice)
+            fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+        return fields
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Int
+    """The most tokens to generate, thinking included."""
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    """Up to 16 texts that end the answer; it ends before them."""
+    stream: bool | None = None
+    """Send the answer as events while it is generated."""
+    temperature: float | None = None
+    """Takes the most likely token where it is 0; up to 100."""
+    top_p: float | None = None
+    """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    top_k: Int | None = None
+    """Sample from the k most likely tokens; 0 or -1 takes all."""
+    seed: Int | None = None
+    """The same seed gives the same answer; an extension."""
+    priority: Int | None = None
+    """Smaller runs first, where nodes schedule by priority; an extension."""
+    cache_salt: Name | None = None
+    """Requests share cached prefixes only with requests of the same salt; an extension."""
+    metadata: Ignored = None
+    """Nothing is kept by user."""
+    service_tier: Ignored = None
+    """There is one tier."""
+    inference_geo: Ignored = None
+    """There is one place."""
+
+    def _chat_fields(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in (*_SAME_IN_CHATS, "seed")}
+        # The last events tell usage.
+        options = {"include_usage": True} if self.stream else None
+        return {
+            **super()._chat_fields(),
+            **fields,
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "stream_options": options,
+        }
+
+
+def _chat_choice(choice: AnthropicToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
