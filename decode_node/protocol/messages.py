@@ -68,7 +68,7 @@ class CountTokensRequest(StrictBody):
     thinking: Thinking | None = None
     """Whether the model thinks before it answers."""
     output_config: dict[str, Any] | None = None
-    """`format`: a JSON schema that the answer follows; `effort` goes to the chat template."""
+    """Has `format`, a JSON schema that the answer follows, and `effort` for the chat template."""
     mcp_servers: Any = None
     """Only empty: this server calls no other."""
     container: Any = None
