@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from decode_node.http.callers import CallerCheck
 from decode_node.http.middleware import EdgeMiddleware
+from decode_node.http.openapi import openapi_document
 from decode_node.http.routes import Api, create_router
 from decode_node.http.tokenizer_routes import create_tokenizer_router
 from edge.http.error_forms import ErrorForms
 from edge.http.errors import BadRequest, HttpError
 from edge.http.outer_edge import OuterEdge
+from edge.http.service_routes import service_routes
 from edge.http.unknown_path import serve, unknown_path
 
 
-def create_app(api: Api, callers: CallerCheck) -> ASGIApp:
+def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> ASGIApp:
     """Returns the application. It needs no lifespan: whoever makes `api` also starts and stops what
-    is in it."""
+    is in it. `num_open` counts requests that are being answered."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
     for routes in (create_router(api), create_tokenizer_router(api)):
         serve(app, routes.routes)
+    serve(app, _service_routes(api, num_open))
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     edge = ErrorForms(EdgeMiddleware(app, callers))
     return OuterEdge(edge, lambda: api.state.draining, api.settings.http_front())
+
+
+def _service_routes(api: Api, num_open: Callable[[], int]) -> list[Route]:
+    async def health() -> Response:
+        api.state.check_alive()
+        return Response()
+
+    async def document() -> dict[str, Any]:
+        return await asyncio.to_thread(openapi_document)
+
+    front = api.settings.http_front()
+    return service_routes(health, num_open, document, front.root_path)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

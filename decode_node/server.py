@@ -311,7 +311,7 @@ def create_node_app(
     cards = ModelCards(model, settings.model, defaults)
     asked = TokenizerServing(model, tokenizer, serving.prompts)
     api = Api(settings, cards, serving, metrics, state, ignored, asked)
-    return create_app(api, callers)
+    return create_app(api, callers, lambda: proxy.open.count)
 
 
 def read_api_keys(settings: DecodeNodeSettings) -> CallerKeys:

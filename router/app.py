@@ -27,6 +27,7 @@ from edge.http import headers as names
 from edge.http.error_forms import ErrorForms
 from edge.http.errors import HttpError, error_body
 from edge.http.outer_edge import OuterEdge
+from edge.http.service_routes import service_routes
 from edge.http.unknown_path import serve, unknown_path
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
@@ -46,6 +47,7 @@ from router.nodes.health import EjectionPolicy
 from router.nodes.load_monitor import LoadMonitor
 from router.nodes.models_catalog import ModelCatalog
 from router.nodes.node import Patience
+from router.nodes.node_get import NodeGet
 from router.nodes.registry import NodeRegistry
 from router.nodes.transport import HttpTransport, Transport
 from router.observe.decision_log import DecisionLog
@@ -121,12 +123,17 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     serve(app, [Route(path, endpoint, methods=["POST"]) for path in PROXIED_PATHS])
     catalog = ModelCatalog(
         registry=services.registry,
-        transport=services.transport,
-        node_api_key=settings.node_api_key.get_secret_value(),
+        get=NodeGet(transport=services.transport, api_key=settings.node_api_key.get_secret_value()),
     )
     serve(app, model_routes(catalog).routes)
+    serve(
+        app,
+        service_routes(
+            _alive, lambda: endpoint.num_open, catalog.document, settings.http_front().root_path
+        ),
+    )
     serve(app, _probe_routes(services).routes)
-    open_paths = {"/health", "/ready"}
+    open_paths = {"/health", "/ready", "/ping"}
     if settings.admin_port is None:
         serve(app, admin_routes(services.metrics, services.view).routes)
         open_paths.add("/metrics")
@@ -137,6 +144,10 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         OuterEdge, is_draining=lambda: services.draining, front=settings.http_front()
     )
     return app
+
+
+async def _alive() -> Response:
+    return Response()
 
 
 def create_admin_app(services: Services) -> FastAPI:

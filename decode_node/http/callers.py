@@ -19,7 +19,7 @@ from edge.security.config import Role
 from edge.security.credentials import CallerRefused, Credentials
 
 _ROUTERS = frozenset({Role.ROUTER})
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Paths that are open to everybody, for probes and scrapers."""
 
 

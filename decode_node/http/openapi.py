@@ -5,6 +5,7 @@ What a router answers by itself is included: clients talk to routers.
 
 from __future__ import annotations
 
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -33,6 +34,7 @@ _ERRORS = {
 }
 
 
+@cache
 def openapi_document() -> Json:
     structs = (ErrorBody, Completion, ChatCompletion, ChatChunk, Model, ModelList)
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF + "{name}")

@@ -49,10 +49,14 @@ class ApiState:
     unhealthy: str = ""
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
 
-    def check_accepting(self) -> None:
-        """Raises `Unavailable` unless new requests are welcome."""
+    def check_alive(self) -> None:
+        """Raises `Unavailable` unless the engine works."""
         if self.unhealthy:
             raise Unavailable(f"this node cannot serve: {self.unhealthy}")
+
+    def check_accepting(self) -> None:
+        """Raises `Unavailable` unless new requests are welcome."""
+        self.check_alive()
         if self.draining:
             raise Unavailable("this node is stopping; send the request to another", code="draining")
 
@@ -140,8 +144,7 @@ def create_router(api: Api) -> APIRouter:
     @router.get("/health")
     async def health() -> Response:
         """Answers 200 while the process answers and its engine works."""
-        if api.state.unhealthy:
-            raise Unavailable(f"this node cannot serve: {api.state.unhealthy}")
+        api.state.check_alive()
         return Response(status_code=200)
 
     @router.get("/ready")

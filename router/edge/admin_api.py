@@ -16,20 +16,13 @@ from collections.abc import Callable
 from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
+from edge.http.api_page import PAGE_HEADERS
 from router.nodes.address import NodeRole
 from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
 from router.observe.status_page import RouterView, render_status
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-store",
-}
 
 
 def probe_routes(registry: NodeRegistry, is_draining: Callable[[], bool]) -> APIRouter:
@@ -58,7 +51,7 @@ def admin_routes(metrics: RouterMetrics, view: Callable[[], RouterView]) -> APIR
 
     @routes.get("/status")
     async def status() -> HTMLResponse:
-        return HTMLResponse(render_status(view()), headers=_PAGE_HEADERS)
+        return HTMLResponse(render_status(view()), headers=PAGE_HEADERS)
 
     return routes
 

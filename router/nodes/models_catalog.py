@@ -6,19 +6,19 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from router.errors import NodeLost, NodeUnreachable
+from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
+from router.nodes.node_get import NodeGet
 from router.nodes.registry import NodeRegistry
-from router.nodes.transport import Transport, UpstreamResponse
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0
-_MAX_BYTES = 1 << 20
 
 ModelCard = dict[str, object]
 
@@ -29,9 +29,10 @@ class _ModelList(msgspec.Struct):
 
 @dataclass(slots=True, kw_only=True)
 class ModelCatalog:
+    """Asks nodes what they serve, and how."""
+
     registry: NodeRegistry
-    transport: Transport
-    node_api_key: str = ""
+    get: NodeGet
 
     async def list_models(self) -> list[ModelCard]:
         """Returns all models, each asked of one node that serves it."""
@@ -47,27 +48,17 @@ class ModelCatalog:
         for node in nodes:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    return await self._ask(node)
+                    return (await self.get.json(node, "/v1/models", _ModelList)).data
             except (NodeUnreachable, NodeLost, TimeoutError, msgspec.MsgspecError) as error:
                 logger.warning("no model list from %s: %s", node.address, type(error).__name__)
         return []
 
-    async def _ask(self, node: Node) -> list[ModelCard]:
-        headers = {"accept": "application/json"}
-        if self.node_api_key:
-            headers["authorization"] = f"Bearer {self.node_api_key}"
-        url = f"http://{node.address.target}/v1/models"
-        response = await self.transport.request("GET", url, headers)
-        try:
-            return msgspec.json.decode(await _read_all(response), type=_ModelList).data
-        finally:
-            response.close()
-
-
-async def _read_all(response: UpstreamResponse) -> bytes:
-    body = b""
-    while chunk := await response.read_chunk():
-        body += chunk
-        if len(body) > _MAX_BYTES:
-            raise NodeLost("the model list is too long")
-    return body
+    async def document(self) -> dict[str, Any]:
+        """Returns the OpenAPI document of a decode node. Raises `NoNodeAvailable`."""
+        for node in self.registry.usable(NodeRole.DECODE):
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    return await self.get.json(node, "/openapi.json", dict[str, Any])
+            except (NodeUnreachable, NodeLost, TimeoutError, msgspec.MsgspecError) as error:
+                logger.warning("no OpenAPI document from %s: %s", node.address, error)
+        raise NoNodeAvailable("No decode node can describe its API now. Try again shortly.")

@@ -255,7 +255,6 @@ async def test_unknown_models_paths_and_methods() -> None:
         assert "did you mean /v1/chat/completions?" in error["message"]
         assert "GET /v1/models" in error["message"]
         check_error(await node.client.get("/"), 404)
-        check_error(await node.client.get("/docs"), 404)
         check_error(await node.client.get(COMPLETIONS), 405)
 
 

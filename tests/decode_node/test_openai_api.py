@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.metadata
 import json
 import re
 from typing import Any
@@ -412,3 +414,44 @@ async def test_the_prefill_node_learns_what_routers_call_the_prompt() -> None:
             headers = {"x-prefiller-host-port": "a:1", "x-tandem-prefix": given}
             await node.client.post("/v1/completions", json=TEXT, headers=headers)
             assert node.nodes.calls[-1].request.spec.prefix_hash == known
+
+
+async def test_what_a_node_says_of_itself() -> None:
+    async with http_node(root_path="/llm", api_keys="key") as node:
+        for path in ("/version", "/load", "/openapi.json", "/docs", "/llm/docs"):
+            assert (await node.client.get(path)).status_code == 401, path
+        node.client.headers["x-api-key"] = "key"
+        version = (await node.client.get("/version")).json()
+        assert version == {"version": importlib.metadata.version("tandem")}
+        assert (await node.client.get("/load")).json() == {"server_load": 0}
+        described = (await node.client.get("/llm/openapi.json")).json()
+        assert "/v1/chat/completions" in described["paths"]
+        assert described["servers"] == [{"url": "/llm"}]
+        page = await node.client.get("/docs")
+        assert "POST /v1/chat/completions" in page.text
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+async def test_load_counts_what_is_being_answered() -> None:
+    async with http_node(auto=False) as node:
+        asked = asyncio.create_task(node.client.post("/v1/completions", json=TEXT))
+        async with asyncio.timeout(30):
+            while (await node.client.get("/load")).json() != {"server_load": 1}:
+                await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        async with asyncio.timeout(30):
+            while (await node.client.get("/load")).json() != {"server_load": 0}:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_ping_is_answered_as_the_health_is() -> None:
+    async with http_node() as node:
+        for unhealthy, status in (("", 200), ("the engine is dead", 503)):
+            node.state.unhealthy = unhealthy
+            for answer in (
+                await node.client.get("/ping"),
+                await node.client.post("/ping"),
+                await node.client.get("/health"),
+            ):
+                assert answer.status_code == status

@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc
 from aiohttp import web
@@ -120,6 +120,7 @@ class FakeDecodeNode(FakeNode):
     """Answers completions by `handler`; `requests` holds (headers, body) of all that arrived."""
 
     role = NODE_ROLE_DECODE
+    document: ClassVar[dict[str, Any]] = {"openapi": "3.1.0", "paths": {"/fake": {"get": {}}}}
 
     def __init__(self, node_id: str, handler: Handler | None = None) -> None:
         super().__init__(node_id)
@@ -144,6 +145,7 @@ class FakeDecodeNode(FakeNode):
         for path in PROXIED_PATHS:
             app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/openapi.json", self._openapi)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await self._site(self._runner).start()
@@ -179,6 +181,9 @@ class FakeDecodeNode(FakeNode):
             raise
         finally:
             self.num_open -= 1
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.json_response(self.document)
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self.status.load.model_name, "object": "model", "owned_by": "tandem"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import random
 import socket
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from router.request import info
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
-from tests.router.fakes import answer_json
+from tests.router.fakes import FakeDecodeNode, answer_json, never_answer
 
 BODY = {"model": "demo", "prompt": "hello"}
 
@@ -395,3 +396,48 @@ async def test_a_long_body_is_read_beside_the_event_loop(
     for size in (100, 100_000):
         await router.text({**BODY, "prompt": "y" * size})
     assert on_loop == [True, False]
+
+
+# What a service says of itself -----------------------------------------------------------------
+
+
+async def test_version_ping_and_load(cluster: Cluster) -> None:
+    decode = await cluster.decode(handler=never_answer())
+    router = await cluster.router(decode)
+    async with router.client.get(router.url + "/version") as answer:
+        assert await answer.json() == {"version": importlib.metadata.version("tandem")}
+    for method in ("GET", "POST"):
+        async with router.client.request(method, router.url + "/ping") as answer:
+            assert answer.status == 200
+    asked = asyncio.create_task(router.text(BODY))
+    await eventually(lambda: decode.num_open == 1)
+    async with router.client.get(router.url + "/load") as answer:
+        assert await answer.json() == {"server_load": 1}
+    asked.cancel()
+    await eventually(lambda: decode.num_open == 0)
+    await eventually(lambda: router.num_open == 0)
+    async with router.client.get(router.url + "/load") as answer:
+        assert await answer.json() == {"server_load": 0}
+
+
+async def test_the_api_is_described_as_a_node_describes_it(cluster: Cluster) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode, root_path="/llm")
+    for path in ("/openapi.json", "/llm/openapi.json"):
+        async with router.client.get(router.url + path) as answer:
+            found = await answer.json()
+    assert found == {**FakeDecodeNode.document, "servers": [{"url": "/llm"}]}
+    async with router.client.get(router.url + "/docs") as answer:
+        assert answer.headers["content-type"].startswith("text/html")
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+        assert "GET /fake" in await answer.text()
+    await decode.stop_http()
+    async with router.client.get(router.url + "/docs") as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (503, "no_node_available")
+
+
+async def test_only_probes_are_open_where_there_are_keys(cluster: Cluster) -> None:
+    router = await cluster.router(await cluster.decode(), api_keys="one")
+    for path, status in (("/ping", 200), *((p, 401) for p in ("/version", "/load", "/docs"))):
+        async with router.client.get(router.url + path) as answer:
+            assert answer.status == status, path

@@ -1,0 +1,61 @@
+"""Answers what every HTTP service of ours is asked about itself, by vLLM's names and shapes.
+
+    GET       /version       {"version": "0.1.0"}
+    GET, POST /ping          as /health, for platforms that ask so
+    GET       /load          {"server_load": 3}: requests that are being answered
+    GET       /openapi.json  the API, for programs
+    GET       /docs          the same for people: a page without scripts and with nothing to load
+
+All but /ping are for those who may use the API.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from edge.http.api_page import PAGE_HEADERS, render_api
+
+Document = dict[str, Any]
+
+
+def service_routes(
+    health: Callable[[], Awaitable[Response]],
+    num_open: Callable[[], int],
+    document: Callable[[], Awaitable[Document]],
+    root_path: str = "",
+) -> list[Route]:
+    """Returns the routes. `document` is OpenAPI's; `root_path` is where clients find it."""
+
+    async def version(_: Request) -> Response:
+        return _json({"version": importlib.metadata.version("tandem")})
+
+    async def ping(_: Request) -> Response:
+        return await health()
+
+    async def load(_: Request) -> Response:
+        return _json({"server_load": num_open()})
+
+    async def openapi(_: Request) -> Response:
+        return _json({**await document(), "servers": [{"url": root_path or "/"}]})
+
+    async def docs(_: Request) -> Response:
+        return HTMLResponse(render_api(await document()), headers=PAGE_HEADERS)
+
+    return [
+        Route("/version", version),
+        Route("/ping", ping, methods=["GET", "POST"]),
+        Route("/load", load),
+        Route("/openapi.json", openapi),
+        Route("/docs", docs),
+    ]
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
