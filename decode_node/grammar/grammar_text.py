@@ -17,6 +17,8 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from decode_node.grammar.formats import with_exact_formats
+
 WHITE_SPACE = r"[ \n\r\t]{1,20}"
 """Limits the white space between the parts of a JSON document. Without a bound, models that are not
 sure of themselves write blanks until they reach `max_tokens`."""
@@ -65,7 +67,8 @@ def json_schema(
         options = {"whitespace_flexible": False}
     if lenient:
         options["lenient"] = True
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+    exact = with_exact_formats(schema)
+    return f"%json {json.dumps({**exact, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def token(token_id: int) -> Expression:

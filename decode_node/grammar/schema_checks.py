@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -130,17 +130,19 @@ def without_additional_properties(schema: Any) -> Any:
     return copy
 
 
-def subschemas(schema: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a schema and those in it, each with its place, like `.properties.a.items`."""
-    yield place, schema
-    for keyword, value in schema.items():
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields a schema and those in it that are objects, each with its place, like
+    `.properties.a.items`. Needs no stack as deep as they are."""
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    while waiting:
+        place, part = waiting.pop()
+        yield place, part
         inner: list[tuple[str, Any]] = []
-        if keyword in _NAMED and isinstance(value, dict):
-            inner = [(f".{keyword}.{name}", part) for name, part in value.items()]
-        elif keyword in _LISTED and isinstance(value, list):
-            inner = [(f".{keyword}.{i}", part) for i, part in enumerate(value)]
-        elif keyword in _SINGLE:
-            inner = [(f".{keyword}", value)]
-        for name, part in inner:
-            if isinstance(part, dict):
-                yield from subschemas(part, place + name)
+        for keyword, value in part.items():
+            if keyword in _NAMED and isinstance(value, dict):
+                inner += [(f".{keyword}.{name}", named) for name, named in value.items()]
+            elif keyword in _LISTED and isinstance(value, list):
+                inner += [(f".{keyword}.{i}", listed) for i, listed in enumerate(value)]
+            elif keyword in _SINGLE:
+                inner.append((f".{keyword}", value))
+        waiting += [(place + at, it) for at, it in reversed(inner) if isinstance(it, dict)]
