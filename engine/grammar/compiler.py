@@ -10,6 +10,7 @@ of them may still spend would depend on the others, and on the order in which th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,9 @@ from engine.grammar.tokenizer import load_grammar_tokenizer, parser_limits
 
 _MAX_REASON = 500
 """Characters of a library's message."""
+_STACK_BYTES = 64 << 20
+"""The library recurses with the depth of a grammar, and nobody survives the end of a stack. Only
+what is used takes memory."""
 
 
 class CompiledGrammar(NamedTuple):
@@ -39,6 +43,7 @@ class GrammarCompiler:
     def __init__(self, model: ModelConfig, num_threads: int) -> None:
         self._model = model
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        _start_threads(self._threads, num_threads)
         self._tokenizer: Future[llguidance.LLTokenizer] | None = None
 
     def prepare(self) -> None:
@@ -77,3 +82,14 @@ class GrammarCompiler:
     def close(self) -> None:
         """Drops what is not compiled yet. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _start_threads(threads: ThreadPoolExecutor, count: int) -> None:
+    """Starts all threads of a pool, which takes as many tasks that wait for one another."""
+    together = threading.Barrier(count)
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        for _ in range(count):
+            threads.submit(together.wait)
+    finally:
+        threading.stack_size(before)

@@ -71,14 +71,16 @@ def parser_limits() -> llguidance.LLParserLimits:
     """Returns what compiling a grammar, and one mask of it, may cost.
 
     All limits count operations. A clock would let ranks disagree on whether a grammar is refused,
-    and ranks must always agree. Errors do not repeat the grammar or the output.
+    and ranks must always agree. Those of a mask are a quarter of the library's own or less: what
+    needs more took up to 60 ms a mask, now 4, in which every row of the step waits. A row's
+    automaton may take some 100 MB. Errors do not repeat the grammar or the output.
     """
     return llguidance.LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_lexer_states=250_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
         max_grammar_size=500_000,
         verbose_errors=False,
     )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.config import ModelConfig
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.tokenizer import GrammarUnavailable, load_grammar_tokenizer, parser_limits
 from tests.engine.frontend.small_tokenizers import (
     byte_fallback_backend,
@@ -107,3 +108,15 @@ def test_special_tokens_are_still_known_by_their_ids(tmp_path: Path) -> None:
 
 def _bits(matcher: llguidance.LLMatcher) -> np.ndarray:
     return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+
+
+def test_a_deep_grammar_does_not_overflow_the_stack_of_a_thread(tmp_path: Path) -> None:
+    """Each rule needs the next one, 4000 deep: with the stack that threads have anyway the process
+    would end."""
+    save(tmp_path, byte_level_backend())
+    compiler = GrammarCompiler(model_with(tmp_path), num_threads=2)
+    rules = [f'r{i}: "a{i}" r{i + 1} | "b"' for i in range(4000)]
+    grammar = "\n".join(["start: r0", *rules, 'r4000: "x"'])
+    compiled = [compiler.compile(grammar, []) for _ in range(3)]
+    assert [one.result(60).failure for one in compiled] == [""] * 3
+    compiler.close()
