@@ -114,6 +114,11 @@ class Tokenizer:
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         return cls(backend, ChatTemplate(_STAND_IN_TEMPLATE, {}))
 
+    def to_json(self) -> str:
+        """Returns the text of its tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:

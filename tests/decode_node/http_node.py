@@ -30,13 +30,12 @@ from decode_node.server import create_metrics, create_node_app, find_defaults, r
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
 from edge.tracing.file import TraceFile
-from engine.config import ModelConfig
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.http_server import HttpServer, listen
 from tests.decode_node.decode_fakes import TIMEOUT_S, FakeEngine, FakePrefillNodes
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
-from tests.engine.frontend.small_tokenizers import byte_level_backend, save
+from tests.engine.frontend.small_tokenizers import byte_level_backend
 
 MODEL = "tiny"
 TEMPLATE = (
@@ -54,19 +53,19 @@ def chat_tokenizer() -> Tokenizer:
 
 
 @cache
-def _grammar_model() -> ModelConfig:
+def _checker_of(tokenizer: str, vocab_size: int) -> GrammarChecker:
     folder = tempfile.TemporaryDirectory(prefix="tandem-tokenizer-")
     atexit.register(folder.cleanup)
-    save(Path(folder.name), byte_level_backend())
-    return tiny_config(vocab_size=VOCAB_SIZE, path=folder.name).model
-
-
-@cache
-def grammar_checker() -> GrammarChecker:
-    """Makes the one that all nodes of a test process share. Its process starts when it is used."""
-    checker = GrammarChecker(_grammar_model())
+    (Path(folder.name) / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    checker = GrammarChecker(tiny_config(vocab_size=vocab_size, path=folder.name).model)
     atexit.register(checker.close)
     return checker
+
+
+def grammar_checker(tokenizer: Tokenizer) -> GrammarChecker:
+    """Returns the one that all nodes of a test process share. Its process starts when it is
+    used."""
+    return _checker_of(tokenizer.to_json(), max(VOCAB_SIZE, tokenizer.vocab_size))
 
 
 @dataclass
@@ -144,7 +143,7 @@ async def http_node(
         metrics,
         state,
         callers,
-        grammar_checker(),
+        grammar_checker(tokenizer),
         defaults,
     )
     transport = httpx.ASGITransport(app)
