@@ -31,7 +31,8 @@ class DeltaSink:
         self._markers = markers
         self._may_call = may_call
         self._deltas: list[Delta] = []
-        self._blank = ""
+        self._blank: list[str] = []
+        """White space that waits for what follows."""
         self._has_content = False
         self.is_behind_call = False
         self.num_calls = 0
@@ -52,9 +53,9 @@ class DeltaSink:
         if self._may_call:
             kept = text.rstrip()
             if not kept:
-                self._blank += text
+                self._blank.append(text)
                 return
-            blank, self._blank = self._blank, text[len(kept) :]
+            blank, self._blank = "".join(self._blank), [text[len(kept) :]]
             is_edge = self.is_behind_call and not self._has_content
             text = kept.lstrip() if is_edge else blank + kept
             self.is_behind_call, self._has_content = False, True
@@ -76,6 +77,7 @@ class DeltaSink:
 
     def finish(self) -> None:
         """Gives the white space at the end, unless it is a call's."""
-        if self._blank and not self.is_behind_call:
-            self._deltas.append(ContentText(self._blank))
-        self._blank = ""
+        blank = "".join(self._blank)
+        if blank and not self.is_behind_call:
+            self._deltas.append(ContentText(blank))
+        self._blank = []

@@ -36,12 +36,17 @@ class ReasoningStage:
         self._ends = [end, *([ends_before] if ends_before else [])]
         self._sink = sink
         self._follow = follow
+        self._blank: list[str] = []
+        """White space before anything else."""
         self._kept = ""
         self._is_at_beginning = True
         self.is_reasoning = is_open
 
     def push(self, text: str) -> None:
         if self._is_at_beginning:
+            if not self._kept and text.isspace():
+                self._blank.append(text)
+                return
             text, self._kept = self._kept + text, ""
             text = self._skip_begin(text)
         if text and self.is_reasoning:
@@ -50,7 +55,7 @@ class ReasoningStage:
             self._follow.push(text)
 
     def finish(self) -> None:
-        kept, self._kept = self._kept, ""
+        kept, self._kept = "".join(self._blank) + self._kept, ""
         if self.is_reasoning:
             self._sink.reasoning(kept)
             self._sink.incomplete = "reasoning"
@@ -67,6 +72,9 @@ class ReasoningStage:
         elif self._begin.startswith(stripped):
             self._kept = text
             return ""
+        else:
+            text = "".join(self._blank) + text
+        self._blank = []
         self._is_at_beginning = False
         return text
 

@@ -19,8 +19,13 @@ from decode_node.protocol.tools import Tool
 _TYPE_OF = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 _MAX_REFERENCES = 8
-_MAX_LITERAL = 1 << 16
-"""Characters of a Python literal. Longer ones are not read, because that takes its time."""
+_MAX_LITERAL = 1 << 12
+"""Characters of a Python literal. Longer ones are read only if they are one string: compiling
+others may take as long as hundreds of tokens."""
+_ONE_STRING = re.compile(
+    r"""\"{3}(?:[^\\]|\\.)*\"{3}|'{3}(?:[^\\]|\\.)*'{3}|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""",
+    re.DOTALL,
+)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -132,7 +137,7 @@ def _python_value(text: str) -> object:
 def python_value(text: str) -> object:
     """Returns the value of a Python literal, with JSON's names for the constants as well. Nothing
     is evaluated. Raises ValueError."""
-    if len(text) > _MAX_LITERAL:
+    if len(text) > _MAX_LITERAL and not _ONE_STRING.fullmatch(text.strip()):
         raise ValueError(f"a literal of {len(text)} characters is too long")
     try:
         with warnings.catch_warnings():

@@ -39,7 +39,8 @@ def tokens_of(family: str) -> dict[str, int]:
     reasoning = next(
         known for known in REASONING_FAMILIES if REASONING.get(family, "deepseek_r1") in known.names
     )
-    texts = [*literals(form), *literals(reasoning), "｜DSML｜"]
+    texts = [*literals(form), *literals(reasoning)]
+    texts += ["｜DSML｜"] * (family == "deepseek_v32")
     plain = {"qwen3_coder": ("</parameter>", "</function>"), "deepseek_v32": ("<",)}
     found = sorted(
         {
