@@ -52,9 +52,9 @@ class ChatReading:
                 param="tool_choice",
             )
 
-    def marker_token_ids(self, tool_use: ToolUse) -> frozenset[int]:
-        """Returns the tokens that the readers must see as such."""
-        return self._parsers.marker_token_ids if self._needs_parsers(tool_use) else frozenset()
+    def marker_token_ids(self, tool_use: ToolUse) -> frozenset[int] | None:
+        """Returns the tokens that the readers must see as such; None when nobody reads pieces."""
+        return self._parsers.marker_token_ids if self._needs_parsers(tool_use) else None
 
     def options(self, body: ChatCompletionRequest, tool_use: ToolUse, prompt: str) -> ChatOptions:
         """Returns how to read and tell the answer to a rendered prompt."""

@@ -229,7 +229,7 @@ class OpenAIServing:
         echoes: list[str],
         grammars: list[str],
         context: RequestContext,
-        marker_token_ids: frozenset[int] = frozenset(),
+        marker_token_ids: frozenset[int] | None = None,
     ) -> list[Choice]:
         """Forms the envelope of each prompt once; choice `i` draws with seed + i. Other requests
         come in between the choices of a long one."""

@@ -36,8 +36,9 @@ class GenerationRequest:
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
     text: TextOptions = field(default_factory=TextOptions)
-    marker_token_ids: frozenset[int] = frozenset()
-    """Tokens that the reader of the outputs wants to see as such, in `RequestOutput.pieces`."""
+    marker_token_ids: frozenset[int] | None = None
+    """Tokens that the reader of the outputs wants to see as such, in `RequestOutput.pieces`; None:
+    nobody reads pieces."""
     arrival_time: float = field(default_factory=time.monotonic)
     """The CLOCK_MONOTONIC seconds at which the request arrived."""
     choice_ids: tuple[str, ...] = ()

@@ -81,8 +81,9 @@ class OutputProcessor:
         self._shows_stop = request.text.include_stop_str_in_output
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.text)
         self._matcher = StopStringMatcher(sampling.stop, keeps_match=self._shows_stop)
-        self._markers = request.marker_token_ids
-        self._pieces = PieceQueue() if self._markers and tokenizer is not None else None
+        self._markers = request.marker_token_ids or frozenset()
+        wants_pieces = request.marker_token_ids is not None and tokenizer is not None
+        self._pieces = PieceQueue() if wants_pieces else None
         self._num_resumed_tokens = request.spec.num_resumed_tokens
         self._prompt_logprobs: list[PromptLogprobs] = []
         """Log probabilities of the prompt, until they are given."""

@@ -72,6 +72,21 @@ async def test_without_a_call_it_is_an_answer_as_any() -> None:
     assert stream.finish_reasons == ["stop"]
 
 
+async def test_a_vocabulary_without_the_markers_spells_them_in_text() -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    async with http_node(
+        scripts=[f"I ask. {call}", "It rains."], context=1200, tool_call_parser="hermes"
+    ) as node:
+        first, second = [
+            (await node.client.post(CHAT, json=body)).json()["choices"][0]["message"]
+            for _ in range(2)
+        ]
+    assert first["content"].strip() == "I ask."
+    assert [call["function"]["name"] for call in first["tool_calls"]] == ["get_time"]
+    assert second["content"] == "It rains." and "tool_calls" not in second
+
+
 async def test_a_call_that_is_cut_off_ends_with_length() -> None:
     stream, whole, message, _ = await both(WEATHER, {"max_tokens": 40})
     assert stream == whole

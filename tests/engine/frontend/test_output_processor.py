@@ -212,15 +212,15 @@ USER, END = 2, 3
 """Special tokens of the byte-level tokenizer, named as markers below."""
 
 
-def with_markers(*, shown: bool = False, **sampling: Any) -> OutputProcessor:
-    """Makes a processor whose request names two markers, which tokenizers hide, or show if they are
-    no special tokens."""
+def with_markers(*, shown: bool = False, none: bool = False, **sampling: Any) -> OutputProcessor:
+    """Makes a processor whose request names two markers, or `none`. Tokenizers hide them, or show
+    them if they are no special tokens."""
     params = SamplingParams(**{"max_tokens": 100, **sampling})
     request = GenerationRequest(
         "r",
         RequestSpec([5, 6], params),
         eos_token_ids=(EOS,),
-        marker_token_ids=frozenset((USER, END)),
+        marker_token_ids=frozenset() if none else frozenset((USER, END)),
     )
     return OutputProcessor(request, ShowsSpecialTokens() if shown else byte_level())
 
@@ -244,6 +244,14 @@ def pieces_of(outputs: list[RequestOutput]) -> list[str | int]:
 
 def test_only_requests_that_name_markers_get_pieces() -> None:
     assert processor().process([USER, *tokens("dog")]).pieces is None
+
+
+def test_a_reader_whose_model_has_no_markers_gets_all_text() -> None:
+    ids = tokens("the dog")
+    output = with_markers(none=True).process([*ids, USER])
+    assert (
+        output.pieces is not None and "".join(map(str, output.pieces)) == output.text == "the dog"
+    )
 
 
 def test_pieces_are_the_text_of_each_token_and_the_ids_of_markers() -> None:
