@@ -103,9 +103,13 @@ class DecodeMetrics:
         self._histograms["vllm:request_params_n"].observe(
             len(choices) / max(1, sum(choice.is_first_of_prompt for choice in choices))
         )
+        seen: set[int] = set()
         for choice in choices:
             if choice.replay is None:
                 self._observe_record(choice.record)
+                if id(choice.record.prefill) not in seen:
+                    seen.add(id(choice.record.prefill))
+                    self._observe_prefill(choice.record)
                 if self._traces is not None and choice.request.trace is not None:
                     self._traces.write(choice.request.trace, spans_of(choice.record))
 
@@ -116,15 +120,19 @@ class DecodeMetrics:
     def _observe_record(self, record: RequestRecord) -> None:
         reason = record.finish_reason or "abort"
         self._success.labels(*self._labels, reason).inc()
-        self._decisions.labels(*self._labels, _decision(record)).inc()
-        self._attempts.labels(*self._labels).inc(record.attempts)
-        self._retries.labels(*self._labels).inc(max(0, record.attempts - 1))
-        if record.attempts and record.path == "local":
-            self._fallbacks.labels(*self._labels).inc()
-        for failure in record.failures:
-            self._failures.labels(*self._labels, failure).inc()
         self._observe_tokens(record)
         self._observe_times(record)
+
+    def _observe_prefill(self, record: RequestRecord) -> None:
+        """Counts once what the choices of a prompt share; `record` is the first one's."""
+        prefill = record.prefill
+        self._decisions.labels(*self._labels, _decision(record)).inc()
+        self._attempts.labels(*self._labels).inc(prefill.attempts)
+        self._retries.labels(*self._labels).inc(max(0, prefill.attempts - 1))
+        if prefill.attempts and prefill.path == "local":
+            self._fallbacks.labels(*self._labels).inc()
+        for failure in prefill.failures:
+            self._failures.labels(*self._labels, failure).inc()
         self._observe_kv(record)
 
     def _observe_tokens(self, record: RequestRecord) -> None:
@@ -159,7 +167,7 @@ class DecodeMetrics:
             histograms["vllm:inter_token_latency_seconds"].observe(gap_s)
 
     def _observe_kv(self, record: RequestRecord) -> None:
-        kv = record.kv
+        kv = record.prefill.kv
         if kv is None or not kv.num_bytes:
             return
         self._kv_bytes.labels(*self._labels).inc(kv.num_bytes)
@@ -184,8 +192,9 @@ class DecodeMetrics:
 
 
 def _decision(record: RequestRecord) -> str:
-    if record.attempts == 0:
+    prefill = record.prefill
+    if prefill.attempts == 0:
         return "decode-only"
     is_complete = record.finish_reason in ("stop", "length") and not record.second_token_at
-    is_whole = record.path == "remote" and record.kv is None and is_complete
+    is_whole = prefill.path == "remote" and prefill.kv is None and is_complete
     return "prefill-only" if is_whole else "prefill-decode"

@@ -120,7 +120,7 @@ class Answer:
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             if choice.num_cached is None:
-                self._journal.cached(choice.index, choice.record.cached_tokens)
+                self._journal.cached(choice.index, choice.record.prefill.cached_tokens)
         self._journal.output(choice.index, output)
 
     def _marked(self, events: list[bytes], choice: Choice | None = None) -> bytes:

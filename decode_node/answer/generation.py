@@ -46,7 +46,7 @@ class Choice:
 
     @property
     def cached_tokens(self) -> int:
-        return self.record.cached_tokens if self.num_cached is None else self.num_cached
+        return self.record.prefill.cached_tokens if self.num_cached is None else self.num_cached
 
     def usage(self) -> Usage:
         """Returns the usage of this choice alone, up to the output given last."""

@@ -15,13 +15,14 @@ from edge.http import headers as names
 
 def prefill_headers(record: RequestRecord) -> dict[str, str]:
     """Returns the headers for a request whose first token is known."""
-    headers = {names.PREFILL_NODE: record.prefill_node or "local"}
-    if record.prefill_node is not None and record.remote_queue_s is not None:
+    prefill = record.prefill
+    headers = {names.PREFILL_NODE: prefill.prefill_node or "local"}
+    if prefill.prefill_node is not None and prefill.remote_queue_s is not None:
         headers[names.PREFILL_WORK] = (
-            f"prompt={record.num_prompt_tokens};cached={record.cached_tokens};"
-            f"queue={record.remote_queue_s:.6f};compute={record.remote_prefill_s:.6f}"
+            f"prompt={record.num_prompt_tokens};cached={prefill.cached_tokens};"
+            f"queue={prefill.remote_queue_s:.6f};compute={prefill.remote_prefill_s:.6f}"
         )
-    if record.failed_nodes:
-        failed = (f"{address}={code}" for address, code in record.failed_nodes)
+    if prefill.failed_nodes:
+        failed = (f"{address}={code}" for address, code in prefill.failed_nodes)
         headers[names.PREFILL_FAILED] = ",".join(failed)
     return headers

@@ -32,7 +32,7 @@ from decode_node.disagg.remote_prefill import (
     RemotePrefillLimits,
 )
 from decode_node.errors import Overloaded, Unavailable
-from decode_node.observe.timeline import RequestRecord
+from decode_node.observe.timeline import PrefillRecord, RequestRecord
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputStream, RequestOutput
 from engine.node.open_requests import OpenRequests
@@ -125,8 +125,8 @@ class DisaggProxy:
         task: asyncio.Task[None] | None = None
         try:
             claim = await self._admit(request, is_remote=bool(addresses))
-            record.admitted_at = time.monotonic()
-            remote = self._remote_prefill(request, addresses, record)
+            record.prefill.admitted_at = time.monotonic()
+            remote = self._remote_prefill(request, addresses, record.prefill)
             params = request.kv_transfer_params = await remote.choose()
             if params is None:
                 claim.grow_to(len(tokens) + 1)
@@ -142,7 +142,7 @@ class DisaggProxy:
                     tokens += output.token_ids
                 claim.grow_to(len(tokens))
                 yield output
-            if record.path == "local" or record.second_token_at:
+            if record.prefill.path == "local" or record.second_token_at:
                 self._prefix_index.add(tokens[:-1], request.spec)
         finally:
             self.open.leave()
@@ -191,7 +191,7 @@ class DisaggProxy:
         return self._credits.claim_now(prompt, limit)
 
     def _remote_prefill(
-        self, request: GenerationRequest, addresses: Sequence[str], record: RequestRecord
+        self, request: GenerationRequest, addresses: Sequence[str], record: PrefillRecord
     ) -> RemotePrefill:
         return RemotePrefill(
             self._engine,

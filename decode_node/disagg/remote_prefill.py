@@ -37,7 +37,7 @@ from decode_node.disagg.prefill_events import (
     PrefillEvent,
 )
 from decode_node.disagg.prefill_join import JoinInput, JoinState, following
-from decode_node.observe.timeline import RequestRecord
+from decode_node.observe.timeline import PrefillRecord
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.messages import KVTransferResult
@@ -114,7 +114,7 @@ class RemotePrefill:
         addresses: Sequence[str],
         transfer_id: str,
         limits: RemotePrefillLimits,
-        record: RequestRecord,
+        record: PrefillRecord,
     ) -> None:
         self._engine = engine
         self._nodes = nodes

@@ -22,15 +22,15 @@ def spans_of(record: RequestRecord) -> list[Span]:
     attributes: dict[str, str | int] = {
         "prompt_tokens": record.num_prompt_tokens,
         "output_tokens": record.num_output_tokens,
-        "cached_tokens": record.cached_tokens,
-        "path": record.path,
-        "attempts": record.attempts,
+        "cached_tokens": record.prefill.cached_tokens,
+        "path": record.prefill.path,
+        "attempts": record.prefill.attempts,
         "finish_reason": record.finish_reason or "abort",
     }
-    if record.prefill_node:
-        attributes["prefill_node"] = record.prefill_node
-    if record.failures:
-        attributes["failures"] = ",".join(record.failures)
+    if record.prefill.prefill_node:
+        attributes["prefill_node"] = record.prefill.prefill_node
+    if record.prefill.failures:
+        attributes["failures"] = ",".join(record.prefill.failures)
     return [Span("request", record.received_at, end, attributes), *_parts(record)]
 
 
@@ -41,7 +41,7 @@ def _parts(record: RequestRecord) -> Iterator[Span]:
     yield Span("queue", record.received_at, begun)
     yield Span("prefill", begun, begun + record.prefill_s)
     yield Span("token 1", record.received_at, record.first_token_at)
-    kv = record.kv
+    kv = record.prefill.kv
     if kv is not None and kv.num_bytes:
         size = {"bytes": kv.num_bytes, "streams": kv.num_streams}
         yield Span("stream", kv.first_byte_at, kv.received_at, size)

@@ -49,24 +49,13 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True)
-class RequestRecord:
-    """Facts about one request, filled by the proxy while it runs; read for usage, timeline and
-    metrics."""
+class PrefillRecord:
+    """Facts about how one prompt was computed; its choices share them."""
 
-    num_prompt_tokens: int
-    max_tokens: int = 0
-    received_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    first_token_at: float = 0.0
-    second_token_at: float = 0.0
-    last_token_at: float = 0.0
-    token_gaps_s: list[float] = field(default_factory=list)
-    """Seconds between outputs after the first."""
-    num_output_tokens: int = 0
     num_cached_tokens: int | None = None
     remote_queue_s: float | None = None
     remote_prefill_s: float = 0.0
-    local_queue_s: float = 0.0
     prefill_node: str | None = None
     path: Path = "local"
     attempts: int = 0
@@ -75,6 +64,28 @@ class RequestRecord:
     failed_nodes: list[tuple[str, str]] = field(default_factory=list)
     """Has (host:port, code) of the prefill nodes that failed, in order."""
     kv: TransferStats | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.num_cached_tokens or 0
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Facts about one request, or one choice, filled by the proxy while it runs; read for usage,
+    timeline and metrics."""
+
+    num_prompt_tokens: int
+    max_tokens: int = 0
+    received_at: float = field(default_factory=time.monotonic)
+    prefill: PrefillRecord = field(default_factory=PrefillRecord)
+    first_token_at: float = 0.0
+    second_token_at: float = 0.0
+    last_token_at: float = 0.0
+    token_gaps_s: list[float] = field(default_factory=list)
+    """Seconds between outputs after the first."""
+    num_output_tokens: int = 0
+    local_queue_s: float = 0.0
     finish_reason: str | None = None
 
     def on_output(self, output: RequestOutput) -> None:
@@ -83,8 +94,8 @@ class RequestRecord:
             self.finish_reason = output.finish_reason
             return
         now = time.monotonic()
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = output.num_cached_tokens
+        if self.prefill.num_cached_tokens is None:
+            self.prefill.num_cached_tokens = output.num_cached_tokens
         self.local_queue_s = max(self.local_queue_s, output.queue_s)
         if output.token_ids:
             if not self.first_token_at:
@@ -97,19 +108,16 @@ class RequestRecord:
         self.finish_reason = output.finish_reason
 
     @property
-    def cached_tokens(self) -> int:
-        return self.num_cached_tokens or 0
-
-    @property
     def queue_s(self) -> float:
-        if self.remote_queue_s is None:
+        prefill = self.prefill
+        if prefill.remote_queue_s is None:
             return self.local_queue_s
-        return max(0.0, self.admitted_at - self.received_at) + self.remote_queue_s
+        return max(0.0, prefill.admitted_at - self.received_at) + prefill.remote_queue_s
 
     @property
     def prefill_s(self) -> float:
-        if self.remote_queue_s is not None:
-            return self.remote_prefill_s
+        if self.prefill.remote_queue_s is not None:
+            return self.prefill.remote_prefill_s
         return max(0.0, self._since(self.first_token_at) - self.local_queue_s)
 
     @property
@@ -117,12 +125,12 @@ class RequestRecord:
         """Returns the time when KV from elsewhere and token one were both here; 0.0 if no
         KV came.
         """
-        if self.kv is None or not self.kv.num_bytes:
-            return 0.0
-        return max(self.first_token_at, self.kv.last_byte_at)
+        kv = self.prefill.kv
+        return max(self.first_token_at, kv.last_byte_at) if kv and kv.num_bytes else 0.0
 
     def timeline(self) -> Timeline:
-        kv = self.kv if self.kv is not None and self.kv.num_bytes else None
+        prefill = self.prefill
+        kv = prefill.kv if prefill.kv is not None and prefill.kv.num_bytes else None
         return Timeline(
             queue_s=self.queue_s,
             prefill_s=self.prefill_s,
@@ -133,10 +141,10 @@ class RequestRecord:
             kv_last_byte_s=self._since(kv.last_byte_at) if kv else None,
             kv_bytes=kv.num_bytes if kv else 0,
             kv_streams=kv.num_streams if kv else 0,
-            cached_tokens=self.cached_tokens,
-            prefill_node=self.prefill_node,
-            path=self.path,
-            attempts=self.attempts,
+            cached_tokens=prefill.cached_tokens,
+            prefill_node=prefill.prefill_node,
+            path=prefill.path,
+            attempts=prefill.attempts,
         )
 
     def _since(self, moment: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError
 from decode_node.disagg.prefill_join import JoinInput, JoinState, following
 from decode_node.disagg.remote_prefill import RemotePrefill, RemotePrefillLimits
-from decode_node.observe.timeline import RequestRecord
+from decode_node.observe.timeline import PrefillRecord
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.request_stream import RequestStream
 from engine.messages import KVTransferResult
@@ -71,7 +71,7 @@ async def chosen(engine: FakeEngine) -> tuple[RemotePrefill, RequestStream]:
         "r", RequestSpec([5, 6, 7], SamplingParams(max_tokens=4)), eos_token_ids=(0,)
     )
     nodes, limits = FakePrefillNodes(), RemotePrefillLimits(max_attempts=2)
-    record = RequestRecord(num_prompt_tokens=3)
+    record = PrefillRecord()
     remote = RemotePrefill(engine, nodes, request, ["a:1", "b:1"], "0" * 32, limits, record)
     request.kv_transfer_params = await remote.choose()
     return remote, engine.generate(request)

@@ -130,7 +130,7 @@ async def test_token_and_kv_join_in_any_order(bench: Bench, token_first: bool) -
         await until(lambda: fake.has_first_token, "token one in the engine")
     call.taken()
     record = bench.records[0]
-    await until(lambda: record.kv is not None, "the transfer is noted")
+    await until(lambda: record.prefill.kv is not None, "the transfer is noted")
     bench.engine.produce_all(fake)
     check_complete(bench, await task)
     timeline = record.timeline()
@@ -179,7 +179,7 @@ async def test_a_token_that_ends_it_is_the_end_of_the_call_too(bench: Bench) -> 
         bench.engine.kv_arrives(bench.engine.only, ok=False)
         await until(lambda: bench.proxy.num_remote == 0, "nobody waits for KV")
     assert not call.is_open
-    assert not bench.records[0].failures
+    assert not bench.records[0].prefill.failures
     assert len(bench.nodes.calls) == 1
 
 
@@ -196,7 +196,7 @@ async def test_one_token_needs_neither_kv_nor_room(bench: Bench) -> None:
     assert (second.address, second.params.first_token_only) == (B, True)
     second.first_token()
     check_complete(bench, await task, 1)
-    assert bench.records[0].failures == ["resource_exhausted"]
+    assert bench.records[0].prefill.failures == ["resource_exhausted"]
     blocker.release()
 
 
@@ -281,7 +281,7 @@ async def test_unreachable_nodes_are_passed_over(bench: Bench) -> None:
     await until(lambda: fake.has_first_token, "token one")
     bench.engine.produce_all(fake)
     check_complete(bench, await task)
-    assert bench.records[0].failures == ["unreachable"]
+    assert bench.records[0].prefill.failures == ["unreachable"]
     assert prefill_headers(bench.records[0])["x-tandem-prefill-failed"] == f"{A}=unreachable"
 
 
@@ -361,7 +361,7 @@ async def test_a_call_that_just_ends_has_failed(bench: Bench) -> None:
     await until(lambda: ("local", None) in bench.engine.only.calls, "prefill here")
     bench.engine.produce_all(bench.engine.only)
     check_complete(bench, await task)
-    assert bench.records[0].failures == ["cut_off"]
+    assert bench.records[0].prefill.failures == ["cut_off"]
 
 
 async def test_a_request_that_is_at_fault_itself_is_not_tried_on_every_node(bench: Bench) -> None:
@@ -426,7 +426,7 @@ async def test_every_phase_has_a_limit(phase: str) -> None:
     await until(lambda: ("local", None) in fake.calls, "prefill here")
     bench.engine.produce_all(fake)
     check_complete(bench, await task)
-    assert bench.records[0].failures == ["timeout"]
+    assert bench.records[0].prefill.failures == ["timeout"]
     await bench.check_empty()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from decode_node.metrics import DecodeMetrics
 from decode_node.observe.request_spans import spans_of
-from decode_node.observe.timeline import RequestRecord
+from decode_node.observe.timeline import PrefillRecord, RequestRecord
 from edge.tracing.context import TraceContext
 from edge.tracing.file import Span, TraceFile
 from kv_transfer.metadata import TransferStats
@@ -53,11 +53,12 @@ def test_a_line_is_otlp(tmp_path: Path) -> None:
 
 
 def test_all_parts_of_a_request_whose_kv_came_from_elsewhere() -> None:
-    record = RequestRecord(2000, received_at=10.0, admitted_at=10.25)
-    record.remote_queue_s, record.remote_prefill_s = 0.25, 1.0
+    record = RequestRecord(2000, received_at=10.0, prefill=PrefillRecord(admitted_at=10.25))
+    record.prefill.remote_queue_s, record.prefill.remote_prefill_s = 0.25, 1.0
     record.first_token_at, record.second_token_at, record.last_token_at = 11.5, 12.5, 14.0
-    record.kv = TransferStats(4096, 8, 10.75, 12.0, received_at=11.75)
-    record.prefill_node, record.path, record.failures = "p:1", "remote", ["timeout"]
+    record.prefill.kv = TransferStats(4096, 8, 10.75, 12.0, received_at=11.75)
+    prefill = record.prefill
+    prefill.prefill_node, prefill.path, prefill.failures = "p:1", "remote", ["timeout"]
     request, *parts = spans_of(record)
     assert (request.start, request.end) == (10.0, 14.0)
     assert request.attributes["prefill_node"] == "p:1"
@@ -107,10 +108,14 @@ async def test_each_service_is_a_child_of_its_caller(tmp_path: Path) -> None:
 
 
 def test_the_same_parts_are_measured() -> None:
-    record = RequestRecord(2000, received_at=10.0, admitted_at=10.25, attempts=3, path="remote")
-    record.remote_queue_s, record.remote_prefill_s = 0.25, 1.0
+    record = RequestRecord(
+        2000,
+        received_at=10.0,
+        prefill=PrefillRecord(admitted_at=10.25, attempts=3, path="remote"),
+    )
+    record.prefill.remote_queue_s, record.prefill.remote_prefill_s = 0.25, 1.0
     record.first_token_at, record.second_token_at, record.last_token_at = 11.5, 12.5, 14.0
-    record.kv = TransferStats(5 * 10**9, 8, 10.75, 12.0, received_at=11.75)
+    record.prefill.kv = TransferStats(5 * 10**9, 8, 10.75, 12.0, received_at=11.75)
     choice: Any = SimpleNamespace(
         record=record, replay=None, is_first_of_prompt=True, request=SimpleNamespace(trace=None)
     )
