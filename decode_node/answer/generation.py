@@ -1,13 +1,16 @@
-"""The work of one HTTP request: one or several choices, each a request of its own to the engine.
+"""The work of one HTTP request: one or several choices.
 
 prompts × n  ──▶  choices, numbered prompt by prompt  ──▶  outputs, as they come
+
+Choices of one prompt are one request, whose prompt is computed once. Only a choice that goes on
+where another node left off is a request of its own: it has tokens of its own behind the prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from decode_node.disagg.proxy import DisaggProxy
@@ -47,6 +50,11 @@ class Choice:
     @property
     def cached_tokens(self) -> int:
         return self.record.prefill.cached_tokens if self.num_cached is None else self.num_cached
+
+    @property
+    def is_begun(self) -> bool:
+        """Returns whether the client has tokens of it from another node."""
+        return self.replay is not None or self.request.spec.num_resumed_tokens > 0
 
     def usage(self) -> Usage:
         """Returns the usage of this choice alone, up to the output given last."""
@@ -104,8 +112,8 @@ class Generation:
         Raises `CannotFollow`, `GenerationFailed` or `Unavailable` when one choice cannot be
         completed.
         """
-        several = len(self.choices) > 1
-        source = self._merge() if several else self._run(self.choices[0])
+        forks = list(_forks(self.choices))
+        source = self._merge(forks) if len(forks) > 1 else self._run(forks[0])
         async with contextlib.aclosing(source):
             try:
                 async for choice, output in source:
@@ -135,14 +143,25 @@ class Generation:
         """Returns the timeline of the first choice."""
         return self.choices[0].record.timeline()
 
-    async def _run(self, choice: Choice) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-        if choice.replay is not None:
-            choice.record.on_output(choice.replay)
-            yield choice, choice.replay
+    async def _run(self, fork: list[Choice]) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+        """Runs choices that are one request."""
+        first = fork[0]
+        if first.replay is not None:
+            first.record.on_output(first.replay)
+            yield first, first.replay
             return
-        stream = self._proxy.generate(choice.request, choice.record, self._prefill_nodes)
+        by_id = {choice.request.request_id: choice for choice in fork}
+        for choice in fork:
+            choice.record.prefill = first.record.prefill
+        request = GenerationRequest.of_choices(
+            f"{first.request.request_id}+{len(fork) - 1}", [choice.request for choice in fork]
+        )
+        stream = self._proxy.generate(
+            request, [choice.record for choice in fork], self._prefill_nodes
+        )
         async with contextlib.aclosing(stream):
             async for output in stream:
+                choice = by_id[output.request_id]
                 if output.finish_reason == "abort":
                     raise Unavailable("this node is stopping; try another", code="draining")
                 if output.error:
@@ -153,13 +172,15 @@ class Generation:
                     output.logprobs = choice.resumed_logprobs
                 yield choice, _without_output(output) if choice.is_prompt_only else output
 
-    async def _merge(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-        """Runs a task for each choice; the first failure ends all."""
+    async def _merge(
+        self, forks: list[list[Choice]]
+    ) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+        """Runs a task for each request; the first failure ends all."""
         merged: asyncio.Queue[tuple[Choice, RequestOutput] | Exception | None] = asyncio.Queue()
 
-        async def pump(choice: Choice) -> None:
+        async def pump(fork: list[Choice]) -> None:
             try:
-                async with contextlib.aclosing(self._run(choice)) as outputs:
+                async with contextlib.aclosing(self._run(fork)) as outputs:
                     async for item in outputs:
                         merged.put_nowait(item)
                 merged.put_nowait(None)
@@ -168,8 +189,8 @@ class Generation:
 
         tasks: list[asyncio.Task[None]] = []
         try:
-            for choice in self.choices:
-                tasks.append(asyncio.create_task(pump(choice)))
+            for fork in forks:
+                tasks.append(asyncio.create_task(pump(fork)))
                 # Each begins with work on its whole prompt: other requests come in between.
                 await asyncio.sleep(0)
             running = len(tasks)
@@ -185,6 +206,22 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _forks(choices: Sequence[Choice]) -> Iterator[list[Choice]]:
+    """Yields choices that are one request: those of a prompt which nobody has begun. Others are
+    alone."""
+    fork: list[Choice] = []
+    for choice in choices:
+        if choice.is_first_of_prompt and fork:
+            yield fork
+            fork = []
+        if choice.is_begun:
+            yield [choice]
+        else:
+            fork.append(choice)
+    if fork:
+        yield fork
 
 
 def _without_output(output: RequestOutput) -> RequestOutput:

@@ -11,6 +11,9 @@
     4. END      whatever the reason, and whoever left: the call is cancelled, the engine's stream
                 closed, the room given back
 
+Choices of one prompt are one request here: one claim, one prefill, one pull; our engine lets them
+fork off behind the prompt.
+
 Without prefill nodes, or when none answers, the same engine computes the prompt: one node alone
 is a complete server.
 """
@@ -21,6 +24,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from decode_node.disagg.cached_prefixes import CachedPrefixes
@@ -46,6 +50,20 @@ class Engine(RemoteEngine, Protocol):
     def stats(self) -> SchedulerStats: ...
     def generate(self, request: GenerationRequest) -> OutputStream: ...
     def abort(self, request_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One answer on its way. `tokens` begin with the prompt."""
+
+    index: int
+    record: RequestRecord
+    tokens: list[int]
+
+    def take(self, output: RequestOutput) -> None:
+        self.record.on_output(output)
+        if not output.is_replay:
+            self.tokens += output.token_ids
 
 
 class DisaggProxy:
@@ -109,27 +127,34 @@ class DisaggProxy:
     async def generate(
         self,
         request: GenerationRequest,
-        record: RequestRecord,
+        records: Sequence[RequestRecord],
         prefill_nodes: Sequence[str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the outputs of `request`; close the generator to abort it. `prefill_nodes` None
-        stands for ours.
+        """Yields the outputs of `request`, or of its choices; close the generator to abort it.
+        `records`: of each choice, with one record of their prefill. `prefill_nodes` None stands for
+        ours.
 
         Raises EngineDeadError, and `Unavailable` when the node stops before the request begins.
         """
         addresses = self._choose_addresses(request, prefill_nodes)
-        tokens = list(request.spec.prompt_token_ids)
+        prompt, prefill = request.spec.prompt_token_ids, records[0].prefill
+        names = request.choice_ids or (request.request_id,)
+        choices = {
+            name: _Choice(index, record, list(prompt))
+            for index, (name, record) in enumerate(zip(names, records, strict=True))
+        }
         self.open.enter()
         claim: Claim | None = None
         stream: OutputStream | None = None
         task: asyncio.Task[None] | None = None
         try:
             claim = await self._admit(request, is_remote=bool(addresses))
-            record.prefill.admitted_at = time.monotonic()
-            remote = self._remote_prefill(request, addresses, record.prefill)
+            prefill.admitted_at = time.monotonic()
+            remote = self._remote_prefill(request, addresses, prefill)
             params = request.kv_transfer_params = await remote.choose()
             if params is None:
-                claim.grow_to(len(tokens) + 1)
+                for choice in choices.values():
+                    claim.grow_to(len(prompt) + 1, choice.index)
             stream = self._engine.generate(request)
             self._in_engine.add(request.request_id)
             if params is not None:
@@ -137,13 +162,14 @@ class DisaggProxy:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             async for output in stream:
-                record.on_output(output)
-                if not output.is_replay:
-                    tokens += output.token_ids
-                claim.grow_to(len(tokens))
+                choice = choices[output.request_id]
+                choice.take(output)
+                claim.grow_to(len(choice.tokens), choice.index)
+                if output.finished:
+                    claim.end_choice(choice.index)
+                    if prefill.path == "local" or choice.record.second_token_at:
+                        self._prefix_index.add(choice.tokens[:-1], request.spec)
                 yield output
-            if record.prefill.path == "local" or record.second_token_at:
-                self._prefix_index.add(tokens[:-1], request.spec)
         finally:
             self.open.leave()
             if task is not None:
@@ -184,11 +210,12 @@ class DisaggProxy:
         """Claims room. A request that our engine computes waits in the engine's own queue, but does
         not overtake those that wait here."""
         if is_remote and request.spec.needs_one_token:
-            return self._credits.claim_now(0, 0)
-        prompt, limit = len(request.spec.prompt_token_ids), request.spec.sampling.max_tokens
+            return self._credits.claim_now(0, 0, len(request.spec.seeds))
+        spec = request.spec
+        size = (len(spec.prompt_token_ids), spec.sampling.max_tokens, len(spec.seeds))
         if is_remote or self._credits.num_waiting:
-            return await self._credits.acquire(prompt, limit)
-        return self._credits.claim_now(prompt, limit)
+            return await self._credits.acquire(*size)
+        return self._credits.claim_now(*size)
 
     def _remote_prefill(
         self, request: GenerationRequest, addresses: Sequence[str], record: PrefillRecord

@@ -12,7 +12,8 @@ transfer without progress from then on fails, however lively its peer.
 
 After a failure: the next prefill node, with a higher attempt number; when there is none, or the
 request itself is at fault, the prompt is computed here. The first token reaches the client once,
-whichever attempt brought it.
+whichever attempt brought it. With choices, the first token is that of each
+choice, and they come together.
 
 The task that runs this is cancelled when the request ends for any reason; that cancels the
 call, and the prefill node lets go of everything.
@@ -41,7 +42,7 @@ from decode_node.observe.timeline import PrefillRecord
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.messages import KVTransferResult
-from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from kv_transfer.metadata import KVPeer, KVTransferParams
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class RemoteEngine(Protocol):
         token_id: int,
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
+        siblings: SiblingTokens | None = None,
     ) -> bool: ...
     def prompt_computed(self, request_id: str) -> None: ...
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None: ...
@@ -253,7 +255,11 @@ class RemotePrefill:
         record.remote_queue_s = token.queue_s
         record.remote_prefill_s = token.prefill_s
         return self._engine.supply_first_token(
-            self._request.request_id, token.token_id, token.logprobs, self._of_prompt
+            self._request.request_id,
+            token.token_id,
+            token.logprobs,
+            self._of_prompt,
+            token.siblings,
         )
 
     async def _listen_to_call(self, params: KVTransferParams, news: asyncio.Queue[News]) -> None:

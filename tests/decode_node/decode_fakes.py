@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvent
@@ -17,7 +17,7 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.request_stream import OutputQueue, RequestState, RequestStream
 from engine.messages import EngineReady, KVTransferResult
-from engine.outputs import PromptLogprobs, SchedulerStats, TokenLogprobs
+from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 
@@ -85,6 +85,9 @@ class FakeEngine:
         self.is_dead = False
         self.dead_reason = ""
         self.requests: dict[str, FakeRequest] = {}
+        """Requests and choices, by their ids."""
+        self.prompts: dict[str, list[FakeRequest]] = {}
+        """The same by the ids of prompts."""
         self.on_generate: Callable[[FakeRequest], None] = lambda request: None
         self._tokenizer = tokenizer
         self._auto = auto
@@ -98,26 +101,35 @@ class FakeEngine:
     def generate(self, request: GenerationRequest) -> RequestStream:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
-        assert request.request_id not in self.requests, "request ids must be unique"
         name, queue = request.request_id, OutputQueue()
-        state = RequestState(OutputProcessor(request, self._tokenizer), name, queue)
+        fakes = self.prompts[name] = [self._begin(one, name, queue) for one in _alone(request)]
+        for fake in fakes:
+            fake.kv_results = fakes[0].kv_results
+            self.on_generate(fake)
+            if fake.params is None and self._auto:
+                self.produce_all(fake)
+        return RequestStream(name, queue, len(fakes), lambda stream: self.abort(stream.request_id))
+
+    def _begin(self, request: GenerationRequest, prompt_id: str, queue: OutputQueue) -> FakeRequest:
+        assert request.request_id not in self.requests, "request ids must be unique"
+        state = RequestState(OutputProcessor(request, self._tokenizer), prompt_id, queue)
         fake = FakeRequest(request, state, params=request.kv_transfer_params)
+        fake.has_kv = fake.params is None
         self.requests[request.request_id] = fake
         if request.spec.num_resumed_tokens:
-            state.queue.put_nowait(state.processor.replay(request.spec.resumed_token_ids))
-        if fake.params is None:
-            fake.has_kv = True
-        self.on_generate(fake)
-        if fake.params is None and self._auto:
-            self.produce_all(fake)
-        return RequestStream(name, queue, 1, lambda stream: self.abort(stream.request_id))
+            queue.put_nowait(state.processor.replay(request.spec.resumed_token_ids))
+        return fake
+
+    def _of(self, request_id: str) -> list[FakeRequest]:
+        """Returns the choices of a prompt, or one request."""
+        fake = self.requests.get(request_id)
+        return [fake] if fake is not None else self.prompts.get(request_id, [])
 
     def abort(self, request_id: str) -> None:
-        fake = self.requests.get(request_id)
-        if fake is None or fake.finished:
-            return
-        fake.aborted = fake.finished = True
-        fake.state.queue.put_nowait(fake.state.processor.process([], finish_reason="abort"))
+        for fake in self._of(request_id):
+            if not fake.finished:
+                fake.aborted = fake.finished = True
+                fake.state.queue.put_nowait(fake.state.processor.process([], finish_reason="abort"))
 
     def supply_first_token(
         self,
@@ -125,41 +137,46 @@ class FakeEngine:
         token_id: int,
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
+        siblings: SiblingTokens | None = None,
     ) -> bool:
-        fake = self.requests[request_id]
-        fake.calls.append(("first_token", token_id))
-        if fake.finished or fake.state.processor.num_new_tokens:
-            return not fake.finished
-        for part in prompt_logprobs:
-            fake.state.processor.add_prompt_logprobs(part)
-        output = fake.state.processor.process_first_token(token_id, logprobs)
-        fake.has_first_token = True
-        fake.finished = output.finished
-        fake.state.queue.put_nowait(output)
-        self._join(fake)
-        return not output.finished
+        fakes = self.prompts[request_id]
+        tokens = [token_id, *(siblings.token_ids if siblings else [])]
+        assert len(tokens) == len(fakes)
+        for fake, token in zip(fakes, tokens, strict=True):
+            fake.calls.append(("first_token", token))
+            if fake.finished or fake.state.processor.num_new_tokens:
+                continue
+            for part in prompt_logprobs:
+                fake.state.processor.add_prompt_logprobs(part)
+            output = fake.state.processor.process_first_token(token, logprobs)
+            fake.has_first_token = True
+            fake.finished = output.finished
+            fake.state.queue.put_nowait(output)
+            self._join(fake)
+        return not all(fake.finished for fake in fakes)
 
     def prompt_computed(self, request_id: str) -> None:
-        self.requests[request_id].calls.append(("prompt_computed", None))
+        for fake in self.prompts[request_id]:
+            fake.calls.append(("prompt_computed", None))
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None:
-        fake = self.requests[request_id]
-        fake.calls.append(("retry", params))
-        fake.params = params
-        fake.has_kv = False
+        for fake in self.prompts[request_id]:
+            fake.calls.append(("retry", params))
+            fake.params = params
+            fake.has_kv = False
 
     def prefill_locally(self, request_id: str) -> None:
-        fake = self.requests[request_id]
-        fake.calls.append(("local", None))
-        fake.params = None
-        fake.has_kv = True
-        if self._auto and not fake.finished:
-            self.produce_all(fake)
+        for fake in self.prompts[request_id]:
+            fake.calls.append(("local", None))
+            fake.params = None
+            fake.has_kv = True
+            if self._auto and not fake.finished:
+                self.produce_all(fake)
 
     async def wait_kv_result(self, request_id: str) -> KVTransferResult:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
-        result = await self.requests[request_id].kv_results.get()
+        result = await self.prompts[request_id][0].kv_results.get()
         if isinstance(result, Exception):
             raise result
         return result
@@ -184,8 +201,9 @@ class FakeEngine:
         name = fake.request.request_id
         fake.kv_results.put_nowait(KVTransferResult(name, attempt, ok, stats, reason, retryable))
         if ok and fake.params is not None and fake.params.attempt == attempt:
-            fake.has_kv = True
-            self._join(fake)
+            for choice in self.prompts[fake.state.prompt_id]:
+                choice.has_kv = True
+                self._join(choice)
 
     def produce(self, fake: FakeRequest, count: int = 1, **last: Any) -> None:
         """Produces the next `count` tokens of the fixed sequence; `last`: how the last one
@@ -268,6 +286,14 @@ class FakeEngine:
             self.produce_all(fake)
 
 
+def _alone(request: GenerationRequest) -> list[GenerationRequest]:
+    """Returns the request for each choice alone."""
+    return [
+        replace(request, request_id=name, spec=request.spec.of_choice(index), choice_ids=())
+        for index, name in enumerate(request.choice_ids or (request.request_id,))
+    ]
+
+
 def expected_tokens(fake: FakeRequest, count: int) -> list[int]:
     prompt = len(fake.request.spec.prompt_token_ids)
     return [token_at(prompt + i, fake.request.spec.sampling.seed) for i in range(count)]
@@ -289,7 +315,11 @@ class FakeCall:
         if token_id is None:
             position = len(self.request.spec.prompt_token_ids)
             token_id = token_at(position, self.request.spec.sampling.seed)
-        self._events.put_nowait(FirstToken(token_id, None, 3, 0.01, 0.02))
+        seeds, siblings = self.request.spec.sibling_seeds, None
+        if seeds:
+            position = len(self.request.spec.prompt_token_ids)
+            siblings = SiblingTokens([token_at(position, seed) for seed in seeds])
+        self._events.put_nowait(FirstToken(token_id, None, 3, 0.01, 0.02, siblings))
 
     def taken(self) -> None:
         self._events.put_nowait(KVTaken())

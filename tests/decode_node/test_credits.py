@@ -69,6 +69,40 @@ async def test_growth_counts_and_comes_back() -> None:
     assert credits.num_free == 4
 
 
+async def test_choices_count_their_prompt_once() -> None:
+    """20 tokens fill two blocks and a part; each choice has that part, and what follows."""
+    credits = KVCredits(num_blocks=12, block_size=8, max_claims=4)
+    claim = await credits.acquire(20, 8, num_choices=3)
+    assert (credits.num_free, credits.num_claims) == (12 - 2 - 3 * 2, 3)
+    waiting = asyncio.create_task(credits.acquire(8, 8, num_choices=2))
+    await settle()
+    assert not waiting.done(), "one seat is free, and two are wanted"
+    claim.grow_to(33, choice=1)
+    claim.end_choice(0)
+    claim.end_choice(0)
+    await settle()
+    assert waiting.done()
+    waiting.result().release()
+    assert (credits.num_free, credits.num_claims) == (12 - 2 - 2 - 3, 2)
+    claim.end_choice(1)
+    claim.grow_to(800, choice=1)
+    assert (credits.num_free, credits.num_claims) == (12 - 2 - 2, 1)
+    claim.release()
+    claim.release()
+    assert (credits.num_free, credits.num_claims) == (12, 0)
+
+
+async def test_more_choices_than_seats_are_admitted_alone() -> None:
+    credits = KVCredits(num_blocks=100, block_size=8, max_claims=4)
+    other = await credits.acquire(8, 1)
+    many = asyncio.create_task(credits.acquire(8, 1, num_choices=9))
+    await settle()
+    assert not many.done()
+    other.release()
+    (await many).release()
+    assert (credits.num_free, credits.num_claims) == (100, 0)
+
+
 @pytest.mark.parametrize("admit_first", [True, False])
 async def test_a_waiter_may_leave_at_any_moment(admit_first: bool) -> None:
     credits = KVCredits(num_blocks=4, block_size=8, max_claims=9)
@@ -94,11 +128,15 @@ def test_random_arrivals_and_departures_leave_nothing(seed: int) -> None:
     draw = random.Random(seed)
 
     async def request(credits: KVCredits, held: list[Claim]) -> None:
-        claim = await credits.acquire(draw.randint(1, 60), draw.randint(1, 100))
+        num_choices = draw.choice([1, 1, 2, 4])
+        claim = await credits.acquire(draw.randint(1, 60), draw.randint(1, 100), num_choices)
         held.append(claim)
-        assert credits.num_free >= 0 or credits.num_claims == 1
         try:
-            for _ in range(draw.randint(0, 4)):
+            with_seats = [other for other in held if other.num_choices]
+            assert credits.num_free >= 0 or with_seats == [claim]
+            for choice in range(draw.randint(0, 4)):
+                if draw.random() < 0.5:
+                    claim.end_choice(choice)
                 await asyncio.sleep(0)
         finally:
             held.remove(claim)
@@ -115,7 +153,8 @@ def test_random_arrivals_and_departures_leave_nothing(seed: int) -> None:
             if draw.random() < 0.3:
                 draw.choice(tasks).cancel()
         async with asyncio.timeout(30):
-            await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(r is None or isinstance(r, asyncio.CancelledError) for r in results), results
         assert not held
         assert (credits.num_free, credits.num_claims, credits.num_waiting) == (16, 0, 0)
 

@@ -393,7 +393,7 @@ async def test_metrics_count_what_happened() -> None:
         assert value("vllm:inter_token_latency_seconds_count") == 28
         assert value("vllm:request_generation_tokens_sum") == 33
         assert value("vllm:request_params_n_sum") == 5
-        assert value("tandem_disagg_decision_total", decision_type="decode-only") == 3
+        assert value("tandem_disagg_decision_total", decision_type="decode-only") == 2
         assert value("tandem_disagg_decision_total", decision_type="prefill-decode") == 1
         assert value("tandem_disagg_decision_total", decision_type="prefill-only") == 1
         assert value("tandem_prefill_attempt_failures_total", reason="unreachable") == 1

@@ -79,7 +79,7 @@ class Bench:
     ) -> AsyncIterator[RequestOutput]:
         record = RequestRecord(num_prompt_tokens=len(PROMPT))
         self.records.append(record)
-        return self.proxy.generate(self.request(**sampling), record, prefill_nodes)
+        return self.proxy.generate(self.request(**sampling), [record], prefill_nodes)
 
     def start(self, **kwargs: object) -> asyncio.Task[list[RequestOutput]]:
         return asyncio.create_task(collect(self.stream(**kwargs)))
@@ -234,7 +234,7 @@ async def test_only_what_is_not_cached_here_counts() -> None:
     bench = Bench(threshold=8)
     first = bench.request(range(20), max_tokens=6)
     task = asyncio.create_task(
-        collect(bench.proxy.generate(first, RequestRecord(num_prompt_tokens=20), [A]))
+        collect(bench.proxy.generate(first, [RequestRecord(num_prompt_tokens=20)], [A]))
     )
     fake, call = await bench.engine.added(), await bench.nodes.called()
     call.first_token()
@@ -243,7 +243,7 @@ async def test_only_what_is_not_cached_here_counts() -> None:
     bench.engine.produce_all(fake)
     answer = tokens_of(await task)
     second = bench.request([*range(20), *answer[:4], 1, 2, 3, 4])
-    stream = bench.proxy.generate(second, RequestRecord(num_prompt_tokens=28), [A])
+    stream = bench.proxy.generate(second, [RequestRecord(num_prompt_tokens=28)], [A])
     task = asyncio.create_task(collect(stream))
     fake = await bench.engine.added(2)
     assert fake.params is None, "24 of 28 tokens are here"

@@ -89,20 +89,21 @@ async def test_requests_are_written_when_they_end(tmp_path: Path) -> None:
 
 
 async def test_each_service_is_a_child_of_its_caller(tmp_path: Path) -> None:
-    """Spans lead from the router to the decode node, there to one for each choice, from that to
-    prefill."""
+    """Spans lead from the router to the decode node, there to one for each choice, and from the
+    first one of a prompt to prefill."""
     router = TraceContext(TRACE)
     path = tmp_path / "decode"
     async with http_node(trace_file=path) as node:
         node.nodes.on_call = lambda call: call.first_token()
         headers = {**router.child_headers(), "x-prefiller-host-port": "a:1"}
-        body = {"prompt": "a dog", "max_tokens": 1, "n": 2}
+        body = {"prompt": ["a dog", "a cat"], "max_tokens": 1, "n": 2}
         await node.client.post("/v1/completions", json=body, headers=headers)
         calls = [call.request.trace for call in node.nodes.calls]
     decode = [root for root, *_ in spans_in(path)]
     assert {span["parentSpanId"] for span in decode} == {router.span_id}
-    assert {span["spanId"] for span in decode} == {call.span_id for call in calls if call}
-    assert len(decode) == len({span["spanId"] for span in decode}) == 2
+    assert len(calls) == 2
+    assert {span["spanId"] for span in decode} > {call.span_id for call in calls if call}
+    assert len(decode) == len({span["spanId"] for span in decode}) == 4
     for _, *parts in spans_in(path):
         assert {part["parentSpanId"] for part in parts} <= {span["spanId"] for span in decode}
 
@@ -120,7 +121,14 @@ def test_the_same_parts_are_measured() -> None:
         record=record, replay=None, is_first_of_prompt=True, request=SimpleNamespace(trace=None)
     )
     metrics = DecodeMetrics(tiny_config())
-    metrics.observe([choice])
+    # Another choice of the same prompt, aborted before its first token: nothing of it is new.
+    sibling: Any = SimpleNamespace(
+        record=RequestRecord(2000, prefill=record.prefill),
+        replay=None,
+        is_first_of_prompt=False,
+        request=SimpleNamespace(trace=None),
+    )
+    metrics.observe([choice, sibling])
     found = {
         sample.name: sample.value
         for family in metrics.registry.collect()
