@@ -27,8 +27,8 @@ evict each other."""
 
 @dataclass(frozen=True, slots=True)
 class ClaimSize:
-    """What a request needs: `num_shared` blocks of its prompt, and of each of `num_choices` so
-    many blocks more."""
+    """Says what a request needs: `num_shared` blocks of its prompt, and `num_own` more for each of
+    its choices."""
 
     num_shared: int
     num_own: int

@@ -12,8 +12,8 @@ transfer without progress from then on fails, however lively its peer.
 
 After a failure: the next prefill node, with a higher attempt number; when there is none, or the
 request itself is at fault, the prompt is computed here. The first token reaches the client once,
-whichever attempt brought it. With choices, the first token is that of each
-choice, and they come together.
+whichever attempt brought it. With choices, the first token is that of each choice, and they come
+together.
 
 The task that runs this is cancelled when the request ends for any reason; that cancels the
 call, and the prefill node lets go of everything.

@@ -70,7 +70,7 @@ async def test_growth_counts_and_comes_back() -> None:
 
 
 async def test_choices_count_their_prompt_once() -> None:
-    """20 tokens fill two blocks and a part; each choice has that part, and what follows."""
+    """A prompt of 20 tokens has two full blocks; each choice has the partial one and the next."""
     credits = KVCredits(num_blocks=12, block_size=8, max_claims=4)
     claim = await credits.acquire(20, 8, num_choices=3)
     assert (credits.num_free, credits.num_claims) == (12 - 2 - 3 * 2, 3)

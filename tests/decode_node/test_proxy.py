@@ -372,7 +372,7 @@ async def test_a_request_that_is_at_fault_itself_is_not_tried_on_every_node(benc
     assert bench.nodes.handshakes == [A]
     bench.engine.produce_all(bench.engine.only)
     check_complete(bench, await task)
-    assert bench.records[0].failures == ["cannot_follow"]
+    assert bench.records[0].prefill.failures == ["cannot_follow"]
 
 
 async def test_a_restarted_node_has_another_handshake_and_is_asked_again(bench: Bench) -> None:
