@@ -78,6 +78,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate_values_schema.py
 	$(BIN)/python docs/generate_values_page.py
 	$(BIN)/python docs/generate_openapi.py
+	$(BIN)/python docs/generate_api.py
 
 docs-check: docs
 	git diff --exit-code -- docs helm

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from decode_node.http.callers import CallerCheck
@@ -29,13 +29,18 @@ def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> A
     """Returns the application. It needs no lifespan: whoever makes `api` also starts and stops what
     is in it. `num_open` counts requests that are being answered."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
-    for routes in (create_router(api), create_tokenizer_router(api)):
-        serve(app, routes.routes)
-    serve(app, _service_routes(api, num_open))
+    serve(app, node_routes(api, num_open))
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     edge = ErrorForms(EdgeMiddleware(app, callers))
     return OuterEdge(edge, lambda: api.state.draining, api.settings.http_front())
+
+
+def node_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
+    """Returns the routes of all that a node serves. The docstrings of what they call say what it
+    is, in docs/api.md too."""
+    own = (create_router(api), create_tokenizer_router(api))
+    return [*(route for routes in own for route in routes.routes), *_service_routes(api, num_open)]
 
 
 def _service_routes(api: Api, num_open: Callable[[], int]) -> list[Route]:

@@ -107,38 +107,56 @@ class Api:
 
 def create_router(api: Api) -> APIRouter:
     router = APIRouter()
+    _add_answers(router, api)
+    _add_state(router, api)
+    return router
+
+
+def _add_answers(router: APIRouter, api: Api) -> None:
+    """Adds what computes something from a body."""
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
+        """Answers a chat."""
         body, context = await api.read(request, ChatCompletionRequest)
         return await api.serving.chat(body, context)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
+        """Continues texts."""
         body, context = await api.read(request, CompletionRequest)
         return await api.serving.completions(body, context)
 
     @router.post("/v1/responses")
     async def responses(request: Request) -> Response:
+        """Answers a chat in the shape of OpenAI's newer API, and keeps nothing."""
         body, context = await api.read(request, ResponsesRequest)
         return await api.serving.responses(body, context)
 
     @router.post("/v1/messages")
     async def messages(request: Request) -> Response:
+        """Answers a chat in the shape of Anthropic's API."""
         body, context = await api.read(request, MessagesRequest)
         return await api.serving.messages(body, context)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
+        """Tells how many tokens the prompt of such a chat has."""
         body, context = await api.read(request, CountTokensRequest)
         return await api.serving.count_tokens(body, context)
 
+
+def _add_state(router: APIRouter, api: Api) -> None:
+    """Adds what tells something of the node."""
+
     @router.get("/v1/models")
     async def models() -> Response:
+        """Lists the names of the model."""
         return _json(ModelList(data=api.cards.all()))
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
+        """Describes one model."""
         return _json(api.cards.of(name))
 
     @router.get("/health")
@@ -157,9 +175,8 @@ def create_router(api: Api) -> APIRouter:
 
         @router.get("/metrics")
         async def metrics() -> Response:
+            """Tells counters and histograms to Prometheus."""
             return Response(api.metrics.text(), media_type=METRICS_TYPE)
-
-    return router
 
 
 def _json(content: msgspec.Struct) -> Response:

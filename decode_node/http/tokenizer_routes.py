@@ -16,11 +16,13 @@ def create_tokenizer_router(api: Api) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
+        """Tells the tokens of a text, or of the prompt that a chat becomes."""
         body, context = await api.read(request, TokenizeRequest)
         return _json(await serving.tokenize(body, is_long=context.is_long))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
+        """Tells the text of tokens."""
         body, context = await api.read(request, DetokenizeRequest)
         return _json(await serving.detokenize(body, is_long=context.is_long))
 
@@ -28,6 +30,7 @@ def create_tokenizer_router(api: Api) -> APIRouter:
 
         @router.get("/tokenizer_info")
         async def tokenizer_info() -> Response:
+            """Tells the tokenizer's configuration; only with --enable-tokenizer-info-endpoint."""
             return _json(serving.info())
 
     return router

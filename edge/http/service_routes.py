@@ -34,18 +34,23 @@ def service_routes(
     """Returns the routes. `document` is OpenAPI's; `root_path` is where clients find it."""
 
     async def version(_: Request) -> Response:
+        """Tells the release."""
         return _json({"version": importlib.metadata.version("tandem")})
 
     async def ping(_: Request) -> Response:
+        """Answers as /health, for platforms that ask so."""
         return await health()
 
     async def load(_: Request) -> Response:
+        """Tells how many requests are being answered."""
         return _json({"server_load": num_open()})
 
     async def openapi(_: Request) -> Response:
+        """Describes the API to programs."""
         return _json({**await document(), "servers": [{"url": root_path or "/"}]})
 
     async def docs(_: Request) -> Response:
+        """Describes the API to people."""
         return HTMLResponse(render_api(await document()), headers=PAGE_HEADERS)
 
     return [

@@ -112,7 +112,8 @@ def test_a_second_interrupt_does_not_wait_for_open_answers(start: Start) -> None
     started = descendants(process.pid)
     connection = http.client.HTTPConnection("127.0.0.1", int(port[1]), timeout=60)
     wish = {"prompt": "x", "max_tokens": 2000, "n": 16, "stream": True, "ignore_eos": True}
-    connection.request("POST", "/v1/completions", json.dumps(wish))
+    as_json = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(wish), as_json)
     assert connection.getresponse().readline().startswith(b"data: ")
     process.send_signal(signal.SIGINT)
     read_until(process, "stopping")

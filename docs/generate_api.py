@@ -1,0 +1,257 @@
+"""Writes docs/api.md from the routes and the request bodies: endpoints, fields, refusals.
+
+A field's meaning is the docstring below it; `decode_node.protocol.body.Ignored` marks those that
+change nothing, and `decode_node.protocol.not_built` lists names that are refused. Ends with an
+error that names what lacks a description.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from starlette.routing import Route
+
+from decode_node.app import node_routes
+from decode_node.config import DecodeNodeSettings
+from decode_node.protocol.body import IS_IGNORED
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.completions import CompletionRequest
+from decode_node.protocol.generation_body import GenerationBody
+from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
+from decode_node.protocol.not_built import NOT_BUILT
+from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from router.app import create_app
+from router.config import RouterSettings
+
+PAGE = Path(__file__).with_name("api.md")
+
+HEAD = """\
+# HTTP API
+
+`make docs` generates this page from the routes and the types of the request bodies;
+[openapi.json](openapi.json) has the same types for programs. Names and meaning are OpenAI's, and
+vLLM's for what OpenAI does not have.
+
+## Endpoints
+
+**router** and **decode node** say who serves a path. A router passes everything that generates on
+to decode nodes, so clients see no difference; what it does not serve is asked of a node.
+
+| path | router | decode node | meaning |
+|---|---|---|---|
+"""
+
+FIELDS = """
+## Fields
+
+| what becomes of a field | |
+|---|---|
+| accepted | It does what its row says. |
+| limited | Only the values that its row names are accepted; others are a 400. |
+| ignored | It is part of the API and changes nothing here. |
+| [not built](#known-but-not-built) | A 400 that names it, unless its value asks for nothing. |
+| unknown | Ignored: one warning in the log for each name, and a count. |
+
+`tandem_ignored_fields_total` counts unknown fields; `--strict-fields` makes them a 400.
+null is the same as leaving a field out. A whole number may be written as `3.0`; text is no number.
+Wrong types and values are a 400 whose `param` names the field, before anything is computed.
+Sampling parameters that a request leaves out are the model's
+(`--generation-config`, [configuration](configuration.md); `GET /v1/models` tells them).
+"""
+
+NOT_BUILT_HEAD = """
+## Known, but not built
+
+Other servers know these fields, and they would change the answer, so they are refused with
+`unsupported_parameter` wherever they are not among the fields above. null, false, 0, and empty
+values ask for nothing and are accepted.
+
+| field | also accepted | instead |
+|---|---|---|
+"""
+
+ROUTER_PATHS = {
+    "/v1/models": "Lists the models of all decode nodes.",
+    "/v1/models/{model_id:path}": "",
+    "/health": "",
+    "/ready": "",
+    "/metrics": "",
+    "/status": "Shows the cluster to people.",
+}
+"""Paths that a router answers itself; an empty meaning is the decode node's."""
+
+Titles = dict[type[BaseModel], str]
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+class Undocumented(Exception):
+    """A route or a field says nothing of itself. The message says which and what to do."""
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    titles = {GenerationBody: "Chats and completions"}
+    titles |= {body: f"POST {path}" for path, body in BODIES.items()}
+    bodies = [section(titles[body], body, _parent(body, titles), titles) for body in titles]
+    return HEAD + endpoints() + FIELDS + "".join(bodies) + NOT_BUILT_HEAD + not_built()
+
+
+def endpoints() -> str:
+    node, router = node_paths(), router_paths()
+    rows = []
+    for path in sorted({*node, *router}, key=lambda path: (path[:4] != "/v1/", path)):
+        method = ", ".join(sorted((node.get(path) or router[path])[0]))
+        meaning = (node[path][1] if path in node else "") or ROUTER_PATHS.get(path, "")
+        if path in router and path not in node and router[path][0] == {"POST"}:
+            continue  # A router passes it on, and no node has it yet.
+        if not meaning:
+            raise Undocumented(f"the route {path} has no docstring")
+        shown = path.replace("{model_id:path}", "{name}").replace("{name:path}", "{name}")
+        rows.append(
+            f"| `{method} {shown}` | {_mark(path in router)} | {_mark(path in node)} | {meaning} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def node_paths() -> dict[str, tuple[set[str], str]]:
+    """Returns methods and meaning of each path of a decode node."""
+    settings = DecodeNodeSettings(model="any", enable_tokenizer_info_endpoint=True)
+    api: Any = SimpleNamespace(settings=settings, tokenizer=None)
+    found = _paths(node_routes(api, lambda: 0))
+    missing = [path for path, (how, _) in found.items() if how == {"POST"} and path not in BODIES]
+    if missing:
+        raise Undocumented(f"name the request bodies of {missing} in BODIES")
+    return {path.replace("{name:path}", "{model_id:path}"): it for path, it in found.items()}
+
+
+def router_paths() -> dict[str, tuple[set[str], str]]:
+    return _paths(create_app(RouterSettings(decode="127.0.0.1:1/2")).router.routes)
+
+
+def _paths(routes: Any) -> dict[str, tuple[set[str], str]]:
+    return {
+        route.path: (set(route.methods or ()) - {"HEAD"}, _first_line(route.endpoint.__doc__))
+        for route in routes
+        if isinstance(route, Route)
+    }
+
+
+def _parent(body: type[BaseModel], titles: Titles) -> type[BaseModel] | None:
+    """Returns the nearest body with a section of its own whose fields `body` has, too."""
+    return next((base for base in body.__mro__[1:] if base in titles), None)
+
+
+def section(
+    title: str, body: type[BaseModel], parent: type[BaseModel] | None, titles: Titles
+) -> str:
+    """Returns a body's own fields, and those of its parts below it."""
+    leave_out = set(parent.model_fields) if parent else set()
+    text = f"\n### {title}\n\n{_whole(body)}"
+    if parent:
+        text += f" Besides, it has the fields of {_link(titles[parent])}."
+    text += "\n\n" + table(body, leave_out)
+    for part in parts(body, leave_out):
+        text += f"\n**{part.__name__}**: {_whole(part)}\n\n" + table(part, set())
+    return text
+
+
+def _link(title: str) -> str:
+    anchor = "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+    return f"[{title}](#{anchor})"
+
+
+def table(body: type[BaseModel], leave_out: set[str]) -> str:
+    schema = body.model_json_schema()["properties"]
+    rows = ["| field | type | | meaning |", "|---|---|---|---|"]
+    for name, field in body.model_fields.items():
+        if name in leave_out:
+            continue
+        shown = field.alias or name
+        if not field.description:
+            raise Undocumented(
+                f"{body.__name__}.{name} has no description: write a docstring below the field"
+            )
+        meaning = " ".join(field.description.split()).replace("|", "\\|")
+        fate = "limited" if meaning.startswith("Only ") else "accepted"
+        fate = "ignored" if IS_IGNORED in field.metadata else fate
+        rows.append(f"| `{shown}` | {type_of(schema[shown])} | {fate} | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def parts(body: type[BaseModel], leave_out: set[str]) -> Iterator[type[BaseModel]]:
+    """Yields the types of parts of a body, each once, in the order of the fields."""
+    seen: set[type[BaseModel]] = set()
+
+    def below(annotation: Any) -> Iterator[type[BaseModel]]:
+        if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+            if annotation not in seen:
+                seen.add(annotation)
+                yield annotation
+                for field in annotation.model_fields.values():
+                    yield from below(field.annotation)
+        else:
+            for argument in get_args(annotation):
+                yield from below(argument)
+
+    for name, field in body.model_fields.items():
+        if name not in leave_out:
+            yield from below(field.annotation)
+
+
+def type_of(schema: dict[str, Any]) -> str:
+    """Returns a JSON type as people say it; null goes without saying."""
+    variants = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    return " or ".join(dict.fromkeys(_type_of(one) for one in variants))
+
+
+def _type_of(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rsplit("/", 1)[-1]
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return " / ".join(f"`{value}`" for value in values)
+    if schema.get("type") == "array":
+        return f"list of {type_of(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
+
+
+def not_built() -> str:
+    return "".join(
+        f"| `{name}` | {', '.join(f'`{value}`' for value in dict.fromkeys(map(str, it.neutral)))} "
+        f"| {it.advice} |\n"
+        for name, it in NOT_BUILT.items()
+    )
+
+
+def _whole(thing: object) -> str:
+    return " ".join((inspect.getdoc(thing) or "").split())
+
+
+def _first_line(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+def _mark(there: bool) -> str:
+    return "yes" if there else ""
+
+
+if __name__ == "__main__":
+    main()
