@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from edge.security.config import SecurityConfig
+from edge.security.config import SecurityConfig, SecurityError
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 PullTransportName = Literal["h2", "grpcio"]
@@ -59,6 +59,15 @@ class KVTransferConfig:
     frozen_after_s: float = 3.0
     transports: str = AUTO
     pull_transport: PullTransportName = "h2"
+
+    def __post_init__(self) -> None:
+        """Raises `SecurityError` for a server that cannot do what security asks of it."""
+        serves_by_grpcio = self.kv_role == "kv_producer" and self.pull_transport == "grpcio"
+        if serves_by_grpcio and self.security.accept_missing_tls:
+            raise SecurityError(
+                "grpcio's server cannot serve with and without TLS on one port: while "
+                "--accept-missing-tls is set, --kv-pull-transport must be h2"
+            )
 
     @property
     def process_staging_bytes(self) -> int:

@@ -18,25 +18,27 @@ _HIDDEN = {"HEAD", "OPTIONS"}
 def serve(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Adds routes to an application, and to what it says that it serves."""
     app.router.routes.extend(routes)
-    served: dict[str, set[str]] = getattr(app.state, "served", {})
-    for route in routes:
-        assert isinstance(route, Route)
-        served.setdefault(route.path_format, set()).update((route.methods or set()) - _HIDDEN)
-    app.state.served = served
+    app.state.served = [*getattr(app.state, "served", ()), *routes]
 
 
 def unknown_path(request: Request) -> HttpError:
     """Returns the error for a request that no route takes."""
     method, path = request.method, request.url.path
-    served: dict[str, set[str]] = request.app.state.served
+    routes = [route for route in request.app.state.served if isinstance(route, Route)]
     shown = path[:_MAX_SHOWN]
-    if path in served:
-        allowed = ", ".join(sorted(served[path]))
+    others = _methods(route for route in routes if route.path_regex.match(path))
+    if others:
+        allowed = ", ".join(sorted(others))
         return MethodNotAllowed(f"{shown} takes {allowed}, not {method}", allowed=allowed)
+    served = {route.path_format: _methods([route]) for route in routes}
     listed = ", ".join(f"{'|'.join(sorted(how))} {one}" for one, how in sorted(served.items()))
     meant = _meant(shown, served)
     hint = f"did you mean {meant}? " if meant else ""
     return NotFound(f"there is no {method} {shown} here; {hint}served: {listed}")
+
+
+def _methods(routes: Iterable[Route]) -> set[str]:
+    return {method for route in routes for method in route.methods or ()} - _HIDDEN
 
 
 def _meant(path: str, served: Iterable[str]) -> str:

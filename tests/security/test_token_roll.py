@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from decode_node.http.callers import Caller, CallerCheck, CallerKeys
 from edge.http.errors import Unauthorized
@@ -14,6 +15,7 @@ from edge.http.request_head import RequestHead
 from edge.security.cluster_token import TOKEN_HEADER
 from edge.security.config import Role, SecurityConfig, SecurityError
 from edge.security.credentials import CallerRefused, Credentials
+from edge.security.metrics import CredentialsCollector
 from tests.security.test_node_services import outcomes, prefill_node
 
 TOKEN = "t" * 32
@@ -56,6 +58,12 @@ def test_a_wrong_token_is_refused_in_between(stages: list[Credentials]) -> None:
     for wrong in ("", "another"):
         with pytest.raises(CallerRefused):
             stages[1].check_caller({Role.ROUTER}, None, {TOKEN_HEADER: wrong})
+    registry = CollectorRegistry()
+    registry.register(CredentialsCollector(stages[1]))
+    assert registry.get_sample_value("tandem_missing_tokens_total") == 1
+    registry = CollectorRegistry()
+    registry.register(CredentialsCollector(stages[2]))
+    assert registry.get_sample_value("tandem_missing_tokens_total") is None
 
 
 def test_api_clients_need_their_key_in_between(stages: list[Credentials]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decode_node.config import DecodeNodeSettings
-from edge.security.config import PlaintextRefused
+from edge.security.config import PlaintextRefused, SecurityError
 from engine.config import CacheConfig, DeviceConfig, ParallelConfig, SchedulerConfig
 from engine.models.errors import CheckpointError
 from engine.node import settings as settings_module
@@ -160,6 +160,20 @@ def test_listening_for_others_in_plaintext_must_be_wanted(
 def test_certificates_are_named_all_or_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert DecodeNodeSettings(model="m", tls_key_file="k").print_checked("kv_consumer") == 2
     assert "--tls-cert-file and --tls-ca-file not given" in capsys.readouterr().err
+
+
+def test_a_roll_to_tls_needs_a_server_that_serves_both(
+    demo_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {f"tls_{name}_file": "x" for name in ("cert", "key", "ca")}
+    given = {"model": str(demo_checkpoint), "accept_missing_tls": True, **files}
+    grpcio = PrefillNodeSettings(kv_pull_transport="grpcio", **given)
+    with pytest.raises(SecurityError, match="--kv-pull-transport must be h2"):
+        grpcio.to_engine_config("kv_producer")
+    PrefillNodeSettings(**given).to_engine_config("kv_producer")
+    missing = DecodeNodeSettings(model="m", accept_missing_tls=True)
+    assert missing.print_checked("kv_consumer") == 2
+    assert "give --tls-cert-file" in capsys.readouterr().err
 
 
 def test_memory_for_kv_is_shared_by_the_processes_of_a_worker(
