@@ -163,6 +163,27 @@ BUGS = (
         "return found[0] if found else ANYONE",
         ("tests/router/test_keys.py",),
     ),
+    Bug(
+        "stale-mask", "a token is chosen under the mask of the one before",
+        "engine/sample/grammars.py", "        self._consume_latest()\n", "",
+        ("tests/engine/sample/test_grammar_states.py",),
+    ),
+    Bug(
+        "drafts-kept", "drafts that were wrong stay in a grammar",
+        "engine/sample/grammars.py", "elif walk.drafts:", "elif False:",
+        ("tests/engine/sample/test_grammar_states.py",),
+    ),
+    Bug(
+        "ends-by-error", "a grammar that leaves nothing ends the answer as if it were complete",
+        "engine/grammar/row_grammar.py",
+        "        if matcher.is_error() or (", "        if False and (",
+        ("tests/engine/worker/test_grammars.py", "-k", "cannot_be_followed"),
+    ),
+    Bug(
+        "one-end", "only the first of the model's ends may end a document",
+        "engine/grammar/tokenizer.py", "list(model.eos_token_ids)", "model.eos_token_ids[0]",
+        ("tests/engine/grammar/test_grammar_tokenizer.py",),
+    ),
 )  # fmt: skip
 
 
