@@ -15,15 +15,17 @@ from decode_node.grammar.grammar_text import (
     GrammarText,
     any_token_but,
     either,
-    literal,
     optional,
+    regex,
     repeat,
     sequence,
     token,
 )
-from decode_node.grammar.reasoning import Marker, ReasoningFormat, ReasoningState
+from decode_node.grammar.reasoning import ReasoningFormat, ReasoningState
 from edge.http.errors import BadRequest
 
+_LINES = regex(r"\n{0,2}")
+"""Line breaks that models like to leave behind their thinking."""
 MAX_THINKING_BUDGET = 1 << 20
 
 
@@ -55,10 +57,13 @@ def answer_grammar(
         return "" if body is None else text.write(body)
     if body is None:
         return "" if budget is None else _free_answer(text, end_ids, reasoning, state, budget)
-    rest = sequence(_span(text, end_ids, reasoning, budget), literal(reasoning.after or ""))
+    after = text.marked(reasoning.after) if reasoning.after else _LINES
+    rest = sequence(_span(text, end_ids, reasoning, budget), after)
     if state is ReasoningState.OPEN:
         return text.write(sequence(rest, body))
-    think = text.rule("think", sequence(_marker(reasoning.begin), rest))
+    begin = reasoning.begin
+    opening = text.marked(begin.text) if begin.token_id is None else token(begin.token_id)
+    think = text.rule("think", sequence(opening, rest))
     return text.write(sequence(optional(think), body))
 
 
@@ -91,10 +96,6 @@ def _span(
         return text.until("thinking", reasoning.end.text)
     inner = repeat(any_token_but({end, *end_ids}), 0, budget)
     return text.rule("thinking", sequence(inner, token(end)))
-
-
-def _marker(marker: Marker) -> Expression:
-    return literal(marker.text) if marker.token_id is None else token(marker.token_id)
 
 
 def _check_budget(budget: int, reasoning: ReasoningFormat | None) -> None:

@@ -25,7 +25,7 @@ class ReasoningFormat:
     Attributes:
         begin: What the model writes first, unless the prompt ends with it.
         end: What ends the thinking.
-        after: What comes between the end and the answer, always; "" for nothing.
+        after: What comes between the end and the answer, always; "" for nothing but line breaks.
     """
 
     begin: Marker

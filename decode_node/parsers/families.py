@@ -121,12 +121,14 @@ class ReasoningFamily:
     Attributes:
         names: Names of the parser on the command line.
         ends_before: A marker that ends reasoning although it belongs to what follows.
+        after: What always stands between the end and the answer.
     """
 
     names: tuple[str, ...]
     begin: str
     end: str
     ends_before: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +274,10 @@ CALL_FAMILIES = (
 
 REASONING_FAMILIES = (
     ReasoningFamily(
-        names=("openai_gptoss", "gpt_oss"), begin="<|channel|>analysis<|message|>", end="<|end|>"
+        names=("openai_gptoss", "gpt_oss"),
+        begin="<|channel|>analysis<|message|>",
+        end="<|end|>",
+        after="<|start|>assistant",
     ),
     ReasoningFamily(
         names=("kimi_k2",),

@@ -76,6 +76,7 @@ class OutputParsers:
             ReasoningFormat(
                 Marker(reasoning.begin, added_token_ids.get(reasoning.begin)),
                 Marker(reasoning.end, added_token_ids.get(reasoning.end)),
+                reasoning.after,
             )
             if reasoning
             else None

@@ -30,7 +30,7 @@ class ChatReading:
         allows_auto: bool = True,
         names_reasoning_twice: bool = False,
     ) -> None:
-        self._parsers = parsers
+        self.parsers = parsers
         self._tokenizer = tokenizer
         self._allows_auto = allows_auto
         self._names_reasoning_twice = names_reasoning_twice
@@ -39,7 +39,7 @@ class ChatReading:
         """Raises `BadRequest` for calls that nobody here could find in the answer."""
         if not tool_use.may_call:
             return
-        if not self._parsers.tool_call_parser:
+        if not self.parsers.tool_call_parser:
             raise BadRequest(
                 "tools need a parser of this model's calls, and none was recognised in its chat "
                 "template; the operator may name one with --tool-call-parser",
@@ -54,7 +54,7 @@ class ChatReading:
 
     def marker_token_ids(self, tool_use: ToolUse) -> frozenset[int] | None:
         """Returns the tokens that the readers must see as such; None when nobody reads pieces."""
-        return self._parsers.marker_token_ids if self._needs_parsers(tool_use) else None
+        return self.parsers.marker_token_ids if self._needs_parsers(tool_use) else None
 
     def options(self, body: ChatCompletionRequest, tool_use: ToolUse, prompt: str) -> ChatOptions:
         """Returns how to read and tell the answer to a rendered prompt."""
@@ -62,10 +62,10 @@ class ChatReading:
         if self._needs_parsers(tool_use):
             tools = tool_use.tools if tool_use.may_call else ()
             is_open = self.reasoning_state(body, prompt) is ReasoningState.OPEN
-            make = partial(self._parsers.parser, tools, is_reasoning_open=is_open)
+            make = partial(self.parsers.parser, tools, is_reasoning_open=is_open)
         return ChatOptions(
             readers=OutputReaders(make),
-            call_style=self._parsers.tool_call_parser,
+            call_style=self.parsers.tool_call_parser,
             num_calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
             is_named=tool_use.mode == "named",
             tells_reasoning=body.include_reasoning is not False,
@@ -74,7 +74,7 @@ class ChatReading:
 
     def reasoning_state(self, body: ChatCompletionRequest, prompt: str) -> ReasoningState:
         """Returns whether the model's turn begins inside of reasoning."""
-        form = self._parsers.reasoning_format
+        form = self.parsers.reasoning_format
         if form is None:
             return ReasoningState.CLOSED
         content = body.messages[-1].content if body.continue_final_message else ""
@@ -84,7 +84,7 @@ class ChatReading:
     def state_of_tokens(self, prompt: Sequence[int]) -> ReasoningState:
         """Returns the same for a prompt that is no chat. There, a model that may think is not
         expected to: nobody would tell its thinking from the answer."""
-        form = self._parsers.reasoning_format
+        form = self.parsers.reasoning_format
         if form is None:
             return ReasoningState.CLOSED
         tail = self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
@@ -92,4 +92,4 @@ class ChatReading:
         return ReasoningState.OPEN if state is ReasoningState.OPEN else ReasoningState.CLOSED
 
     def _needs_parsers(self, tool_use: ToolUse) -> bool:
-        return tool_use.may_call or self._parsers.read_every_answer
+        return tool_use.may_call or self.parsers.read_every_answer

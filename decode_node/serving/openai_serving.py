@@ -39,6 +39,7 @@ from decode_node.protocol.generation_body import GenerationBody
 from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.responses import ResponsesRequest
 from decode_node.serving.ask_limits import AskLimits
+from decode_node.serving.chat_grammar import ChatGrammar
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.model_cards import check_served
 from decode_node.serving.prompts import Prompts
@@ -105,6 +106,7 @@ class OpenAIServing:
         self._heartbeats = heartbeats
         self._reading = reading
         self._grammars = grammars
+        self._chat_grammar = ChatGrammar(grammars, reading.parsers, config.model.eos_token_ids)
         self._serial = itertools.count()
         """Makes request ids of the engine unique, whatever ids clients send."""
 
@@ -162,7 +164,7 @@ class OpenAIServing:
         form = make(*self._format(body, context), self._reading.options(body, tool_use, text))
         markers = self._reading.marker_token_ids(tool_use)
         state = self._reading.reasoning_state(body, text)
-        grammar = await self._grammars.of_fields(body, state)
+        grammar = await self._chat_grammar.of_chat(body, tool_use, state)
         choices = await self._choices(body, [tokens], [""], [grammar], context, markers)
         return self._answer(body, choices, form, context)
 

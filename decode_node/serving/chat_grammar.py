@@ -1,0 +1,60 @@
+"""Makes the grammar of a chat: its calls, its content, and how the two go together.
+
+tool_choice required or named      calls, whatever response_format says
+auto, with response_format         calls, or content that follows it
+auto, with strict tools            text, in which what begins as a call is one
+anything else                      what the fields ask for, or nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from decode_node.grammar.answer_grammars import AnswerGrammars
+from decode_node.grammar.grammar_text import Expression, GrammarText, either
+from decode_node.grammar.reasoning import ReasoningState
+from decode_node.grammar.structured_output import express, find_constraint
+from decode_node.parsers.output_parsers import OutputParsers
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.tools import ToolUse
+
+
+class ChatGrammar:
+    """Makes grammars for one model. `end_ids` are its end-of-sequence ids."""
+
+    def __init__(
+        self, grammars: AnswerGrammars, parsers: OutputParsers, end_ids: Collection[int]
+    ) -> None:
+        self._grammars = grammars
+        self._parsers = parsers
+        self._end_ids = end_ids
+
+    async def of_chat(
+        self, body: ChatCompletionRequest, use: ToolUse, state: ReasoningState
+    ) -> str:
+        """Returns the grammar of an answer; "" for a free one. Raises `BadRequest`, `Overloaded`,
+        `Unavailable`."""
+        text = self._grammars.text()
+        constraint = find_constraint(body)
+        if constraint is None:
+            expression, param = self._calls(text, use), "tools"
+        else:
+            content = self._parsers.content_grammar(text, express(constraint, text))
+            expression, param = self._with_calls(text, use, content), constraint.param
+        if expression is None:
+            param = "thinking_token_budget"
+        return await self._grammars.of_body(
+            text, expression, param, state, body.thinking_token_budget
+        )
+
+    def _with_calls(self, text: GrammarText, use: ToolUse, content: Expression) -> Expression:
+        if not use.may_call:
+            return content
+        must = use if use.must_call else replace(use, mode="required")
+        calls = self._calls(text, must)
+        assert calls is not None, "a call that must be made has a grammar"
+        return calls if use.must_call else either(content, calls)
+
+    def _calls(self, text: GrammarText, use: ToolUse) -> Expression | None:
+        return self._parsers.call_grammar(text, use, self._end_ids)
