@@ -20,6 +20,7 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, TransferEventKind
+from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
 
@@ -40,6 +41,13 @@ async def pulled_then_exported(
     for layer in range(prefill.layout.num_layers):
         prefill.compute(seed, 1, layer, range(num_tokens), source)
     return transfer_id, target
+
+
+def num_local_connections(prefill: LoopbackProducer) -> int:
+    """Returns the connections over which its pullers call without a network."""
+    transports = [transport for sender in prefill.senders for transport in sender.transports]
+    servers = [one._calls for one in transports if isinstance(one, CudaIpcProducer)]
+    return sum(server.num_connections for server in servers if server is not None)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -93,6 +101,8 @@ async def test_what_is_still_in_its_blocks_is_copied_out_of_them() -> None:
         assert prefill.staged_bytes == staged
         assert prefill.senders[0].bytes_sent - moved < SHAPE.page_bytes, "names, and no KV"
         decode.check(5, range(100), target)
+        (event,) = await decode.until_all(RECEIVED, transfer_id)
+        assert event.stats.num_streams == 1 and num_local_connections(prefill) == 1
         decode.release(prefill.peer, transfer_id)
         await prefill.until_all(RELEASED, transfer_id)
         await prefill.until_empty()
@@ -103,7 +113,8 @@ async def test_what_has_left_its_blocks_comes_over_the_network() -> None:
         transfer_id = prefill.export_computed(6, 100)
         await prefill.until_all(STAGED, transfer_id)
         target = decode.pull(prefill.peer, transfer_id, 100)
-        await decode.until_all(RECEIVED, transfer_id)
+        (event,) = await decode.until_all(RECEIVED, transfer_id)
+        assert event.stats.num_streams == 4, "there, several streams are worth it"
         assert prefill.senders[0].bytes_sent > 100 // 16 * SHAPE.block_bytes
         decode.check(6, range(100), target)
         decode.release(prefill.peer, transfer_id)
@@ -154,6 +165,21 @@ async def test_a_cache_that_cannot_be_mapped_comes_over_the_network(
             await prefill.until_all(RELEASED, transfer_id)
         warnings = [record for record in caplog.records if "cannot be mapped" in record.message]
         assert len(warnings) == 1
+
+
+async def test_where_there_are_no_local_calls_names_come_over_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_sockets(self: LocalPullServer) -> None:
+        raise OSError("no abstract sockets here")
+
+    monkeypatch.setattr(LocalPullServer, "listen", no_sockets)
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
+        transfer_id, target = await pulled_then_exported(prefill, decode, 3, 60)
+        (event,) = await decode.until_all(RECEIVED, transfer_id)
+        decode.check(3, range(60), target)
+        assert event.stats.num_streams == 1 and prefill.staged_bytes == 0
+        assert num_local_connections(prefill) == 0
 
 
 async def test_the_holder_aborts_before_the_last_layer() -> None:

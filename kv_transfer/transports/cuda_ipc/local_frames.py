@@ -50,8 +50,8 @@ _KINDS = frozenset(map(int, LocalFrame))
 
 
 class LocalAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Says where a transfer process takes local calls: on an abstract socket, by name, that `pid`
-    listens on, and the key that opens it."""
+    """Names the abstract socket on which a transfer process, `pid`, takes local calls; `key` lets a
+    caller in."""
 
     pid: int
     name: str
