@@ -111,9 +111,10 @@ class SendTransfer(Export):
         the same. Raises KVTransferError for one that wants more than the first."""
         if not self._is_narrowed:
             self._is_narrowed = True
-            self.grid = grid
-            for part in self.parts.values():
-                part.narrow()
+            if grid is not self.grid:  # Grids of the same chunks are mostly one object.
+                self.grid = grid
+                for part in self.parts.values():
+                    part.narrow()
         for wanted, kept in zip(grid.groups, self.grid.groups, strict=True):
             if wanted.first_block < kept.first_block:
                 raise KVTransferError("tokens are asked for that another pull was said to hold")

@@ -177,7 +177,8 @@ class KVSender(ExportOwner):
             raise NotServed(f"transport {wish.transport} is not open here")
         chunk_bytes, num_tokens = self._config.chunk_bytes, transfer.num_tokens
         grid = ChunkGrid.of(self._layout, chunk_bytes, wish.first_token, num_tokens)
-        if not wish.repeat.issubset(grid.stripe_of(share, wish.stream, wish.num_streams)):
+        stripe = grid.stripe_of(share, wish.stream, wish.num_streams)
+        if wish.repeat and not wish.repeat.issubset(stripe):
             raise KVTransferError("a chunk is asked for again that this stream does not carry")
         transfer.narrow(grid)
         pull = part.open_pull(PullTerms(wish, share, self._num_pullers(wish.tp_size), grid))

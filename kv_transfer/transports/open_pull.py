@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.layout import PageShape
@@ -38,11 +39,11 @@ class OpenPull(ABC):
         self.num_pullers = terms.num_pullers
         self.wake = asyncio.Event()
         self.is_writing = False
-        self._wanted = {
-            index
-            for index in terms.grid.stripe_of(self.share, self.wish.stream, self.wish.num_streams)
-            if not self.wish.repeat or index in self.wish.repeat
-        }
+        self._wanted = set(
+            terms.grid.stripe_of(self.share, self.wish.stream, self.wish.num_streams)
+        )
+        if self.wish.repeat:
+            self._wanted &= self.wish.repeat
 
     @abstractmethod
     def next_message(self) -> OutMessage | None:
@@ -68,3 +69,9 @@ class OpenPull(ABC):
         is_wanted = index in self._wanted
         self._wanted.discard(index)
         return is_wanted
+
+    def take_all(self, indices: Sequence[int]) -> list[int]:
+        """Returns those of these chunks that were wanted, in their order; they are not any more."""
+        taken = [index for index in indices if index in self._wanted]
+        self._wanted.difference_update(taken)
+        return taken

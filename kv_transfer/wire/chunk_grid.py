@@ -17,10 +17,10 @@ multiple of the sender's T.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from kv_transfer.layout import KVLayout, PageShape
@@ -107,23 +107,39 @@ class ChunkGrid:
         layer, span = divmod(index - self._starts[group], self._num_spans[group])
         return ChunkPlace(group, layer, span)
 
+    def layers_and_spans(
+        self, indices: Sequence[int]
+    ) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+        """Returns the pairs (group, layer) and the pairs (group, span) that occur in these
+        chunks."""
+        layers: set[tuple[int, int]] = set()
+        spans: set[tuple[int, int]] = set()
+        for group, num_spans in enumerate(self._num_spans):
+            start, stop = self._starts[group], self._starts[group + 1]
+            inside = [index - start for index in indices if start <= index < stop]
+            layers.update([(group, index // num_spans) for index in inside])
+            spans.update([(group, index % num_spans) for index in inside])
+        return layers, spans
+
     def stripe(self, stream: int, num_streams: int) -> Iterator[int]:
-        """Yields the indices that stream `stream` of `num_streams` carries, in order."""
-        for group in range(len(self.groups)):
-            yield from self._stripe_in(group, stream, num_streams)
+        """Returns the indices that stream `stream` of `num_streams` carries, in order."""
+        groups = range(len(self.groups))
+        return chain.from_iterable(self._stripe_in(group, stream, num_streams) for group in groups)
 
     def stripe_of(
         self, share: tuple[PageShape, ...], stream: int, num_streams: int
     ) -> Iterator[int]:
-        """Yields those of a stripe of which `share`, as `KVLayout.share` gives it, has any part."""
-        for group, page in enumerate(share):
-            if page.num_bytes:
-                yield from self._stripe_in(group, stream, num_streams)
+        """Returns those of a stripe of which `share`, as `KVLayout.share` gives it, has any
+        part."""
+        groups = [group for group, page in enumerate(share) if page.num_bytes]
+        return chain.from_iterable(self._stripe_in(group, stream, num_streams) for group in groups)
 
     def _stripe_in(self, group: int, stream: int, num_streams: int) -> Iterator[int]:
         grid, spans = self.groups[group], self.groups[group].wanted_spans
-        for layer in range(grid.num_layers):
-            yield from self.striped(group, layer, spans, stream, num_streams)
+        return chain.from_iterable(
+            self.striped(group, layer, spans, stream, num_streams)
+            for layer in range(grid.num_layers)
+        )
 
     def striped(self, group: int, layer: int, spans: range, share: int, num_shares: int) -> range:
         """Returns, of adjacent spans in a layer, the indices i with i % `num_shares` == `share`."""

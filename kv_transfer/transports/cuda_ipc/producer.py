@@ -140,10 +140,10 @@ class NamesPull(OpenPull):
         if not indices:
             return None
         export, owner = self._part.export, self._part.producer.owner
-        places = [self.grid.position(index) for index in indices]
-        for place in {(place.group, place.layer): place for place in places}.values():
-            export.saved(place)
-        message = self._names(export, indices, places)
+        layers, spans = self.grid.layers_and_spans(indices)
+        for group, layer in layers:
+            export.saved(ChunkPlace(group, layer, 0))
+        message = self._names(export, indices, sorted(spans))
         num_bytes = len(message) - HEADER.size
 
         def on_end(is_sent: bool) -> None:
@@ -156,15 +156,15 @@ class NamesPull(OpenPull):
         found: list[int] = []
         named = self._part.named
         while self._cursor < len(named) and len(found) < _MOST_NAMED:
-            index = named[self._cursor]
-            self._cursor += 1
-            if self.take(index):
-                found.append(index)
+            some = named[self._cursor : self._cursor + _MOST_NAMED - len(found)]
+            self._cursor += len(some)
+            found += self.take_all(some)
         return found
 
-    def _names(self, export: Export, indices: list[int], places: list[ChunkPlace]) -> bytes:
+    def _names(self, export: Export, indices: list[int], spans: list[tuple[int, int]]) -> bytes:
+        """Returns the message; `spans` are the pairs (group, span) that occur in these chunks."""
         words = [self._lease.slot, self._lease.number, len(indices), *indices]
-        for group, span in sorted({(place.group, place.span) for place in places}):
+        for group, span in spans:
             blocks = self.grid.groups[group].blocks_of(span)
             words += export.block_ids[group][blocks.start : blocks.stop]
         header = ChunkHeader(
