@@ -72,14 +72,15 @@ class GraphKey(NamedTuple):
 
 
 def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
-    """Graphs of steps with prompts, smallest first."""
+    """Graphs of steps with prompts, smallest first. Those that end with logits are of as many
+    requests as there may be: a few rows of logits more cost less than a graph."""
     sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
-    return [
-        GraphKey(num_reqs, num_tokens, True)
-        for num_tokens in PROMPT_TOKENS
-        for num_reqs in sizes
-        if num_reqs < num_tokens <= max_num_tokens
-    ]
+    keys: list[GraphKey] = []
+    for num_tokens in PROMPT_TOKENS:
+        fitting = [num_reqs for num_reqs in sizes if num_reqs < num_tokens <= max_num_tokens]
+        keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in fitting]
+        keys += [GraphKey(num_reqs, num_tokens, False) for num_reqs in fitting[-1:]]
+    return keys
 
 
 def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
@@ -165,12 +166,12 @@ class CudaGraphManager:
             return None
         return GraphKey.of_decodes(self.capture_sizes[index], decode_query_len, samples)
 
-    def dispatch_prompts(self, num_reqs: int, num_tokens: int) -> GraphKey | None:
+    def dispatch_prompts(self, num_reqs: int, num_tokens: int, samples: bool) -> GraphKey | None:
         """Returns the smallest graph that holds a step with prompts; None if no graph does."""
         fitting = (
             key
             for key in self._prompts
-            if key.num_reqs >= num_reqs and key.num_tokens >= num_tokens
+            if key.num_reqs >= num_reqs and key.num_tokens >= num_tokens and key.samples == samples
         )
         return next(fitting, None)
 

@@ -14,7 +14,7 @@ One step, in this order (see also `engine.sched.output`):
 
 On a GPU, 3 to 6 of a step with decodes only are one CUDA graph, but for the copy, and but for the
 sampling when a request wants more than a draw from its logits. So they may be of a step with few
-tokens of prompts, when all its requests want no more than a draw.
+tokens of prompts, when all its requests sample.
 
 Nothing here waits for the device, but for a step with grammars: behind the launch of its forward
 pass, 5 waits for the tokens of the step before (`engine.sample.grammars`). The result is awaited in
@@ -293,11 +293,11 @@ class ModelRunner:
             return self._graphs.dispatch(num_reqs, order.decode_query_len, samples)
         if order.num_decode_tokens > order.num_decodes:
             return None  # A recorded step with prompts chooses one token for each request.
-        if not samples or order.num_sampled < num_reqs or not self._attention.graph_ok(order):
+        if order.num_sampled < num_reqs or not self._attention.graph_ok(order):
             return None
         if self._prompt_logprobs.needed_by(order):
             return None
-        return self._graphs.dispatch_prompts(num_reqs, int(order.query_lens.sum()))
+        return self._graphs.dispatch_prompts(num_reqs, int(order.query_lens.sum()), samples)
 
     def _run_eagerly(
         self, order: BatchOrder, on_layer: OnLayer

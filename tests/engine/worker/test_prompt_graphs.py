@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
 from tests.engine.worker.drafters import KnowingDrafter
+from tests.engine.worker.grammar_requests import (
+    JSON,
+    grammar_config,
+    make_request,
+    write_checkpoint,
+)
 from tests.engine.worker.one_engine import OneEngine
 from tests.engine.worker.saved_layers import SavedLayers
 
@@ -88,9 +95,26 @@ def test_give_the_tokens_of_single_launches(
         for r in (eager, runner)
     ]
     assert found[0] == found[1]
-    # Not the chunk that samples nothing, nor the decodes alone, nor what wants a penalty.
-    sizes = [(key.num_reqs, key.num_tokens) for key in graphs.replayed]
-    assert sizes == [(6, 16), (6, 32), (6, 16), (6, 32)]
+    # Not the chunk that samples nothing, nor the decodes alone. A penalty needs the logits.
+    sizes = [(key.num_reqs, key.num_tokens, key.samples) for key in graphs.replayed]
+    assert sizes == [(6, 16, True), (6, 32, True), (6, 16, True), (6, 32, True), (6, 64, False)]
+
+
+def test_prompts_under_grammars_have_graphs_that_end_with_logits(
+    tmp_path: Path, with_graphs
+) -> None:
+    write_checkpoint(tmp_path)
+    found = []
+    for has_graphs in (False, True):
+        engine = OneEngine(grammar_config(tmp_path), depth=1)
+        graphs = with_graphs(engine.worker.runner) if has_graphs else None
+        engine.add(make_request("a", JSON, [9, 8, 7, 6], seed=2))
+        engine.add(make_request("b", "", [5, 6], seed=2))
+        engine.finish()
+        found.append(engine.tokens)
+        engine.worker.shutdown()
+    assert found[0] == found[1]
+    assert graphs is not None and [key.samples for key in graphs.replayed] == [False]
 
 
 def test_decodes_with_drafts_are_not_taken_for_prompts(
@@ -135,19 +159,23 @@ def test_layers_are_handed_on_behind_the_graph(
 
 
 def test_keys_are_smallest_first_and_fit() -> None:
-    assert prompt_keys(256, 8192)[:3] == [
-        GraphKey(8, 16, True),
-        GraphKey(8, 32, True),
-        GraphKey(8, 64, True),
+    keys = prompt_keys(256, 8192)
+    assert keys[:4] == [
+        GraphKey(8, size, samples) for size in (16, 32) for samples in (True, False)
     ]
-    assert {key.num_reqs for key in prompt_keys(256, 8192)} == {8, 64}
-    assert [(key.num_reqs, key.num_tokens) for key in prompt_keys(4, 40)] == [(4, 16), (4, 32)]
+    assert keys[-3:] == [GraphKey(8, 512, True), GraphKey(64, 512, True), GraphKey(64, 512, False)]
+    assert len(keys) == 9 + 6
+    assert [(key.num_reqs, key.num_tokens) for key in prompt_keys(4, 40)] == 2 * [(4, 16)] + 2 * [
+        (4, 32)
+    ]
 
 
 def test_the_smallest_that_holds_a_step_is_taken() -> None:
     manager = CudaGraphManager((1,), torch.device("cpu"), prompt_keys(256, 8192))
-    assert manager.dispatch_prompts(1, 100) == GraphKey(8, 128, True)
-    assert manager.dispatch_prompts(9, 100) == GraphKey(64, 128, True)
-    assert manager.dispatch_prompts(9, 20) == GraphKey(64, 128, True)
-    assert manager.dispatch_prompts(65, 100) is None
-    assert manager.dispatch_prompts(1, 513) is None
+    assert manager.dispatch_prompts(1, 100, True) == GraphKey(8, 128, True)
+    assert manager.dispatch_prompts(9, 100, True) == GraphKey(64, 128, True)
+    assert manager.dispatch_prompts(9, 20, True) == GraphKey(64, 128, True)
+    assert manager.dispatch_prompts(65, 100, True) is None
+    assert manager.dispatch_prompts(1, 513, True) is None
+    assert manager.dispatch_prompts(1, 100, False) == GraphKey(64, 128, False)
+    assert manager.dispatch_prompts(1, 20, False) == GraphKey(8, 32, False)
