@@ -49,6 +49,7 @@ class Shape:
 
     Attributes:
         begin: The text with which calls begin; "" where they have no marker.
+        opening: Matches what stands between `before` and the first call.
         rest: Makes the expression of one call, without its prefix.
     """
 
@@ -58,6 +59,7 @@ class Shape:
     separator: str
     after: str
     rest: Callable[[Tool], Expression]
+    opening: Expression = NOTHING
 
 
 class CallGrammar:
@@ -87,7 +89,7 @@ class CallGrammar:
         rules, begin = self._rules(tools), self._shape.begin
         if isinstance(self._form, HarmonyFormat):
             return self._messages(self._form, rules, end_ids)
-        if not begin or getattr(self._form, "may_be_bare", False):
+        if not begin or isinstance(self._form, PythonicFormat):
             other = regex(r"([ \n\r\t]*[^ \n\r\t\[{](.|\n)*)?")
             return either(self._calls(rules, most, skipped=0), self._text.rule("text", other))
         ids = {part for part in self._markers.pieces(begin) if isinstance(part, int)}
@@ -114,7 +116,8 @@ class CallGrammar:
     def _calls(self, call: Expression, most: int | None, *, skipped: int) -> Expression:
         """Matches calls, without the first characters of their text, which are matched already."""
         shape = self._shape
-        first = self._spell((shape.before + shape.prefix)[skipped:])
+        before, prefix = shape.before[skipped:], shape.prefix[max(0, skipped - len(shape.before)) :]
+        first = sequence(self._spell(before), shape.opening, self._spell(prefix))
         more = sequence(self._spell(shape.separator + shape.prefix), call)
         others = repeat(more, 0, None if most is None else most - 1)
         return sequence(first, call, others, self._spell(shape.after))
@@ -142,16 +145,21 @@ class CallGrammar:
                 return self._pythonic_shape(form)
 
     def _object_shape(self, form: JsonObjectFormat) -> Shape:
-        begin = "" if form.may_be_bare else form.begin
-        prefix = f'{begin}{form.padding}{{"name": '
-        end = f"}}{form.padding}{form.end}"
-        separator = form.separator
+        """Returns the shape of objects with markers around each, or around all where an object may
+        be bare."""
+        is_bare = form.may_be_bare
+        end = form.padding + form.end
 
         def rest(tool: Tool) -> Expression:
             name = f'{_quoted(tool.name)}, "{form.arguments_key}": '
-            return sequence(literal(name), self._arguments(tool), self._spell(end))
+            closing = self._spell("}" if is_bare else f"}}{end}")
+            return sequence(literal(name), self._arguments(tool), closing)
 
-        return Shape(begin, "", prefix, separator, "", rest)
+        name = f'{form.padding}{{"name": '
+        if is_bare:
+            before = form.begin if form.end else ""
+            return Shape("", before, name, form.separator, end, rest)
+        return Shape(form.begin, "", form.begin + name, form.separator, "", rest)
 
     def _named_shape(self, form: NamedJsonFormat) -> Shape:
         def rest(tool: Tool) -> Expression:
@@ -185,7 +193,8 @@ class CallGrammar:
 
         if any(isinstance(part, int) for part in self._markers.pieces(form.arguments)):
             return Shape(form.begin, "", form.begin, "", "", named)
-        return Shape(form.begin, f"{form.begin}[", '{"name": ', ", ", "]", item)
+        bracket = sequence(optional(literal(" ")), literal("["))
+        return Shape(form.begin, form.begin, '{"name": ', ", ", "]", item, bracket)
 
     def _xml_shape(self, form: XmlFormat) -> Shape:
         section, end = form.section_begin, form.section_end

@@ -137,7 +137,7 @@ class CallFamily:
 
     Attributes:
         names: Names of the parser on the command line.
-        signs: Texts that the chat template has, all of them.
+        signs: Texts that the chat template has, or tokens of the model, all of them.
     """
 
     names: tuple[str, ...]
@@ -254,20 +254,27 @@ CALL_FAMILIES = (
     ),
     CallFamily(
         names=("llama4_pythonic",),
-        signs=("<|python_start|>", "<|header_start|>"),
+        signs=("<|header_start|>", "[func_name1("),
         form=PythonicFormat(begin="<|python_start|>", end="<|python_end|>"),
     ),
+    CallFamily(names=("pythonic",), signs=("[func_name1(",), form=PythonicFormat()),
     CallFamily(
-        names=("llama3_json", "llama4_json"),
-        signs=("<|start_header_id|>", "parameters"),
+        names=("llama4_json",),
+        signs=("<|header_start|>", "parameters"),
         form=JsonObjectFormat(
-            begin="<|python_tag|>", arguments_key="parameters", may_be_bare=True, separator=";"
+            begin="<|python_start|>",
+            end="<|python_end|>",
+            arguments_key="parameters",
+            may_be_bare=True,
+            separator="; ",
         ),
     ),
     CallFamily(
-        names=("pythonic",),
-        signs=("[func_name1(", "params_name1="),
-        form=PythonicFormat(),
+        names=("llama3_json",),
+        signs=("<|start_header_id|>", "parameters"),
+        form=JsonObjectFormat(
+            begin="<|python_tag|>", arguments_key="parameters", may_be_bare=True, separator="; "
+        ),
     ),
 )
 """Most particular signs first: `auto` takes the first family that fits."""

@@ -136,7 +136,7 @@ class JsonObjectStage(JsonStage):
         while True:
             source.record("")
             char = yield from source.skip_white_space()
-            if char == self._form.separator and self.sink.is_behind_call:
+            if char == self._form.separator.strip() and self.sink.is_behind_call:
                 source.take(source.at + 1)
                 char = yield from source.skip_white_space()
             if char != "{" or not (yield from self.object_call()):

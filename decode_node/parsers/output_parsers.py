@@ -104,16 +104,16 @@ class OutputParsers:
     ) -> OutputParsers:
         """Chooses parsers by their names; `auto` recognises the format in the chat template's
         source, and "" is none. Raises `UnknownParser`."""
+        known = tokenizer.added_token_ids
         if reasoning_parser == AUTO:
-            known = tokenizer.added_token_ids
             reasoning = next((f for f in REASONING_FAMILIES if _fits(f, template, known)), None)
         else:
             reasoning = _named(REASONING_FAMILIES, reasoning_parser, "reasoning")
         if tool_call_parser == AUTO:
-            calls = next((f for f in CALL_FAMILIES if all(s in template for s in f.signs)), None)
+            calls = next((f for f in CALL_FAMILIES if _has_signs(f, template, known)), None)
         else:
             calls = _named(CALL_FAMILIES, tool_call_parser, "tool call")
-        return cls(tokenizer.added_token_ids, reasoning, calls)
+        return cls(known, reasoning, calls)
 
     def call_grammar(
         self, text: GrammarText, use: ToolUse, end_ids: Collection[int]
@@ -206,6 +206,10 @@ def _fits(family: ReasoningFamily, template: str, tokens: Mapping[str, int]) -> 
     have a token for it."""
     has_begin = family.begin in template or family.begin in tokens
     return has_begin and family.end in template and family.ends_before in template
+
+
+def _has_signs(family: CallFamily, template: str, tokens: Mapping[str, int]) -> bool:
+    return all(sign in template or sign in tokens for sign in family.signs)
 
 
 Family = TypeVar("Family", ReasoningFamily, CallFamily)

@@ -203,6 +203,12 @@ def _outputs() -> Iterator[Output]:
         reasoning="\nI say <tool_call>{}</tool_call>.\n",
     )
     yield Output(
+        "llama4_json",
+        "one call",
+        f'<|python_start|>{{"name": "get_weather", "parameters": {PARIS}}}<|python_end|>',
+        [call()],
+    )
+    yield Output(
         "llama3_json",
         "bare objects",
         '\n{"name": "now", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "A"}}',

@@ -159,7 +159,7 @@ def test_required_calls_are_read_and_valid(family: str, has_tokens: bool) -> Non
     made = model(family, has_tokens)
     grammar = made.grammar(ToolUse(TOOLS, "required"))
     num_read = 0
-    for seed in range(16):
+    for seed in range(10):
         ids = made.draw(grammar, seed)
         if ids is None:
             continue
@@ -167,7 +167,7 @@ def test_required_calls_are_read_and_valid(family: str, has_tokens: bool) -> Non
         assert answer.calls and not answer.content, made.tokenizer.decode(ids)
         check_calls(answer)
         num_read += 1
-    assert num_read > 2
+    assert num_read > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -188,7 +188,7 @@ def test_strict_tools_under_auto_leave_text_free(family: str, has_tokens: bool) 
     made = model(family, has_tokens)
     for use in (ToolUse(TOOLS, "auto"), ToolUse(TOOLS, "auto", is_parallel=False)):
         grammar = made.grammar(use)
-        for seed in range(6):
+        for seed in range(4):
             ids = made.draw(grammar, seed)
             if ids is not None:
                 answer = made.read(ids)
@@ -272,3 +272,10 @@ def test_texts_between_tags_follow_their_constraints(
         }[family]
         assert made.accepts(grammar, text.format(good)), family
         assert not made.accepts(grammar, text.format(bad)), family
+
+
+def test_arrays_of_mistral_may_begin_with_a_space() -> None:
+    made = model("mistral", has_tokens=False)
+    grammar = made.grammar(ToolUse(TOOLS, "required"))
+    for space in ("", " "):
+        assert made.accepts(grammar, f'[TOOL_CALLS]{space}[{{"name": "now", "arguments": {{}}}}]')

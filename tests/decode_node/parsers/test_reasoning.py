@@ -101,6 +101,33 @@ def test_auto_recognises_the_template() -> None:
     assert (none.reasoning_parser, none.marker_token_ids) == ("", frozenset())
 
 
+@pytest.mark.parametrize(
+    ("family", "template", "tokens"),
+    [
+        ("openai", "<|start|>assistant<|channel|>final<|message|>", ()),
+        ("openai", "", ("<|channel|>", "<|message|>")),
+        ("deepseek_v32", '<{{ dsml_token }}function_calls>{% set dsml_token = "｜DSML｜" %}', ()),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\\n```json", ()),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", ()),
+        ("kimi_k2", "<|im_assistant|>", ("<|tool_calls_section_begin|>",)),
+        ("mistral", "[AVAILABLE_TOOLS][/INST][TOOL_CALLS] [", ()),
+        ("glm45", "<tool_call>{f}\\n<arg_key>k</arg_key>\\n<arg_value>", ("<tool_call>",)),
+        ("qwen3_coder", "<tool_call>\\n<function=f>\\n<parameter=p>", ("<tool_call>",)),
+        ("hermes", '<tool_call>\\n{\\"name\\": f, \\"arguments\\": a}', ("<tool_call>",)),
+        ("llama4_pythonic", "<|header_start|>[func_name1(param1=value1)]", ()),
+        ("llama4_json", '<|header_start|>{"name": f, "parameters": d}', ()),
+        ("pythonic", "<|start_header_id|>[func_name1(params_name1=v)] parameters", ()),
+        ("llama3_json", '<|start_header_id|>{"name": f, "parameters": d}', ()),
+        ("", "<|im_start|>user", ("<tool_call>", "<think>")),
+    ],
+)
+def test_auto_recognises_how_a_template_calls(
+    family: str, template: str, tokens: tuple[str, ...]
+) -> None:
+    added = {token: i for i, token in enumerate(tokens)}
+    assert OutputParsers.of_model(Texts(added), template).tool_call_parser == family
+
+
 def test_only_tokens_of_the_format_are_markers() -> None:
     made = parsers({**THINK, "<|im_end|>": 9, " ": 10, "<": 11})
     assert made.marker_token_ids == {7, 8}
