@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from decode_node.http.admin_routes import create_admin_router
 from decode_node.http.callers import CallerCheck
 from decode_node.http.middleware import EdgeMiddleware
 from decode_node.http.openapi import openapi_document
@@ -39,7 +40,11 @@ def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> A
 def node_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
     """Returns the routes of all that a node serves. The docstrings of what they call say what it
     is, in docs/api.md too."""
-    own = (create_router(api), create_tokenizer_router(api))
+    own = (
+        create_router(api),
+        create_tokenizer_router(api),
+        create_admin_router(api.reset_prefix_cache),
+    )
     return [*(route for routes in own for route in routes.routes), *_service_routes(api, num_open)]
 
 

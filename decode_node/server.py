@@ -90,6 +90,7 @@ class DecodeNode:
         )
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
+        self._status.reset_prefix_cache = self._proxy.reset_prefix_cache
         # A router goes on elsewhere with answers that are aborted.
         self._lifetime = NodeLifetime(
             engine,
@@ -310,7 +311,7 @@ def create_node_app(
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
     cards = ModelCards(model, settings.model, defaults)
     asked = TokenizerServing(model, tokenizer, serving.prompts)
-    api = Api(settings, cards, serving, metrics, state, ignored, asked)
+    api = Api(settings, cards, serving, metrics, state, ignored, asked, proxy.reset_prefix_cache)
     return create_app(api, callers, lambda: proxy.open.count)
 
 

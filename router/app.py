@@ -48,6 +48,7 @@ from router.nodes.load_monitor import LoadMonitor
 from router.nodes.models_catalog import ModelCatalog
 from router.nodes.node import Patience
 from router.nodes.node_get import NodeGet
+from router.nodes.prefix_caches import PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.nodes.transport import HttpTransport, Transport
 from router.observe.decision_log import DecisionLog
@@ -56,7 +57,7 @@ from router.observe.status_page import RouterView
 from router.observe.traffic_meter import TrafficMeter
 from router.placement.base_policy import BasePolicy
 from router.placement.choose_policy import PolicyName, choose_policy
-from router.placement.tandem_policy import TandemParameters
+from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from router.relay.attempts import Attempts
 from router.relay.forward import Forwarder
 from router.relay.migration import Migrations
@@ -91,6 +92,7 @@ class Services:
     keys: ApiKeys
     meter: TrafficMeter
     credentials: Credentials
+    caches: PrefixCaches
     draining: bool = False
 
     def view(self) -> RouterView:
@@ -135,7 +137,11 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     serve(app, _probe_routes(services).routes)
     open_paths = {"/health", "/ready", "/ping"}
     if settings.admin_port is None:
-        serve(app, admin_routes(services.metrics, services.view).routes)
+        # A key of the API is a client's.
+        admin = admin_routes(
+            services.metrics, services.view, services.caches, lambda: not services.keys.asks
+        )
+        serve(app, admin.routes)
         open_paths.add("/metrics")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
     app.add_middleware(ApiKeyGate, check=check)
@@ -155,8 +161,13 @@ def create_admin_app(services: Services) -> FastAPI:
     app = _bare_app()
     app.add_middleware(OuterEdge, is_draining=lambda: False)
     serve(app, _probe_routes(services).routes)
-    serve(app, admin_routes(services.metrics, services.view).routes)
+    serve(app, admin_routes(services.metrics, services.view, services.caches).routes)
     return app
+
+
+def _forgetting(policy: BasePolicy) -> Callable[[], None]:
+    """Returns what makes a policy forget prefixes, if it learns any."""
+    return policy.forget_prefixes if isinstance(policy, TandemPolicy) else lambda: None
 
 
 def _bare_app(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -189,8 +200,9 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     )
     silence = SilenceWatch(registry=registry, stall_s=settings.stream_stall_s)
     decisions = DecisionLog()
+    policy = _make_policy(settings, registry, world.rng)
     attempts = Attempts(
-        policy=_make_policy(settings, registry, world.rng),
+        policy=policy,
         registry=registry,
         transport=transport,
         metrics=metrics,
@@ -208,6 +220,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         registry=registry,
         keys=keys,
         credentials=credentials,
+        caches=PrefixCaches(registry=registry, credentials=credentials, forget=_forgetting(policy)),
         meter=TrafficMeter(metrics.totals),
         metrics=metrics,
         transport=transport,

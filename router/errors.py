@@ -2,6 +2,7 @@
 
     HttpError                       answered to the client with an OpenAI error body
       ModelNotFound         404     no node serves the model
+      AdminOnly             403     it changes the cluster, and a client asked
       RateLimited           429     the tenant has used up what it may use
       Overloaded            503     too many requests in flight
       NoNodeAvailable       503     nobody to serve it now
@@ -24,6 +25,12 @@ class ModelNotFound(HttpError):
     type = "invalid_request_error"
     default_code = "model_not_found"
     default_param = "model"
+
+
+class AdminOnly(HttpError):
+    status = HTTPStatus.FORBIDDEN
+    type = "permission_error"
+    default_code = "permission_denied"
 
 
 class RateLimited(HttpError):

@@ -29,6 +29,10 @@ class CachedPrefixes:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def clear(self) -> None:
+        """Forgets everything: the engine has."""
+        self._blocks.clear()
+
     def add(self, token_ids: Sequence[int], spec: RequestSpec) -> None:
         """Remembers a request that has ended here: its prompt and its answer."""
         if not self._capacity:

@@ -50,6 +50,7 @@ class Engine(RemoteEngine, Protocol):
     def stats(self) -> SchedulerStats: ...
     def generate(self, request: GenerationRequest) -> OutputStream: ...
     def abort(self, request_id: str) -> None: ...
+    async def reset_prefix_cache(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -186,6 +187,14 @@ class DisaggProxy:
         self._credits.refuse_waiters(Unavailable("this node is stopping", code="draining"))
         for request_id in list(self._in_engine):
             self._engine.abort(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. Returns False when running requests hold blocks; try again
+        later."""
+        is_reset = await self._engine.reset_prefix_cache()
+        if is_reset:
+            self._prefix_index.clear()
+        return is_reset
 
     async def wait_idle(self) -> None:
         """Returns when no prefill call is left behind by requests that ended."""

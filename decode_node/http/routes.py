@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -72,6 +73,7 @@ class Api:
     state: ApiState
     ignored: IgnoredFields
     tokenizer: TokenizerServing
+    reset_prefix_cache: Callable[[], Awaitable[bool]]
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
         """Reads the body and the headers of a request. Raises `HttpError`."""

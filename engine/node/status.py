@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 
+from engine.errors import EngineDeadError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.metrics import MeasuredEngine
 from host.life_signs import Silence
@@ -36,6 +37,10 @@ _MAX_PREFIXES = 256
 """Prefixes told to a watcher at most; a new one hears of the last so many."""
 
 
+ResetPrefixCache = Callable[[], Awaitable[bool]]
+"""Returns False when running requests hold blocks."""
+
+
 class WatchedEngine(MeasuredEngine, Protocol):
     """The part of `AsyncLLM` that is needed here."""
 
@@ -44,6 +49,7 @@ class WatchedEngine(MeasuredEngine, Protocol):
     @property
     def silence(self) -> Silence: ...
     def give_up(self, reason: str) -> None: ...
+    async def reset_prefix_cache(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -73,6 +79,8 @@ class NodeStatus:
         frozen_after_s: float = 3.0,
     ) -> None:
         self.work = NodeWork()
+        self.reset_prefix_cache: ResetPrefixCache = engine.reset_prefix_cache
+        """Forgets cached prefixes, here and wherever the node's owner remembers them."""
         self._engine = engine
         self._role = role
         self._stuck_after_s = stuck_after_s
@@ -181,10 +189,22 @@ class NodeStatus:
 
 
 class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
-    """Serves `Watch`."""
+    """Serves `Watch`, and what routers ask on behalf of operators."""
 
     def __init__(self, status: NodeStatus) -> None:
         self._status = status
+
+    async def ResetPrefixCache(
+        self,
+        request: node_pb2.ResetPrefixCacheRequest,
+        context: grpc.aio.ServicerContext[
+            node_pb2.ResetPrefixCacheRequest, node_pb2.ResetPrefixCacheAnswer
+        ],
+    ) -> node_pb2.ResetPrefixCacheAnswer:
+        try:
+            return node_pb2.ResetPrefixCacheAnswer(is_reset=await self._status.reset_prefix_cache())
+        except EngineDeadError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def Watch(
         self,

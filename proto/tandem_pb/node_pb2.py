@@ -24,19 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem_pb/node.proto\x12\ttandem.v1\"\"\n\x0cWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\xbe\x03\n\x08NodeLoad\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.tandem.v1.NodeRole\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x1c\n\x14num_waiting_requests\x18\n \x01(\r\x12\x1c\n\x14num_running_requests\x18\x0b \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x0c \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\r \x01(\r\x12\x18\n\x10num_total_blocks\x18\x0e \x01(\r\x12\x12\n\nblock_size\x18\x0f \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x10 \x01(\x01\x12\x1e\n\x16seconds_since_progress\x18\x11 \x01(\x01\x12\x15\n\rnum_transfers\x18\x12 \x01(\r\x12\x12\n\nmodel_name\x18\x14 \x01(\t\x12\x15\n\rmodel_aliases\x18\x17 \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\x15 \x01(\t\x12\x17\n\x0frecent_prefixes\x18\x16 \x03(\x06*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\x45\n\nNodeStatus\x12\x37\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x13.tandem.v1.NodeLoad0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem_pb/node.proto\x12\ttandem.v1\"\x19\n\x17ResetPrefixCacheRequest\"*\n\x16ResetPrefixCacheAnswer\x12\x10\n\x08is_reset\x18\x01 \x01(\x08\"\"\n\x0cWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\xbe\x03\n\x08NodeLoad\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.tandem.v1.NodeRole\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x1c\n\x14num_waiting_requests\x18\n \x01(\r\x12\x1c\n\x14num_running_requests\x18\x0b \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x0c \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\r \x01(\r\x12\x18\n\x10num_total_blocks\x18\x0e \x01(\r\x12\x12\n\nblock_size\x18\x0f \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x10 \x01(\x01\x12\x1e\n\x16seconds_since_progress\x18\x11 \x01(\x01\x12\x15\n\rnum_transfers\x18\x12 \x01(\r\x12\x12\n\nmodel_name\x18\x14 \x01(\t\x12\x15\n\rmodel_aliases\x18\x17 \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\x15 \x01(\t\x12\x17\n\x0frecent_prefixes\x18\x16 \x03(\x06*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\xa0\x01\n\nNodeStatus\x12\x37\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x13.tandem.v1.NodeLoad0\x01\x12Y\n\x10ResetPrefixCache\x12\".tandem.v1.ResetPrefixCacheRequest\x1a!.tandem.v1.ResetPrefixCacheAnswerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem_pb.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEROLE']._serialized_start=520
-  _globals['_NODEROLE']._serialized_end=602
-  _globals['_WATCHREQUEST']._serialized_start=35
-  _globals['_WATCHREQUEST']._serialized_end=69
-  _globals['_NODELOAD']._serialized_start=72
-  _globals['_NODELOAD']._serialized_end=518
-  _globals['_NODESTATUS']._serialized_start=604
-  _globals['_NODESTATUS']._serialized_end=673
+  _globals['_NODEROLE']._serialized_start=591
+  _globals['_NODEROLE']._serialized_end=673
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=35
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=60
+  _globals['_RESETPREFIXCACHEANSWER']._serialized_start=62
+  _globals['_RESETPREFIXCACHEANSWER']._serialized_end=104
+  _globals['_WATCHREQUEST']._serialized_start=106
+  _globals['_WATCHREQUEST']._serialized_end=140
+  _globals['_NODELOAD']._serialized_start=143
+  _globals['_NODELOAD']._serialized_end=589
+  _globals['_NODESTATUS']._serialized_start=676
+  _globals['_NODESTATUS']._serialized_end=836
 # @@protoc_insertion_point(module_scope)

@@ -16,6 +16,16 @@ NODE_ROLE_UNSPECIFIED: NodeRole
 NODE_ROLE_PREFILL: NodeRole
 NODE_ROLE_DECODE: NodeRole
 
+class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetPrefixCacheAnswer(_message.Message):
+    __slots__ = ("is_reset",)
+    IS_RESET_FIELD_NUMBER: _ClassVar[int]
+    is_reset: bool
+    def __init__(self, is_reset: bool = ...) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ("interval_s",)
     INTERVAL_S_FIELD_NUMBER: _ClassVar[int]

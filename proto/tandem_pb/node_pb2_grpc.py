@@ -40,6 +40,11 @@ class NodeStatusStub(object):
                 request_serializer=tandem__pb_dot_node__pb2.WatchRequest.SerializeToString,
                 response_deserializer=tandem__pb_dot_node__pb2.NodeLoad.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/tandem.v1.NodeStatus/ResetPrefixCache',
+                request_serializer=tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.FromString,
+                _registered_method=True)
 
 
 class NodeStatusServicer(object):
@@ -53,6 +58,13 @@ class NodeStatusServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Forgets all cached prefixes, unless running requests hold blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_NodeStatusServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=tandem__pb_dot_node__pb2.WatchRequest.FromString,
                     response_serializer=tandem__pb_dot_node__pb2.NodeLoad.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class NodeStatus(object):
             '/tandem.v1.NodeStatus/Watch',
             tandem__pb_dot_node__pb2.WatchRequest.SerializeToString,
             tandem__pb_dot_node__pb2.NodeLoad.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.NodeStatus/ResetPrefixCache',
+            tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
+            tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.FromString,
             options,
             channel_credentials,
             insecure,

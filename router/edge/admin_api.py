@@ -4,6 +4,7 @@
     GET  /ready      200 while requests would be served, else 503
     GET  /metrics    Prometheus
     GET  /status     a page for people
+    POST /reset_prefix_cache    forgets the cached prefixes of all nodes
 
 All on the port of the API, or the last two on a port of their own (`admin_port`), which then has
 the first two as well.
@@ -17,7 +18,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from edge.http.api_page import PAGE_HEADERS
+from router.errors import AdminOnly
 from router.nodes.address import NodeRole
+from router.nodes.prefix_caches import RESET, PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
 from router.observe.status_page import RouterView, render_status
@@ -42,8 +45,22 @@ def probe_routes(registry: NodeRegistry, is_draining: Callable[[], bool]) -> API
     return routes
 
 
-def admin_routes(metrics: RouterMetrics, view: Callable[[], RouterView]) -> APIRouter:
+def admin_routes(
+    metrics: RouterMetrics,
+    view: Callable[[], RouterView],
+    caches: PrefixCaches,
+    may_change: Callable[[], bool] = lambda: True,
+) -> APIRouter:
+    """Returns the routes. Where `may_change` is false they only tell."""
     routes = APIRouter()
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> JSONResponse:
+        if not may_change():
+            raise AdminOnly("keys of clients do not reset caches; use the router's --admin-port")
+        outcomes = await caches.reset()
+        is_done = all(outcome == RESET for outcome in outcomes.values())
+        return JSONResponse({"nodes": outcomes}, status_code=200 if is_done else 503)
 
     @routes.get("/metrics")
     async def scrape() -> Response:

@@ -152,6 +152,10 @@ class TandemPolicy(BasePolicy):
         capacity = int((tokens or _DEFAULT_CACHE_TOKENS) / max(1.0, request.tokens_per_block))
         self.index.learn(node, request.prefix_blocks, capacity)
 
+    def forget_prefixes(self) -> None:
+        """Forgets what nodes have cached: their caches were reset."""
+        self.index.retain(set())
+
     def _forget_lost_nodes(self) -> None:
         if self._indexed_generation != self.pool.generation:
             self._indexed_generation = self.pool.generation

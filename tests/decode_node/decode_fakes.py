@@ -173,6 +173,9 @@ class FakeEngine:
             if self._auto and not fake.finished:
                 self.produce_all(fake)
 
+    async def reset_prefix_cache(self) -> bool:
+        return all(fake.finished for fake in self.requests.values())
+
     async def wait_kv_result(self, request_id: str) -> KVTransferResult:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)

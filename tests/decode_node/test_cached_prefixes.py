@@ -49,3 +49,10 @@ def test_without_a_cache_nothing_is_remembered() -> None:
     index = CachedPrefixes(0, BLOCK)
     index.add(list(range(8)), SPEC)
     assert (len(index), index.num_cached_tokens(list(range(8)), SPEC)) == (0, 0)
+
+
+def test_a_reset_forgets_all() -> None:
+    index = CachedPrefixes(100, BLOCK)
+    index.add(list(range(8)), SPEC)
+    index.clear()
+    assert (len(index), index.num_cached_tokens(list(range(9)), SPEC)) == (0, 0)

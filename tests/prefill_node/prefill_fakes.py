@@ -67,6 +67,9 @@ class FakePrefillEngine:
         self.prompts[request.request_id] = FakePrompt(request, state)
         return RequestStream(name, queue, 1, lambda stream: self.abort(stream.request_id))
 
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
     def abort(self, request_id: str) -> None:
         prompt = self.prompts.get(request_id)
         if prompt is None or prompt.aborted or prompt.kv_done:

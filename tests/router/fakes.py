@@ -13,7 +13,14 @@ import grpc
 from aiohttp import web
 
 from router.request.proxied_path import PROXIED_PATHS
-from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad, WatchRequest
+from tandem_pb.node_pb2 import (
+    NODE_ROLE_DECODE,
+    NODE_ROLE_PREFILL,
+    NodeLoad,
+    ResetPrefixCacheAnswer,
+    ResetPrefixCacheRequest,
+    WatchRequest,
+)
 from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_to_server
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -38,6 +45,7 @@ class StatusService(NodeStatusServicer):
         self.interval_s = 0.05
         self.silent = False
         self.num_watchers = 0
+        self.num_resets = 0
         self._changed = asyncio.Condition()
 
     async def Watch(
@@ -52,6 +60,12 @@ class StatusService(NodeStatusServicer):
                 await self._wait_for_change()
         finally:
             self.num_watchers -= 1
+
+    async def ResetPrefixCache(
+        self, request: ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> ResetPrefixCacheAnswer:
+        self.num_resets += 1
+        return ResetPrefixCacheAnswer(is_reset=not self.load.num_running_requests)
 
     async def change(self, **fields: Any) -> None:
         """Sets fields of the load and reports them now."""

@@ -15,6 +15,7 @@ import pytest
 from router.config import RouterSettings
 from router.edge.api_keys import ApiKeys
 from router.edge.key_file import digest_of
+from router.nodes.address import NodeRole
 from router.nodes.registry import NodeRegistry
 from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
@@ -189,6 +190,37 @@ async def test_the_page_needs_a_key_where_clients_are(cluster: Cluster) -> None:
     for path, status in (("/status", 401), ("/metrics", 200)):
         async with router.client.get(router.url + path) as response:
             assert response.status == status
+
+
+async def test_operators_reset_the_caches_of_all_nodes(cluster: Cluster) -> None:
+    nodes = [await cluster.decode("a"), await cluster.prefill("p"), await cluster.prefill("q")]
+    router = await cluster.router(*nodes)
+    learnt = router.services.forwarder.attempts.policy.index
+    known = router.services.registry.nodes(NodeRole.PREFILL)[0]
+    learnt.learn(known, (1, 2, 3), 100)
+    assert learnt.match((1, 2, 3)).num_blocks(known) == 3
+    async with router.client.post(router.url + "/reset_prefix_cache") as response:
+        assert response.status == 200
+        assert set((await response.json())["nodes"].values()) == {"reset"}
+    assert [node.status.num_resets for node in nodes] == [1, 1, 1]
+    assert learnt.match((1, 2, 3)).num_blocks(known) == 0
+    await nodes[1].status.change(num_running_requests=1)
+    await nodes[2].stop()
+    async with router.client.post(router.url + "/reset_prefix_cache") as response:
+        assert response.status == 503
+        told = sorted((await response.json())["nodes"].values())
+    assert [text.split(":")[0] for text in told] == ["failed", "in use", "reset"]
+
+
+async def test_keys_of_clients_reset_no_caches(cluster: Cluster) -> None:
+    node = await cluster.decode()
+    router = await cluster.router(node, api_keys="secret")
+    headers = {"authorization": "Bearer secret"}
+    url = router.url + "/reset_prefix_cache"
+    async with router.client.post(url, headers=headers) as response:
+        assert response.status == 403
+        assert "--admin-port" in (await response.json())["error"]["message"]
+    assert node.status.num_resets == 0
 
 
 async def test_an_admin_port_has_what_the_api_s_port_has_not() -> None:

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from engine.config import EngineConfig, KVLayers
+from engine.errors import EngineDeadError
 from engine.messages import EngineReady
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
@@ -41,8 +42,15 @@ class StillEngine:
     dead_reason: str = ""
     silence: Silence = field(default_factory=Silence)
 
+    holds_blocks: bool = False
+
     def give_up(self, reason: str) -> None:
         self.is_dead, self.dead_reason = True, reason
+
+    async def reset_prefix_cache(self) -> bool:
+        if self.is_dead:
+            raise EngineDeadError(self.dead_reason)
+        return not self.holds_blocks
 
 
 @pytest.fixture
@@ -279,3 +287,16 @@ async def test_open_requests_wait_until_idle() -> None:
     open_requests.leave()
     assert await waiting
     assert open_requests.count == 0
+
+
+async def test_routers_may_reset_the_prefix_cache(
+    channel: grpc.aio.Channel, engine: StillEngine
+) -> None:
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    for engine.holds_blocks in (False, True):
+        answer = await stub.ResetPrefixCache(node_pb2.ResetPrefixCacheRequest())
+        assert answer.is_reset is not engine.holds_blocks
+    engine.give_up("worker 0 is gone")
+    with pytest.raises(grpc.aio.AioRpcError, match="worker 0") as error:
+        await stub.ResetPrefixCache(node_pb2.ResetPrefixCacheRequest())
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,31 @@
+"""The routes of operators: what changes the node, and is not for clients."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from decode_node.errors import PermissionDenied, Unavailable
+from decode_node.http.callers import Caller
+
+
+def create_admin_router(reset_prefix_cache: Callable[[], Awaitable[bool]]) -> APIRouter:
+    """Returns the routes. They are for routers and, where nobody has to show a key, for all."""
+    router = APIRouter()
+
+    @router.post("/reset_prefix_cache")
+    async def reset(request: Request) -> Response:
+        """Forgets all cached prefixes: a router those of all its nodes. For operators alone."""
+        if request.state.caller is not Caller.TRUSTED:
+            raise PermissionDenied("only operators may reset caches; ask the router's admin port")
+        if not await reset_prefix_cache():
+            raise Unavailable(
+                "requests are running, which hold blocks of the cache; try again when they have "
+                "ended",
+                code="cache_in_use",
+            )
+        return Response(status_code=200)
+
+    return router

@@ -1,0 +1,42 @@
+"""Operators change a node; clients with a key do not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from edge.security.cluster_token import TOKEN_HEADER
+from engine.request_spec import RequestSpec
+from tests.decode_node.http_node import http_node
+
+PATH = "/reset_prefix_cache"
+
+
+async def test_a_reset_forgets_prefixes_unless_requests_run() -> None:
+    prompt, spec = list(range(5, 30)), RequestSpec()
+    async with http_node(auto=False) as node:
+        known = node.proxy._prefix_index
+        known.add(prompt, spec)
+        assert known.num_cached_tokens(prompt, spec) > 0
+        body = {"prompt": [1], "max_tokens": 3}
+        running = asyncio.create_task(node.client.post("/v1/completions", json=body))
+        fake = await node.engine.added()
+        refused = await node.client.post(PATH)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "cache_in_use")
+        assert known.num_cached_tokens(prompt, spec) > 0
+        node.engine.produce_all(fake)
+        assert (await running).status_code == 200
+        assert (await node.client.post(PATH)).status_code == 200
+        assert known.num_cached_tokens(prompt, spec) == 0
+
+
+async def test_a_key_of_the_api_resets_nothing(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    async with http_node(api_keys="key", cluster_token_file=token) as node:
+        assert (await node.client.post(PATH)).status_code == 401
+        as_client = {"authorization": "Bearer key"}
+        refused = await node.client.post(PATH, headers=as_client)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        as_router = {TOKEN_HEADER: "t" * 32}
+        assert (await node.client.post(PATH, headers=as_router)).status_code == 200
