@@ -92,7 +92,9 @@ class BodyOutlet(Outlet):
         """Waits: the status is not known before the end."""
 
     async def write(self, events: bytes) -> None:
-        self._body += events
+        """Keeps the last body: a node that goes on with an answer sends all of it."""
+        if events != _DONE:
+            self._body = events
 
     async def end(self, error: bytes, status: int) -> int:
         _, _, body = (error or self._body.removesuffix(_DONE)).partition(_DATA)

@@ -78,10 +78,8 @@ async def test_a_vocabulary_without_the_markers_spells_them_in_text() -> None:
     async with http_node(
         scripts=[f"I ask. {call}", "It rains."], context=1200, tool_call_parser="hermes"
     ) as node:
-        first, second = [
-            (await node.client.post(CHAT, json=body)).json()["choices"][0]["message"]
-            for _ in range(2)
-        ]
+        answers = [await node.client.post(CHAT, json={**body, "seed": i}) for i in range(2)]
+    first, second = [answer.json()["choices"][0]["message"] for answer in answers]
     assert first["content"].strip() == "I ask."
     assert [call["function"]["name"] for call in first["tool_calls"]] == ["get_time"]
     assert second["content"] == "It rains." and "tool_calls" not in second
