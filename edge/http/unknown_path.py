@@ -30,7 +30,10 @@ def unknown_path(request: Request) -> HttpError:
     if others:
         allowed = ", ".join(sorted(others))
         return MethodNotAllowed(f"{shown} takes {allowed}, not {method}", allowed=allowed)
-    served = {route.path_format: _methods([route]) for route in routes}
+    served = {
+        path: _methods(route for route in routes if route.path_format == path)
+        for path in {route.path_format for route in routes}
+    }
     listed = ", ".join(f"{'|'.join(sorted(how))} {one}" for one, how in sorted(served.items()))
     meant = _meant(shown, served)
     hint = f"did you mean {meant}? " if meant else ""

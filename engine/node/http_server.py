@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from edge.address import join_address
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.outer_edge import OuterEdge
 from edge.security.tls_http import TlsServer
 from engine.node.grpc_server import PortInUse
 from engine.node.status import NodeStatus
@@ -73,7 +74,7 @@ class ProbeServer:
         self._serving: asyncio.Task[None] | None = None
 
     def start(self, status: NodeStatus, metrics: Callable[[], bytes]) -> None:
-        app = Starlette(routes=_routes(status, metrics))
+        app = OuterEdge(Starlette(routes=_routes(status, metrics)), lambda: False)
         self._server = HttpServer(
             uvicorn.Config(
                 app,

@@ -127,11 +127,11 @@ async def test_a_roll_under_load_loses_nothing(authority: Authority, demo_checkp
     plain, either, tls = releases(authority)
     load = Load()
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as client:
-        await asyncio.gather(*(one.start(stack, demo_checkpoint) for one in (plain, either)))
+        # All at once: a start is mostly waiting. The last release only serves from its turn on.
+        await asyncio.gather(*(one.start(stack, demo_checkpoint) for one in (plain, either, tls)))
         await roll(load, plain, either)
         before = [await plaintext_connections(client, node) for node in either.nodes]
         assert all(before), "prefill and decode had peers without TLS"
-        await tls.start(stack, demo_checkpoint)
         await roll(load, either, tls, lambda: check_counts(client, either, before))
         assert all(len(found) == 1 for found in load.answers.values()), load.answers
         assert len(load.answers) == len(PROMPTS)
