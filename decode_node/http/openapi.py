@@ -5,6 +5,7 @@ What a router answers by itself is included: clients talk to routers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
 from typing import Any
@@ -15,7 +16,16 @@ from pydantic import BaseModel
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.chat_answer import ChatChunk, ChatCompletion
 from decode_node.protocol.completions import Completion, CompletionRequest
+from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import Model, ModelList
+from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from edge.http.error_forms import AnthropicErrorBody
 from edge.http.errors import ErrorBody
 
 Json = dict[str, Any]
@@ -34,31 +44,88 @@ _ERRORS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Post:
+    """Describes one POST path. `answer` is the type of a whole answer, or what it is called where
+    others have defined it; `stream` says what events it has otherwise, if it can be streamed."""
+
+    path: str
+    name: str
+    body: type[BaseModel]
+    answer: type[msgspec.Struct] | str
+    stream: str = ""
+    error: type[msgspec.Struct] = ErrorBody
+
+
+_POSTS = (
+    _Post(
+        path="/v1/completions",
+        name="createCompletion",
+        body=CompletionRequest,
+        answer=Completion,
+        stream="each `data:` is a Completion, the last one `[DONE]`",
+    ),
+    _Post(
+        path="/v1/chat/completions",
+        name="createChatCompletion",
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+        stream="each `data:` is a ChatChunk, the last one `[DONE]`",
+    ),
+    _Post(
+        path="/v1/responses",
+        name="createResponse",
+        body=ResponsesRequest,
+        answer="A Response of OpenAI's API.",
+        stream="those of OpenAI's API, the last one `response.completed` or `response.incomplete`",
+    ),
+    _Post(
+        path="/v1/messages",
+        name="createMessage",
+        body=MessagesRequest,
+        answer="A Message of Anthropic's API.",
+        stream="those of Anthropic's API, the last one `message_stop`",
+        error=AnthropicErrorBody,
+    ),
+    _Post(
+        path="/v1/messages/count_tokens",
+        name="countTokens",
+        body=CountTokensRequest,
+        answer='{"input_tokens": 12}',
+        error=AnthropicErrorBody,
+    ),
+    _Post(path="/tokenize", name="tokenize", body=TokenizeRequest, answer=TokenizeAnswer),
+    _Post(path="/detokenize", name="detokenize", body=DetokenizeRequest, answer=DetokenizeAnswer),
+)
+
+
 @cache
 def openapi_document() -> Json:
-    structs = (ErrorBody, Completion, ChatCompletion, ChatChunk, Model, ModelList)
+    answers = [post.answer for post in _POSTS if not isinstance(post.answer, str)]
+    structs = (ErrorBody, AnthropicErrorBody, *answers, ChatChunk, Model, ModelList)
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF + "{name}")
-    for body in (CompletionRequest, ChatCompletionRequest):
-        schemas |= _body_schemas(body)
-    completion = _operation("createCompletion", CompletionRequest, Completion, Completion)
-    chat = _operation("createChatCompletion", ChatCompletionRequest, ChatCompletion, ChatChunk)
+    for post in _POSTS:
+        schemas |= _body_schemas(post.body)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "tandem",
             "version": "1",
-            "description": "The OpenAI API; fields from `top_k` on are extensions.",
+            "description": "The APIs of OpenAI and Anthropic; fields from `top_k` on are "
+            "extensions.",
         },
         "paths": {
-            "/v1/completions": {"post": completion},
-            "/v1/chat/completions": {"post": chat},
+            **{post.path: {"post": _operation(post)} for post in _POSTS},
             "/v1/models": {"get": _listing("listModels", ModelList)},
         },
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
     }
 
 
@@ -68,34 +135,35 @@ def _body_schemas(body: type[BaseModel]) -> Json:
     return {**parts, body.__name__: schema}
 
 
-def _operation(
-    name: str, body: type[BaseModel], whole: type[msgspec.Struct], chunk: type[msgspec.Struct]
-) -> Json:
+def _operation(post: _Post) -> Json:
+    about, content = "The answer.", _answer_content(post.answer)
+    if post.stream:
+        about += f" With `stream`, events: {post.stream}, or an error if it breaks off."
+        content["text/event-stream"] = {"schema": {"type": "string"}}
     return {
-        "operationId": name,
-        "summary": (body.__doc__ or "").strip(),
-        "requestBody": {"required": True, "content": _content(body.__name__)},
+        "operationId": post.name,
+        "summary": (post.body.__doc__ or "").strip(),
+        "requestBody": {"required": True, "content": _content(post.body.__name__)},
         "responses": {
-            "200": {
-                "description": f"The answer. With `stream`, events: each `data:` is a "
-                f"{chunk.__name__}, the last one `[DONE]`, or an ErrorBody if it breaks off.",
-                "content": {
-                    **_content(whole.__name__),
-                    "text/event-stream": {"schema": {"type": "string"}},
-                },
-            },
-            **_error_responses(),
+            "200": {"description": about, "content": content},
+            **_error_responses(post.error),
         },
     }
 
 
+def _answer_content(answer: type[msgspec.Struct] | str) -> Json:
+    if isinstance(answer, str):
+        return {"application/json": {"schema": {"type": "object", "description": answer}}}
+    return _content(answer.__name__)
+
+
 def _listing(name: str, content: type[msgspec.Struct]) -> Json:
     answer = {"description": "Those that are served.", "content": _content(content.__name__)}
-    return {"operationId": name, "responses": {"200": answer, **_error_responses()}}
+    return {"operationId": name, "responses": {"200": answer, **_error_responses(ErrorBody)}}
 
 
-def _error_responses() -> Json:
-    content = _content(ErrorBody.__name__)
+def _error_responses(error: type[msgspec.Struct]) -> Json:
+    content = _content(error.__name__)
     return {
         str(status): {"description": f"{HTTPStatus(status).phrase}. {text}", "content": content}
         for status, text in _ERRORS.items()

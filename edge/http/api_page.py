@@ -49,6 +49,9 @@ a {{ color: #8ab4f8 }} b.required {{ color: #ff8080 }} }}
 </body></html>
 """
 
+_NO_BOUND = 1 << 53
+"""Bounds from here on are those of how numbers are kept."""
+
 Schema = Mapping[str, Any]
 
 
@@ -85,7 +88,10 @@ def _operation(path: str, method: str, operation: Schema) -> str:
 
 def _content(holder: Schema) -> str:
     kinds = [content.get("schema", {}) for content in holder.get("content", {}).values()]
-    return " or ".join(_type(kind) for kind in kinds if "$ref" in kind)
+    shown = [
+        _type(kind) if "$ref" in kind else escape(kind.get("description", "")) for kind in kinds
+    ]
+    return " or ".join(text for text in shown if text)
 
 
 def _schema(name: str, schema: Schema) -> str:
@@ -114,7 +120,7 @@ def _notes(schema: Schema) -> Iterator[str]:
         yield str(schema["description"]).rstrip(".")
     for part in (schema, *schema.get("anyOf", ())):
         for word, text in _BOUNDS.items():
-            if word in part:
+            if word in part and abs(part[word]) < _NO_BOUND:
                 yield text.format(part[word])
     if schema.get("default") is not None:
         yield f"default {json.dumps(schema['default'])}"
