@@ -91,6 +91,8 @@ class GrammarStates:
         self._words: Int32Array = self._on_host.numpy()
         self._on_device = torch.zeros(shape, dtype=torch.int32, device=device)
         self.stats = GrammarStats()
+        self.waited_s = 0.0
+        """Seconds in which a step waited for the tokens of the one before."""
 
     @property
     def num_held(self) -> int:
@@ -161,8 +163,11 @@ class GrammarStates:
         too, so their memory may be written again."""
         if self._latest is None:
             return
+        started = time.perf_counter()
+        tokens = self._latest.wait_for_tokens()
+        self.waited_s += time.perf_counter() - started
         new: list[tuple[RowGrammar, list[int]]] = []
-        for row, epoch, token_ids in self._latest.wait_for_tokens():
+        for row, epoch, token_ids in tokens:
             grammar = self._rows.get(row)
             if grammar is not None and grammar.epoch == epoch:
                 new.append((grammar, token_ids))
@@ -180,6 +185,7 @@ class GrammarStates:
         for (grammar, _), is_accepted in zip(kept, accepted, strict=True):
             if not is_accepted:
                 grammar.fail()
+                self.stats.num_failed += 1
 
     def _begin(self, places: Places) -> tuple[list[_Walk], dict[int, PlaceFailure]]:
         """Waits for what is not compiled yet. Returns the requests whose masks are to be filled,

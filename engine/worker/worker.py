@@ -101,7 +101,8 @@ class Worker:
         self._closers.callback(self._connector.shutdown)
         self.compile_guard = CompileGuard()
         self.host_s = 0.0
-        """Seconds that `start_step` has taken, all steps together."""
+        """Seconds that `start_step` has taken, all steps together, without those in which a step
+        with grammars waited for the tokens of the one before."""
 
     def init_device(self) -> None:
         """Meets the other ranks.
@@ -210,14 +211,15 @@ class Worker:
                 f"{step.step_id}; the engine must be restarted"
             )
         self._last_step_id = step.step_id
-        started = time.perf_counter()
+        grammars = self.runner.sampler.grammars
+        started = time.perf_counter() - grammars.waited_s
         try:
             return self.runner.execute_model(step)
         except torch.OutOfMemoryError as error:
             cure = cure_of_full_cache(self.config)
             raise device_memory_error("computing a step", cure, self._device) from error
         finally:
-            self.host_s += time.perf_counter() - started
+            self.host_s += time.perf_counter() - grammars.waited_s - started
 
     @property
     def grammar_stats(self) -> GrammarStats:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.messages import EngineCoreRequest
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
+from engine.worker.async_output import AsyncOutput
 from engine.worker.drafter import Drafter
 from engine.worker.worker import Worker
 from kv_transfer.base import KVCacheHandle
@@ -343,3 +345,22 @@ def test_a_grammar_that_leaves_nothing_ends_every_choice(engine: OneEngine) -> N
     assert [engine.ended[name] for name in ("c0", "c1", "beside")] == ["error", "error", "stop"]
     assert "cannot be compiled" in engine.errors["c0"] and engine.tokens["c1"] == []
     assert "all" not in engine.ended
+
+
+def test_waiting_for_tokens_is_no_host_time(
+    engine: OneEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device works meanwhile: a step says what it waited, and that is left out."""
+    grammars, clock = engine.worker.runner.sampler.grammars, [0.0]
+    wait_for_tokens = AsyncOutput.wait_for_tokens
+
+    def wait_long(output: AsyncOutput) -> list[tuple[int, int, list[int]]]:
+        clock[0] += 1000.0
+        return wait_for_tokens(output)
+
+    for module in ("engine.sample.grammars", "engine.worker.worker"):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(AsyncOutput, "wait_for_tokens", wait_long)
+    run(engine, make_request("a", JSON, temperature=0.0, max_tokens=9))
+    assert grammars.waited_s >= 8 * 1000.0
+    assert engine.worker.host_s == 0.0
