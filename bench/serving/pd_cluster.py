@@ -65,12 +65,13 @@ def model_folder(shape: str) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A running cluster. `url`: the router's. `decode_metrics`: where each decode node tells what
-    it counts.
+    """A running cluster. `url`: the router's. `decode_metrics`, `prefill_metrics`: where each node
+    tells what it counts.
     """
 
     url: str
     decode_metrics: list[str]
+    prefill_metrics: list[str]
 
 
 @asynccontextmanager
@@ -93,7 +94,16 @@ async def running(
             await wait_routable(specs[0].endpoint, settings)
         print(f"{setup.name}: ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
         decodes = [spec.endpoint for spec in specs if spec.name.startswith("decode")]
-        yield Cluster(specs[0].endpoint, [f"{endpoint}/metrics" for endpoint in decodes])
+        ports = [
+            spec.argv[spec.argv.index("--metrics-port") + 1]
+            for spec in specs
+            if spec.name.startswith("prefill")
+        ]
+        yield Cluster(
+            specs[0].endpoint,
+            [f"{endpoint}/metrics" for endpoint in decodes],
+            [f"http://127.0.0.1:{port}/metrics" for port in ports],
+        )
     except BaseException:
         print("\n".join(lines[-60:]), file=sys.stderr)
         raise

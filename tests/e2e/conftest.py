@@ -255,15 +255,20 @@ async def _stop_and_check(cluster: Cluster) -> None:
 
 @dataclass(slots=True)
 class Completion:
-    """The result of one streamed completion."""
+    """The result of one streamed completion, with the text of each choice."""
 
-    text: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     timeline: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     status: int = 0
     num_events: int = 0
+
+    @property
+    def text(self) -> str:
+        """Returns the texts of all choices, one after the other."""
+        return "\n".join(self.texts[index] for index in sorted(self.texts))
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
@@ -310,7 +315,8 @@ def complete(http: aiohttp.ClientSession) -> Complete:
                 result.usage = event.get("usage") or result.usage
                 result.timeline = event.get("timeline") or result.timeline
                 for choice in event.get("choices", []):
-                    result.text += choice["text"]
+                    before = result.texts.get(choice["index"], "")
+                    result.texts[choice["index"]] = before + choice["text"]
                     result.finish_reason = choice["finish_reason"] or result.finish_reason
                 result.num_events += 1
                 if on_event is not None:

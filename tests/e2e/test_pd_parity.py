@@ -43,13 +43,15 @@ def requests() -> list[dict[str, Any]]:
         {**request, "bad_words": ["the", "and"], "allowed_token_ids": list(range(10, 400))}
         for request in (greedy[-1], sampled[-1])
     ]
+    forked = [{**request, "n": 3} for request in sampled[3:]]
     common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
-    return [{**common, **request} for request in greedy + sampled + limited]
+    return [{**common, **request} for request in greedy + sampled + limited + forked]
 
 
 async def texts(complete: Any, url: str) -> list[str]:
     results = await asyncio.gather(*(complete(url, **request) for request in requests()))
-    assert all(r.error is None and r.usage["completion_tokens"] == 24 for r in results)
+    assert all(r.error is None for r in results)
+    assert all(r.usage["completion_tokens"] == 24 * len(r.texts) for r in results)
     return [r.text for r in results]
 
 
@@ -79,6 +81,25 @@ async def test_two_nodes_give_what_one_gives(
     cluster = await share_cluster(prefill_args=prefill_args, decode_args=decode_args)
     assert await texts(complete, cluster.url) == expected
     assert await texts(complete, cluster.url) == expected, "with the prefix cached"
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("topology", [0, 2])
+async def test_choices_are_the_answers_of_their_seeds(
+    share_cluster: Any, complete: Any, topology: int
+) -> None:
+    """KV of the prompt is pulled once for eight choices."""
+    prefill_args, decode_args = TWO_TOPOLOGIES[topology].values
+    cluster = await share_cluster(prefill_args=prefill_args, decode_args=decode_args)
+    wish = {"prompt": prompt(203), "temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+    together = await complete(cluster.url, **wish, seed=50, n=8)
+    assert together.usage["prompt_tokens"] == 203
+    for i in range(8):
+        alone = await complete(cluster.url, **wish, seed=50 + i)
+        assert together.texts[i] == alone.text
+        assert together.timeline["kv_bytes"] <= 1.02 * alone.timeline["kv_bytes"]
+    assert len(set(together.texts.values())) == 8
     await cluster.wait_empty()
 
 

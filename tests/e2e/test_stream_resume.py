@@ -34,6 +34,8 @@ def body(i: int) -> dict[str, Any]:
         wish |= {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
     if i % 5 == 2:
         wish |= {"ignore_eos": False, "min_tokens": 50, "stop": [" the dog", "\n\n\n"]}
+    if i % 5 == 4:
+        wish["n"] = 3
     if i % 7 == 3:
         wish["logprobs"] = 2
     return wish

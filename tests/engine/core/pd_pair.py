@@ -9,6 +9,8 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.request_stream import RequestStream
 from engine.messages import KVTransferResult
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import NUM_BLOCKS, make_request, tiny_config
@@ -22,10 +24,30 @@ class Pair:
 
     def request(self, seed: int, **sampling: Any) -> tuple[GenerationRequest, GenerationRequest]:
         """Makes a request (for prefill, for decode). Of one that asks for one token no KV moves."""
-        self.num_started += 1
-        request_id, transfer_id = f"r{self.num_started}", f"{self.num_started:032x}"
+        request_id = f"r{self.num_started + 1}"
         export = make_request(request_id, seed, **{**sampling, "max_tokens": 1})
-        pull = make_request(request_id, seed, **sampling)
+        return self._with_transfer(export, make_request(request_id, seed, **sampling))
+
+    def choices(
+        self, prompt: list[int], seeds: range, **sampling: Any
+    ) -> tuple[GenerationRequest, GenerationRequest]:
+        """Makes a request (for prefill, for decode) of several choices, `r.0`, `r.1` ..."""
+        request_id = f"r{self.num_started + 1}"
+        choices = [
+            GenerationRequest(
+                f"{request_id}.{i}", RequestSpec(prompt, SamplingParams(seed=seed, **sampling))
+            )
+            for i, seed in enumerate(seeds)
+        ]
+        pull = GenerationRequest.of_choices(request_id, choices)
+        export = replace(pull, request_id=request_id, spec=pull.spec.for_one_token(), choice_ids=())
+        return self._with_transfer(export, replace(pull, request_id=request_id))
+
+    def _with_transfer(
+        self, export: GenerationRequest, pull: GenerationRequest
+    ) -> tuple[GenerationRequest, GenerationRequest]:
+        self.num_started += 1
+        transfer_id = f"{self.num_started:032x}"
         pull.kv_transfer_params = KVTransferParams(
             do_remote_prefill=True,
             transfer_id=transfer_id,
@@ -44,7 +66,10 @@ class Pair:
                 for token_id in output.token_ids:
                     of_prompt = output.prompt_logprobs or ()
                     self.decode.supply_first_token(
-                        export.request_id, token_id, prompt_logprobs=of_prompt
+                        export.request_id,
+                        token_id,
+                        prompt_logprobs=of_prompt,
+                        siblings=output.siblings,
                     )
             return await self.prefill.wait_kv_result(export.request_id)
         finally:
@@ -53,6 +78,13 @@ class Pair:
 
 async def tokens_of(stream: RequestStream) -> list[int]:
     return [token for output in [o async for o in stream] for token in output.token_ids]
+
+
+async def tokens_by_choice(stream: RequestStream) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    async for output in stream:
+        found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found
 
 
 async def start_engine(

@@ -13,6 +13,7 @@ import random
 import re
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
 from engine.node.metrics import EngineCollector
 from engine.outputs import TokenLogprobs
-from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
+from tests.engine.core.pd_pair import Pair, start_engine, tokens_by_choice, tokens_of
 from tests.engine.core.tiny_engine import VOCAB, Oracle, until, until_empty
 from tests.engine.core.tiny_tokenizer import save_tokenizer, text_of
 from tests.processes import find_processes, is_gone
@@ -102,6 +103,87 @@ async def test_a_decode_engine_may_compute_several_tokens_a_step(
     await until_empty(decode)
     assert decode.stats.prompt_tokens_transferred > 0
     await decode.shutdown()
+
+
+def choices_prompt(seed: int) -> list[int]:
+    return [1 + (seed * 13 + i * i) % (VOCAB - 1) for i in range(61)]
+
+
+async def run_choices(pair: Pair, prompt: list[int], seeds: range) -> tuple[list[list[int]], int]:
+    """Returns the tokens of each choice, and the bytes of KV that decode received."""
+    export, pull = pair.choices(prompt, seeds, max_tokens=12, temperature=1.0, ignore_eos=True)
+    stream = pair.decode.generate(pull)
+    received = asyncio.create_task(pair.decode.wait_kv_result(pull.request_id))
+    prefill = asyncio.create_task(pair.run_prefill(export))
+    found = await tokens_by_choice(stream)
+    assert (await prefill).ok
+    return [found[name] for name in sorted(found)], (await received).stats.num_bytes
+
+
+async def test_choices_are_computed_once_and_pulled_once(pair: Pair) -> None:
+    """The transfer processes count what comes over their streams."""
+    alone, num_bytes = [], 0
+    for seed in range(40, 48):
+        (tokens,), num_bytes = await run_choices(pair, choices_prompt(1), range(seed, seed + 1))
+        alone.append(tokens)
+        await until_empty(pair.decode)
+    await until_empty(pair.prefill)
+    before, of_decode = pair.prefill.stats, pair.decode.stats
+    together, num_bytes_of_all = await run_choices(pair, choices_prompt(1), range(40, 48))
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone}) == 8
+    await until_empty(pair.prefill)
+    await until_empty(pair.decode)
+    assert pair.prefill.stats.prompt_tokens_computed - before.prompt_tokens_computed == 61
+    assert pair.decode.stats.prompt_tokens_computed == of_decode.prompt_tokens_computed
+    assert 0 < num_bytes_of_all <= 1.02 * num_bytes
+    total = pair.decode.stats.kv_transfer["bytes"] - of_decode.kv_transfer["bytes"]
+    assert total == num_bytes_of_all
+
+
+async def test_choices_outlive_each_other_and_their_kv(pair: Pair) -> None:
+    """Some choices are aborted, wherever they are; of every third prompt no KV comes, with its
+    first tokens or without. The others give what they give alone."""
+    rng = random.Random(3)
+
+    async def one(number: int) -> None:
+        prompt, seeds = choices_prompt(number), range(100 * number, 100 * number + 5)
+        sampling = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+        export, pull = pair.choices(prompt, seeds, **sampling)
+        if number % 3 == 0:
+            stream = pair.decode.generate(pull)
+            if number % 2:
+                outputs = [o async for o in pair.prefill.generate(replace(export))]
+                pair.decode.supply_first_token(
+                    pull.request_id, outputs[0].token_ids[0], siblings=outputs[0].siblings
+                )
+            pair.decode.prefill_locally(pull.request_id)
+            pair.prefill.abort(export.request_id)
+            prefill = None
+        else:
+            stream = pair.decode.generate(pull)
+            prefill = asyncio.create_task(pair.run_prefill(export))
+        found: dict[str, list[int]] = {}
+        aborted = set(rng.sample(pull.choice_ids, 2))
+        when = {name: rng.randint(0, 12) for name in aborted}
+        num_outputs = 0
+        for name in [name for name in aborted if when[name] == 0]:
+            pair.decode.abort(name)
+        async for output in stream:
+            num_outputs += 1
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+            for name in [name for name in aborted if when[name] == num_outputs]:
+                pair.decode.abort(name)
+        expected, _ = await run_choices(pair, prompt, seeds)
+        for name, tokens in zip(pull.choice_ids, expected, strict=True):
+            got = found.get(name, [])
+            assert got == tokens[: len(got)] and (len(got) == 12 or name in aborted)
+        if prefill is not None:
+            await prefill
+
+    await asyncio.gather(*(one(number) for number in range(2, 12)))
+    await until_empty(pair.decode)
+    await until_empty(pair.prefill)
 
 
 async def test_nobody_prefills_so_decode_does_it_itself(pair: Pair, oracle: Oracle) -> None:
