@@ -34,7 +34,7 @@ from bench.serving.report import Figures
 from cli.cluster import UpSettings
 
 COMPUTED = "vllm:prompt_tokens_total"
-"""Of a prefill node without prefix cache."""
+"""Counts what a prefill node computes, when it has no prefix cache."""
 RECEIVED = "tandem_kv_received_bytes_total"
 
 
@@ -59,7 +59,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Seconds after sending at which each choice began, and at which the last one ended."""
+    """Says how many seconds after sending each choice began, and the last one ended."""
 
     begins: list[float]
     end: float
