@@ -1,6 +1,6 @@
 """Compiles grammars in threads of their own, beside the steps of a worker.
 
-    1. `prepare`   once, at the start: the tokenizer is made
+    1. `prepare`   once, at the start: the tokenizer is made; `wait_until_prepared`
     2. `compile`   for each request that enters a row; the library lets go of the interpreter lock
     3. `close`
 
@@ -51,6 +51,12 @@ class GrammarCompiler:
         that have a grammar."""
         if self._tokenizer is None:
             self._tokenizer = self._threads.submit(load_grammar_tokenizer, self._model)
+
+    def wait_until_prepared(self) -> None:
+        """Returns when the tokenizer is there, or cannot be."""
+        self.prepare()
+        assert self._tokenizer is not None
+        self._tokenizer.exception()
 
     def compile(self, grammar: str, output: Sequence[int]) -> Future[CompiledGrammar]:
         """Starts to compile `grammar`, and to replay the tokens of `output`."""

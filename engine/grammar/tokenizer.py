@@ -33,7 +33,7 @@ def load_grammar_tokenizer(model: ModelConfig) -> llguidance.LLTokenizer:
         )
     try:
         return llguidance.LLTokenizer(
-            without_names(file.read_text(encoding="utf-8")),
+            without_names(file.read_text(encoding="utf-8"), model.vocab_size),
             n_vocab=model.vocab_size,
             eos_token=list(model.eos_token_ids),
         )
@@ -43,8 +43,10 @@ def load_grammar_tokenizer(model: ModelConfig) -> llguidance.LLTokenizer:
         ) from error
 
 
-def without_names(tokenizer: str) -> str:
-    """Returns the text of a tokenizer.json whose special tokens have names that nobody writes.
+def without_names(tokenizer: str, vocab_size: int) -> str:
+    """Returns the text of a tokenizer.json whose special tokens have names that nobody writes, and
+    without added tokens from `vocab_size` on: some tokenizers have tokens of images, for which the
+    model has no logits, and the library refuses more tokens than logits.
 
     Where a grammar leaves one text only, the library spells it with the tokenizer, which takes a
     special token for its name: a schema with `{"enum": ["<s>"]}` forced the token, which the same
@@ -52,7 +54,9 @@ def without_names(tokenizer: str) -> str:
     """
     content = json.loads(tokenizer)
     names: dict[str, str] = {}
-    for added in content.get("added_tokens") or ():
+    known = [added for added in content.get("added_tokens") or () if added["id"] < vocab_size]
+    content["added_tokens"] = known
+    for added in known:
         name = added["content"]
         if added.get("special") or (name.startswith("<") and name.endswith(">")):
             # The library knows special tokens by these brackets, too.

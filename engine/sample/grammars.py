@@ -103,6 +103,10 @@ class GrammarStates:
         """Makes what all grammars need, in a thread."""
         self._compiler.prepare()
 
+    def wait_until_prepared(self) -> None:
+        """Waits for that thread, which lets no other one run for a while."""
+        self._compiler.wait_until_prepared()
+
     def close(self) -> None:
         """Stops compiling. Idempotent."""
         self._compiler.close()

@@ -6,7 +6,7 @@
     4. `determine_num_blocks`   a profiling run says how large the cache may be
     5. `initialize_kv_cache`    with the least of all ranks' answers
     6. `capture_model`          on a GPU: kernels are compiled, CUDA graphs recorded; a kernel that
-                                is compiled later is logged
+                                is compiled later is logged. The tokenizer of grammars is awaited
     7. `start_step`             once for each step, on all ranks alike; the next may be started
                                 before its result is read
     8. `shutdown`
@@ -172,15 +172,18 @@ class Worker:
         return self._connector.register_kv_cache(config.kv_layout, kv_cache.memory)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
-        """Captures the graphs; `report` hears what is done and fractions in 0..1. Nothing to do on
-        the CPU.
+        """Captures the graphs; `report` hears what is done and fractions in 0..1. On the CPU there
+        are none. Then nothing is left to do that could delay a step.
 
         Raises:
             DeviceMemoryError: Graphs do not fit beside the KV cache.
             GraphCaptureError: A step cannot be recorded.
         """
-        if self._device.type == "cpu":
-            return
+        if self._device.type == "cuda":
+            self._capture_graphs(report)
+        self.runner.sampler.grammars.wait_until_prepared()
+
+    def _capture_graphs(self, report: Callable[[str, float], None]) -> None:
         full = cure_of_full_cache(self.config)
         with naming_out_of_memory("running steps beside the KV cache", full, self._device):
             self.runner.warm_up(lambda fraction: report("compiling kernels", fraction))

@@ -50,6 +50,19 @@ def test_no_token_beyond_the_tokenizers_is_ever_allowed(tmp_path: Path) -> None:
     assert len(allowed) > 200 and max(allowed) < 400
 
 
+def test_tokens_that_the_model_has_no_logits_for_are_left_out(tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has one for images, which its models of text alone do not."""
+    backend = byte_level_backend()
+    backend.add_special_tokens(["<image>", "<video>"])
+    assert backend.token_to_id("<video>") == 401
+    save(tmp_path, backend)
+    tokenizer = load_grammar_tokenizer(model_with(tmp_path, vocab_size=400))
+    assert tokenizer.vocab_size == 400
+    token = backend.token_to_id("a")
+    assert allowed_after(tokenizer, "start: /a/", []) == {token}
+    assert max(allowed_after(tokenizer, r"start: /(.|\n)*/", [])) < 400
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
