@@ -49,8 +49,10 @@ def check_size(text: str, param: str) -> None:
 def check_schema(schema: Any, param: str) -> None:
     """Raises `BadRequest` for a schema that is too large or too deep, refers to other documents, or
     says how this server is to write JSON."""
-    if isinstance(schema, bool):
+    if schema is True:
         return
+    if schema is False:
+        raise BadRequest(f"{param}: no document follows the schema false", param=param)
     if not isinstance(schema, dict):
         raise BadRequest(f"{param} must be a JSON schema: an object, true or false", param=param)
     check_json(schema, param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -48,11 +49,40 @@ def requests() -> list[dict[str, Any]]:
     return [{**common, **request} for request in greedy + sampled + limited + forked]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"dog": {"type": "boolean"}, "names": {"type": "array", "maxItems": 2}},
+    "required": ["dog", "names"],
+    "additionalProperties": False,
+}
+
+
+def structured_requests() -> list[dict[str, Any]]:
+    form = {"type": "json_schema", "json_schema": {"name": "dogs", "schema": SCHEMA}}
+    limits: list[dict[str, Any]] = [
+        {"response_format": form, "max_tokens": 200},
+        {"guided_regex": "[A-Z][a-z]{2,8}( and [A-Z][a-z]+)?"},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_grammar": 'root ::= "Ada" (" said " [a-z]+)* "."', "max_tokens": 4},
+    ]
+    return [
+        {"prompt": prompt(n), "max_tokens": 24, "temperature": t, "seed": n, **limit}
+        for limit in limits
+        for n, t in ((17, 0.0), (64, 1.5))
+    ]
+
+
 async def texts(complete: Any, url: str) -> list[str]:
     results = await asyncio.gather(*(complete(url, **request) for request in requests()))
     assert all(r.error is None for r in results)
     assert all(r.usage["completion_tokens"] == 24 * len(r.texts) for r in results)
-    return [r.text for r in results]
+    asked = structured_requests()
+    structured = await asyncio.gather(*(complete(url, **request) for request in asked))
+    assert all(r.error is None for r in structured)
+    for request, result in zip(asked, structured, strict=True):
+        if "response_format" in request and result.usage["completion_tokens"] < 200:
+            assert set(json.loads(result.text)) == {"dog", "names"}
+    return [r.text for r in (*results, *structured)]
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,9 @@ def body(i: int) -> dict[str, Any]:
         wish["n"] = 3
     if i % 7 == 3:
         wish["logprobs"] = 2
+    if i % 6 == 5:
+        names = {"type": "array", "items": {"type": "string", "minLength": 4}, "minItems": 30}
+        wish |= {"ignore_eos": False, "guided_json": names}
     return wish
 
 

@@ -156,6 +156,7 @@ def test_text_is_no_constraint() -> None:
             {"structural_tag": {"format": {"type": "regex", "pattern": "a" * 70_000}}},
             "structural_tag",
         ),
+        (response_format(False), "response_format.json_schema.schema"),
         (response_format(3), "response_format.json_schema.schema"),
     ],
 )
