@@ -56,8 +56,10 @@ class Stager:
 
     def wait_for_puller(self) -> float:
         """Returns until when nothing is staged for an export that was opened just now."""
+        # In this order: a look that comes before staging is allowed would be the last one.
+        until = time.monotonic() + _WAIT_FOR_PULL_S
         asyncio.get_running_loop().call_later(_WAIT_FOR_PULL_S, self.wake)
-        return time.monotonic() + _WAIT_FOR_PULL_S
+        return until
 
     async def run(self) -> None:
         """Works until cancelled."""
