@@ -94,7 +94,7 @@ def _span(
     end = reasoning.end.token_id
     if end is None:
         return text.until("thinking", reasoning.end.text)
-    inner = repeat(any_token_but({end, *end_ids}), 0, budget)
+    inner = repeat(any_token_but({end, *end_ids, *reasoning.others}), 0, budget)
     return text.rule("thinking", sequence(inner, token(end)))
 
 

@@ -116,6 +116,8 @@ class CallGrammar:
     def _calls(self, call: Expression, most: int | None, *, skipped: int) -> Expression:
         """Matches calls, without the first characters of their text, which are matched already."""
         shape = self._shape
+        if isinstance(self._form, HarmonyFormat):
+            most = 1  # a call ends the turn
         before, prefix = shape.before[skipped:], shape.prefix[max(0, skipped - len(shape.before)) :]
         first = sequence(self._spell(before), shape.opening, self._spell(prefix))
         more = sequence(self._spell(shape.separator + shape.prefix), call)

@@ -72,16 +72,8 @@ class OutputParsers:
         self._calls = calls
         self.reasoning_parser = reasoning.names[0] if reasoning else ""
         self.tool_call_parser = calls.names[0] if calls else ""
-        self.reasoning_format = (
-            ReasoningFormat(
-                Marker(reasoning.begin, added_token_ids.get(reasoning.begin)),
-                Marker(reasoning.end, added_token_ids.get(reasoning.end)),
-                reasoning.after,
-            )
-            if reasoning
-            else None
-        )
         self._harmony = _harmony(reasoning, calls)
+        self.reasoning_format = self._reasoning_format(added_token_ids)
         texts = literals(reasoning) if reasoning else []
         texts += literals(calls.form) if calls else []
         texts += literals(self._harmony) if self._harmony else []
@@ -92,6 +84,18 @@ class OutputParsers:
     def read_every_answer(self) -> bool:
         """Says whether answers need a parser even where no tool may be called."""
         return self._reasoning is not None or self._harmony is not None
+
+    def _reasoning_format(self, token_ids: Mapping[str, int]) -> ReasoningFormat | None:
+        reasoning = self._reasoning
+        if reasoning is None:
+            return None
+        ends = {reasoning.ends_before, *(literals(self._harmony) if self._harmony else ())}
+        return ReasoningFormat(
+            Marker(reasoning.begin, token_ids.get(reasoning.begin)),
+            Marker(reasoning.end, token_ids.get(reasoning.end)),
+            reasoning.after,
+            frozenset(id_ for text, id_ in token_ids.items() if text in ends - {reasoning.end}),
+        )
 
     @classmethod
     def of_model(

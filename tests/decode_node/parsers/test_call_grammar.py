@@ -14,7 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from decode_node.grammar.answer_grammar import answer_grammar
 from decode_node.grammar.grammar_text import GrammarText
+from decode_node.grammar.reasoning import ReasoningState
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.protocol.tools import Tool, ToolUse
 from edge.http.errors import BadRequest
@@ -25,7 +27,7 @@ from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from tests.decode_node.parsers.outputs import FAMILIES
 from tests.decode_node.parsers.parsing import Parsed, joined
-from tests.decode_node.parsers.test_calls import tokens_of
+from tests.decode_node.parsers.test_calls import reasoning_of, tokens_of
 
 END = "<|eos|>"
 MAX_TOKENS = 700
@@ -63,7 +65,15 @@ TOOLS = (
     ),
 )
 SCHEMAS = {tool.name: tool.parameters or {} for tool in TOOLS}
-CLOSERS = ("</parameter>", "</arg_value>", "</｜DSML｜parameter>", "/parameter>", '"', "}")
+CLOSERS = (
+    "</think>",
+    "</parameter>",
+    "</arg_value>",
+    "</｜DSML｜parameter>",
+    "/parameter>",
+    '"',
+    "}",
+)
 """Texts that end what is free, and would rarely be drawn."""
 _TEXT = [
     'the {"name": "get_weather", "arguments": {"city": "x", "days": 3}} true [1, 2.5] (a=\'b\')'
@@ -89,7 +99,7 @@ class Model:
         self.end = end
         self._ll = LLTokenizer(backend.to_str(), eos_token=[end])
         self.parsers = OutputParsers.of_model(
-            self.tokenizer, tool_call_parser=family, reasoning_parser=""
+            self.tokenizer, tool_call_parser=family, reasoning_parser=reasoning_of(family)
         )
         self._closing = [
             i
@@ -102,6 +112,13 @@ class Model:
         body = self.parsers.call_grammar(text, use, [self.end])
         assert body is not None
         return text.write(body)
+
+    def whole_grammar(self, use: ToolUse, state: ReasoningState) -> str:
+        """Returns the grammar of an answer with its reasoning."""
+        text = GrammarText(self.tokenizer.added_token_ids)
+        body = self.parsers.call_grammar(text, use, [self.end])
+        form = self.parsers.reasoning_format
+        return answer_grammar(text, body, end_ids=[self.end], reasoning=form, state=state)
 
     def draw(self, grammar: str, seed: int) -> list[int] | None:
         """Draws an answer, with a liking for what ends things; None if it takes too long."""
@@ -122,7 +139,9 @@ class Model:
             ids.append(chosen)
         return None
 
-    def read(self, ids: list[int], tools: tuple[Tool, ...] = TOOLS) -> Parsed:
+    def read(
+        self, ids: list[int], tools: tuple[Tool, ...] = TOOLS, *, is_open: bool = False
+    ) -> Parsed:
         request = GenerationRequest(
             "r",
             RequestSpec([1], SamplingParams(max_tokens=len(ids) + 1)),
@@ -131,7 +150,7 @@ class Model:
         output = OutputProcessor(request, self.tokenizer).process(
             [*ids, self.end], finish_reason="stop"
         )
-        parser = self.parsers.parser(tools)
+        parser = self.parsers.parser(tools, is_reasoning_open=is_open)
         pieces = output.pieces if output.pieces is not None else [output.text]
         return joined([*parser.push(pieces), *parser.finish()])
 
@@ -168,6 +187,24 @@ def test_required_calls_are_read_and_valid(family: str, has_tokens: bool) -> Non
         check_calls(answer)
         num_read += 1
     assert num_read > 1
+
+
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("family", ["hermes", "kimi_k2", "mistral", "openai", "glm45"])
+def test_calls_come_behind_the_reasoning(family: str, has_tokens: bool) -> None:
+    made = model(family, has_tokens)
+    num_thoughts = 0
+    for state in (ReasoningState.OPEN, ReasoningState.POSSIBLE):
+        grammar = made.whole_grammar(ToolUse(TOOLS, "required"), state)
+        for seed in range(8):
+            ids = made.draw(grammar, seed)
+            if ids is None:
+                continue
+            answer = made.read(ids, is_open=state is ReasoningState.OPEN)
+            assert answer.calls and not answer.content.strip()
+            check_calls(answer)
+            num_thoughts += bool(answer.reasoning)
+    assert num_thoughts > 2 or (family, has_tokens) == ("openai", False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,13 +32,15 @@ class Texts:
         self.added_token_ids = added
 
 
+def reasoning_of(family: str) -> str:
+    return REASONING.get(family, "deepseek_r1")
+
+
 @cache
 def tokens_of(family: str) -> dict[str, int]:
     """Numbers the markers of a family, as a tokenizer with tokens for all of them does."""
     form = next(known.form for known in CALL_FAMILIES if family in known.names)
-    reasoning = next(
-        known for known in REASONING_FAMILIES if REASONING.get(family, "deepseek_r1") in known.names
-    )
+    reasoning = next(known for known in REASONING_FAMILIES if reasoning_of(family) in known.names)
     texts = [*literals(form), *literals(reasoning)]
     texts += ["｜DSML｜"] * (family == "deepseek_v32")
     plain = {"qwen3_coder": ("</parameter>", "</function>"), "deepseek_v32": ("<",)}
@@ -58,7 +60,7 @@ def parsers_of(family: str, added: dict[str, int]) -> OutputParsers:
     return OutputParsers.of_model(
         Texts(added),
         tool_call_parser=family,
-        reasoning_parser=REASONING.get(family, "deepseek_r1"),
+        reasoning_parser=reasoning_of(family),
     )
 
 
