@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from decode_node.answer.call_ids import CallIds
+from decode_node.parsers.families import CALL_FAMILIES, REASONING_FAMILIES
 from tests.decode_node.chat_clients import (
     CHAT,
     MESSAGES,
@@ -179,3 +182,10 @@ def test_ids_have_the_form_that_the_model_takes_back() -> None:
     assert CallIds("a", "kimi_k2", 3).name(0, 1, "f") == "functions.f:4"
     assert len(CallIds("a", "mistral").name(0, 0, "f")) == 9
     assert CallIds("a", "mistral").name(0, 0, "f").isalnum()
+
+
+def test_every_parser_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs/tool_calls.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", page.split("## What is what")[0]))
+    families = (*CALL_FAMILIES, *REASONING_FAMILIES)
+    assert {name for family in families for name in family.names} <= named
