@@ -18,6 +18,7 @@ device goes on with some token, which nobody gets.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -25,7 +26,6 @@ import llguidance
 import numpy as np
 import torch
 
-from engine.batch.buffer_utils import to_device
 from engine.batch.places import Int32Array, Places
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.row_grammar import RowGrammar
@@ -64,6 +64,21 @@ class _Walk:
     """Drafts that the matcher has consumed."""
 
 
+class CopiedTensor:
+    """An int32 tensor that the host writes, as `np`, and its copy on the device. Both are allocated
+    once: pinning memory later would stop the device."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
+        self.np: Int32Array = self._on_host.numpy()
+        self.on_device = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def copy(self, count: int) -> None:
+        """Copies the first `count` rows. The host does not wait for it."""
+        self.on_device[:count].copy_(self._on_host[:count], non_blocking=True)
+
+
 class GrammarStates:
     """Rows with a grammar. `num_threads`: masks that are filled at a time. `query_len`: places of a
     decode."""
@@ -85,11 +100,11 @@ class GrammarStates:
         self._has_grammar = np.zeros(max_num_reqs, np.bool_)  # [row]
         self._latest: StepTokens | None = None
         """The result of the latest step with masks, if its tokens were not consumed yet."""
-        shape = (max_num_reqs * query_len, -(-vocab_size // 32))
-        # Allocated at once: pinning memory later would stop the device.
-        self._on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._words: Int32Array = self._on_host.numpy()
-        self._on_device = torch.zeros(shape, dtype=torch.int32, device=device)
+        max_places = max_num_reqs * query_len
+        self._masks = CopiedTensor((max_places, -(-vocab_size // 32)), device)
+        self._entries = CopiedTensor((max_places,), device)
+        """The mask of each place of a batch."""
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.stats = GrammarStats()
         self.waited_s = 0.0
         """Seconds in which a step waited for the tokens of the one before."""
@@ -156,9 +171,10 @@ class GrammarStates:
         if not walks:
             return failures
         started = time.perf_counter()
-        entries, num_masks = self._fill(walks, failures, len(places.rows))
-        self._on_device[:num_masks].copy_(self._on_host[:num_masks], non_blocking=True)
-        ops.mask_logits(logits, self._on_device, to_device(entries, self._device))
+        num_places = len(places.rows)
+        num_masks = self._fill(walks, failures, num_places)
+        self._copy(num_masks, num_places)
+        ops.mask_logits(logits, self._masks.on_device, self._entries.on_device[:num_places])
         self.stats.masks_filled(num_masks, time.perf_counter() - started)
         return failures
 
@@ -215,15 +231,14 @@ class GrammarStates:
             waited = time.perf_counter() - started
             self.stats.compiled(seconds, waited, failed=bool(grammar.failure))
 
-    def _fill(
-        self, walks: list[_Walk], failures: dict[int, PlaceFailure], num_places: int
-    ) -> tuple[Int32Array, int]:
-        """Fills masks, place by place of all requests together. Returns the mask of each place
-        [L], and their number."""
-        entries = np.full(num_places, _NO_MASK, np.int32)
+    def _fill(self, walks: list[_Walk], failures: dict[int, PlaceFailure], num_places: int) -> int:
+        """Fills masks, place by place of all requests together, and says which of them each place
+        has. Returns their number."""
+        entries = self._entries.np[:num_places]
+        entries[:] = _NO_MASK
         num_masks, place, going_on = 0, 0, walks
         while going_on:
-            words = self._words[num_masks : num_masks + len(going_on)]
+            words = self._masks.np[num_masks : num_masks + len(going_on)]
             self._compute([walk.grammar.matcher for walk in going_on], words)
             still: list[_Walk] = []
             for index, walk in enumerate(going_on):
@@ -239,7 +254,17 @@ class GrammarStates:
                     still.append(walk)
             num_masks, place, going_on = num_masks + len(going_on), place + 1, still
         self._go_back(walks, failures)
-        return entries, num_masks
+        return num_masks
+
+    def _copy(self, num_masks: int, num_places: int) -> None:
+        """Copies on a stream of its own: beside the forward pass, not behind it. Who read these
+        copies last, the step before, has ended: its tokens are known."""
+        stream = self._copies
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            self._masks.copy(num_masks)
+            self._entries.copy(num_places)
+        if stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _go_back(self, walks: list[_Walk], failures: dict[int, PlaceFailure]) -> None:
         """Leaves every matcher behind its output."""
