@@ -67,6 +67,7 @@ TOOLS = (
 SCHEMAS = {tool.name: tool.parameters or {} for tool in TOOLS}
 CLOSERS = (
     "</think>",
+    "[/THINK]",
     "</parameter>",
     "</arg_value>",
     "</｜DSML｜parameter>",
