@@ -368,7 +368,7 @@ def test_files_stay_readable() -> None:
 
 def test_attention_backends_keep_their_kinds_to_themselves() -> None:
     """Batch, runner and models know the interface and the choice, and no backend's own tricks."""
-    known = {"backend", "selection", "layer", "block"}
+    known = {"backend", "selection", "layer", "block", "latent_block"}
     wrong = [
         f"{module} imports {target}"
         for module in modules()

@@ -78,6 +78,13 @@ class ConfigFile(msgspec.Struct):
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     sliding_window_pattern: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope_interleave: bool | None = None
+    topk_method: str | None = None
     rotary_dim: int | None = None
     use_qk_norm: bool = False
     moe_intermediate_size: int | None = None

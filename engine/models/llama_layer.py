@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
-from engine.layers.attention.block import AttentionBlock, AttentionOptions
+from engine.layers.attention.block import AttentionBlock
+from engine.layers.attention.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
+from engine.models.attention_block import attention_block
 from engine.models.expert_block import expert_weights, sparse_mlp
 from engine.models.specs.dense import DenseSpec
 
@@ -27,6 +29,7 @@ class LlamaDecoderLayer(nn.Module):
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard, index: int) -> None:
         super().__init__()
         model = config.model
+        self.self_attn: AttentionBlock | LatentAttentionBlock
         self.spec = spec
 
         def norm(name: str | None) -> RMSNorm | None:
@@ -35,22 +38,8 @@ class LlamaDecoderLayer(nn.Module):
             return RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
 
         self.before_attention = norm(spec.norms.before_attention)
-        self.self_attn = AttentionBlock(
-            spec.hidden_size,
-            model.head_dim,
-            model.num_heads,
-            model.num_kv_heads,
-            shard,
-            AttentionOptions(
-                bias=spec.attention_bias,
-                head_norm=spec.head_norm,
-                eps=spec.rms_norm_eps,
-                norm_offset=spec.norm_offset,
-                scale=spec.attention_scale,
-                softcap=spec.attention_softcap,
-                head_order=spec.rotary_of(index).head_order(model.head_dim),
-            ),
-            norm=norm(spec.norms.after_attention),
+        self.self_attn = attention_block(
+            model, spec, index, shard, norm(spec.norms.after_attention)
         )
         self.before_mlp = norm(spec.norms.before_mlp)
         self.mlp: GatedMLP | SparseMLP
@@ -83,7 +72,11 @@ class LlamaDecoderLayer(nn.Module):
         ):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")
-        yield from self.self_attn.checkpoint_weights(f"{prefix}.self_attn", is_fused=spec.fused_qkv)
+        attention = f"{prefix}.self_attn"
+        if isinstance(self.self_attn, LatentAttentionBlock):
+            yield from self.self_attn.checkpoint_weights(attention)
+        else:
+            yield from self.self_attn.checkpoint_weights(attention, is_fused=spec.fused_qkv)
         if isinstance(self.mlp, SparseMLP):
             assert spec.experts is not None
             yield from expert_weights(self.mlp, spec.experts.names, prefix)

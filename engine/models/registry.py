@@ -12,6 +12,7 @@ import msgspec
 from engine.config import ModelConfig
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec
+from engine.models.specs.deepseek import DeepseekV2Spec, DeepseekV3Spec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
 from engine.models.specs.glm4 import Glm4Spec
 from engine.models.specs.glm4_moe import Glm4MoeSpec
@@ -39,6 +40,8 @@ class Entry:
 
 _LLAMA = "engine.models.llama:LlamaForCausalLM"
 MODELS: dict[str, Entry] = {
+    "DeepseekV2ForCausalLM": Entry(DeepseekV2Spec, _LLAMA),
+    "DeepseekV3ForCausalLM": Entry(DeepseekV3Spec, _LLAMA),
     "Gemma2ForCausalLM": Entry(Gemma2Spec, _LLAMA),
     "Gemma3ForCausalLM": Entry(Gemma3Spec, _LLAMA),
     "Glm4ForCausalLM": Entry(Glm4Spec, _LLAMA),

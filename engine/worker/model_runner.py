@@ -113,8 +113,8 @@ class ModelRunner:
             [group.window for group in self._groups],
         )
         self._result_copier = ResultCopier(device)
-        bounds_scores = spec_of(config.model).bounds_scores
-        self._attention = choose_attention(config, device, bounds_scores=bounds_scores)
+        rare_attention = spec_of(config.model).rare_attention
+        self._attention = choose_attention(config, device, rare_attention=rare_attention)
         self._graphs: CudaGraphManager | None = None
         self.drafter: Drafter | None = None
         """Asked after each step, if decodes have more than one token."""

@@ -13,7 +13,15 @@ from typing import Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from tandem_kernels.reference import attention, batch, elementwise, experts, gemm, sampling
+from tandem_kernels.reference import (
+    attention,
+    batch,
+    elementwise,
+    experts,
+    gemm,
+    latent,
+    sampling,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,6 +60,8 @@ gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "silu_and_mul")
 route_tokens = Op(experts.route_tokens, "route_tokens")
 fused_experts = Op(experts.fused_experts, "fused_experts")
 rope_and_cache = Op(elementwise.rope_and_cache, "rope_and_cache")
+latent_rope_and_cache = Op(latent.latent_rope_and_cache, "latent_rope_and_cache")
+latent_attention = Op(latent.latent_attention, "latent_attention")
 paged_attention = Op(attention.paged_attention, "paged_attention")
 prepare_inputs = Op(batch.prepare_inputs, "batch_prep")
 post_update = Op(batch.post_update, "batch_prep")

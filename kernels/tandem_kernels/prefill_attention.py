@@ -137,7 +137,7 @@ def _places(
 
 
 @triton.jit
-def _request_of(
+def request_of(
     query_start_loc: tl.tensor,
     q_tile: tl.tensor,
     first_req: tl.tensor,
@@ -199,7 +199,7 @@ def prefill_attention_kernel(
     """
     head = tl.program_id(0)
     q_tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    r = _request_of(query_start_loc, q_tile, first_req, num_reqs, BLOCK_Q)
+    r = request_of(query_start_loc, q_tile, first_req, num_reqs, BLOCK_Q)
     query_start = tl.load(query_start_loc + r)
     num_tokens = tl.load(query_start_loc + r + 1) - query_start
     first_token = (q_tile - (query_start - first_req) // BLOCK_Q - (r - first_req)) * BLOCK_Q

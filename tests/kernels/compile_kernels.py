@@ -31,6 +31,8 @@ from tandem_kernels import (
     fused_experts,
     fused_gate_up,
     invariant_gemm,
+    latent_attention,
+    latent_rope_and_cache,
     logprobs,
     penalties,
     prefill_attention,
@@ -305,6 +307,48 @@ def expert_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def latent_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "q_latent", "q_rope", "kv_cache", "kv", "weight"),
+        **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
+        **named("*i64", "positions", "slot_mapping"),
+        **named("*fp32", "state", "parts", "cos_sin_cache"),
+        **named("fp32", "scale", "eps"),
+    }
+    shape = {"LATENT": 512, "BLOCK_LATENT": 512}
+    yield Case(
+        latent_rope_and_cache.latent_rope_and_cache_kernel,
+        "",
+        types,
+        {
+            **shape, "NUM_HEADS": 16, "HEADS": 16, "HALF": 32, "BLOCK_HALF": 32, "BLOCK_SIZE": 64,
+        },
+    )  # fmt: skip
+    for longest, splits in ((1, 4), (512, 1)):
+        tuning = latent_attention.latent_tuning(longest, 2)
+        yield Case(
+            latent_attention.latent_attention_kernel,
+            f"rows={tuning.rows}",
+            {**types, "out": "*fp32" if splits > 1 else "*bf16"},
+            {
+                **shape,
+                "NUM_HEADS": 16,
+                "HEADS": 16,
+                "ROPE": 64,
+                "BLOCK_ROPE": 64,
+                "BLOCK_SIZE": 64,
+                "BLOCK_Q": tuning.rows // 16,
+                "TILE": tuning.tile,
+                "SPLITS": splits,
+                "PRECISION": "tf32",
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+    yield Case(
+        latent_attention.latent_merge_kernel, "", {**types, "out": "*bf16"}, {**shape, "SPLITS": 4}
+    )
+
+
 def batch_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*i32", "idx_mapping", "query_start_loc", "token_ids", "num_computed"),
@@ -408,6 +452,7 @@ def compile_all(capability: int) -> None:
         rope_cases,
         attention_cases,
         expert_cases,
+        latent_cases,
         batch_cases,
         sampling_cases,
     ]

@@ -150,6 +150,23 @@ def test_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> N
     check.fused_experts(ops.fused_experts.kernel, shape, dtype)
 
 
+def test_write_into_the_latent_cache() -> None:
+    check.latent_rope_and_cache(ops.latent_rope_and_cache.kernel, (3, 24, 8), torch.float32)
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("num_heads", [3, 20])
+@pytest.mark.parametrize(
+    "lengths", [([5, 90, 0], [1, 1, 1]), ([5, 70, 33, 20], [1, 1, 7, 20])], ids=["decodes", "mixed"]
+)
+def test_latent_attention(
+    lengths: tuple[list[int], list[int]], num_heads: int, fixed_order: bool
+) -> None:
+    sizes = num_heads, 24, 8
+    kernel = ops.latent_attention.kernel
+    check.latent_attention(kernel, lengths, sizes, torch.float32, fixed_order=fixed_order)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_batch_tables(seed: int) -> None:
     check.prepare_inputs(ops.prepare_inputs.kernel, [1, 9, 3, 1], 1, seed)

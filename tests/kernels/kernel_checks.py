@@ -542,3 +542,62 @@ def fused_experts(
     for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
         alone = op(x[start:end], w13, w2, weights[start:end], chosen[start:end], True)
         assert torch.equal(alone, fixed[start:end])
+
+
+def latent_rope_and_cache(
+    op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Checks the write into the latent cache. `sizes` is (H, L, R); token 2 writes nothing, and
+    queries are a part of wider heads."""
+    num_heads, latent, rope = sizes
+    num_tokens, block_size = 6, 4
+    heads = torch.randn(num_tokens, num_heads, 5 + rope, device=device).to(dtype)
+    kv = torch.randn(num_tokens, latent + rope, device=device).to(dtype)
+    weight = torch.randn(latent, device=device).to(dtype)
+    positions = torch.randint(0, 64, (num_tokens,), device=device)
+    slots = torch.randperm(5 * block_size, device=device)[:num_tokens]
+    slots[2] = -1
+    cache = torch.full((5, block_size, latent + rope), math.nan, dtype=dtype, device=device)
+    angles = oracle.rope_angles(64, rope).to(device)[positions]
+    expected_q = oracle.rotate(heads[:, :, 5:], angles)
+    expected = torch.cat(
+        (
+            oracle.rms_norm(kv[:, :latent], weight, 1e-6),
+            oracle.rotate(kv[:, None, latent:], angles)[:, 0],
+        ),
+        dim=-1,
+    )
+    untouched = heads[:, :, :5].clone()
+    table = oracle.cos_sin_cache(oracle.rope_angles(64, rope)).to(device)
+    op(heads[:, :, 5:], kv, weight, positions, table, cache, slots, 1e-6)
+    assert torch.equal(heads[:, :, :5], untouched)
+    assert oracle.relative_error(heads[:, :, 5:], expected_q) < ELEMENTWISE[dtype]
+    flat = cache.view(-1, latent + rope)
+    kept = slots >= 0
+    assert oracle.relative_error(flat[slots[kept]], expected[kept]) < ELEMENTWISE[dtype]
+    assert int(flat.isnan().any(-1).sum()) == len(flat) - int(kept.sum())
+
+
+def latent_attention(
+    op: Op,
+    lengths: tuple[list[int], list[int]],
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    fixed_order: bool = False,
+    device: str = "cpu",
+) -> None:
+    """Checks against attention of one KV head, whose values are the first L of its keys. `lengths`
+    are those of contexts and queries, `sizes` is (H, L, R)."""
+    num_heads, latent, rope = sizes
+    batch = oracle.paged_batch(
+        *lengths, num_kv_heads=1, group=num_heads, head_dim=latent + rope, block_size=16,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    cache = batch.kv_cache[:, 0, 0]
+    batch.values = [keys[:, :, :latent] for keys in batch.keys]
+    q = batch.q
+    batch.metadata = replace(batch.metadata, fixed_order=fixed_order)
+    out = op(q[:, :, :latent], q[:, :, latent:], cache, batch.metadata, batch.scale)
+    assert out.shape == (len(q), num_heads, latent) and out.dtype == dtype
+    assert oracle.relative_error(out, batch.expected(latent)) < ATTENTION[dtype]

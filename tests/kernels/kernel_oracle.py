@@ -51,9 +51,11 @@ class PagedBatch:
     scale: float
     softcap: float = 0.0
 
-    def expected(self) -> Tensor:
-        """Computes [T, Hq, D] float64 by softmax over each query token's own context."""
-        out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.q.device)
+    def expected(self, width: int | None = None) -> Tensor:
+        """Computes [T, Hq, D] float64 by softmax over each query token's own context; `width`: of
+        values that are narrower than keys."""
+        shape = (*self.q.shape[:2], width or self.q.shape[2])
+        out = torch.zeros(shape, dtype=torch.float64, device=self.q.device)
         bounds = self.metadata.query_start_loc.tolist()
         for r, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             start, end = bounds[r], bounds[r + 1]

@@ -91,6 +91,22 @@ def test_attention_with_bounded_scores(
     check.paged_attention(ops.paged_attention, batch)
 
 
+@halves
+@pytest.mark.parametrize("num_heads", [8, 16, 64, 128])
+def test_latent_attention(dtype: torch.dtype, num_heads: int) -> None:
+    sizes = num_heads, 512, 64
+    check.latent_rope_and_cache(ops.latent_rope_and_cache, sizes, dtype, "cuda")
+    for lengths in (
+        ([1, 127, 0, 129, 1000], [1] * 5),
+        ([1500], [1]),
+        ([300, 700, 1500], [1, 129, 1400]),
+    ):
+        for fixed in (False, True):
+            check.latent_attention(
+                ops.latent_attention, lengths, sizes, dtype, fixed_order=fixed, device="cuda"
+            )
+
+
 @pytest.mark.parametrize("name", check.ROUTERS)
 @pytest.mark.parametrize("num_experts", [16, 64, 128, 256])
 def test_routers(name: str, num_experts: int) -> None:

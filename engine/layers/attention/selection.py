@@ -24,19 +24,19 @@ class AttentionBackendError(CannotStartError):
 
 
 def choose_attention(
-    config: EngineConfig, device: torch.device, *, bounds_scores: bool = False
+    config: EngineConfig, device: torch.device, *, rare_attention: str = ""
 ) -> AttentionBackend:
     """Returns the backend that the setting and this device ask for.
 
     Args:
-        bounds_scores: The model's attention scores have a soft bound.
+        rare_attention: Names what only our own kernels know of this model's attention.
 
     Raises:
         AttentionBackendError: The kernels that the setting wants are not here.
     """
     wanted = config.device.attention_backend
     has_window = any(group.window is not None for group in config.kv_layout.groups)
-    needs_own = "a sliding window" if has_window else "a soft bound" if bounds_scores else ""
+    needs_own = "a sliding window" if has_window else rare_attention
     if needs_own and wanted == "flash-attn":
         raise AttentionBackendError(
             f"attention_backend flash-attn does not have {needs_own}, which "

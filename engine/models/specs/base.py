@@ -59,9 +59,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return ()
 
     @property
-    def bounds_scores(self) -> bool:
-        """Returns whether attention scores have a soft bound, which few kernels know."""
-        return False
+    def rare_attention(self) -> str:
+        """Returns the name of what only our own attention kernels know; empty: nothing."""
+        return ""
 
     @abstractmethod
     def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:

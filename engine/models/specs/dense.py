@@ -11,6 +11,7 @@ from engine.models.config_file import ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.experts import ExpertSpec
+from engine.models.specs.latent import LatentSpec
 from engine.models.specs.rope import read_rotary
 from engine.rope import Rotary
 from kv_transfer.layout import attention_group
@@ -70,6 +71,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         attention_softcap, final_softcap: Bound of scores and of logits, `cap * tanh(x / cap)`; 0:
             none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
+        latent: All heads share one latent vector a token; None: heads have keys and values.
     """
 
     default_attention_bias: ClassVar[bool] = False
@@ -100,6 +102,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
 
     @classmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
@@ -177,8 +180,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         return tuple(groups)
 
     @property
-    def bounds_scores(self) -> bool:
-        return self.attention_softcap > 0
+    def rare_attention(self) -> str:
+        if self.latent is not None:
+            return "latent attention"
+        return "a soft bound of scores" if self.attention_softcap else ""
 
     def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
         experts = self.experts
@@ -196,7 +201,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
                     "evenly",
                     "choose a tensor_parallel_size that divides them",
                 )
-        if model.num_kv_heads % tp_size and tp_size % model.num_kv_heads:
+        if self.latent is None and model.num_kv_heads % tp_size and tp_size % model.num_kv_heads:
             raise CheckpointError(
                 model.path,
                 f"has {model.num_kv_heads} key/value heads, which {tp_size} tensor-parallel ranks "
@@ -231,6 +236,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("attention_scale", self.attention_scale, None),
             ("attention_softcap", self.attention_softcap, 0.0),
             ("experts", self.experts, None),
+            ("latent", self.latent, None),
         )
         return tuple((name, value) for name, value, default in facts if value != default)
 

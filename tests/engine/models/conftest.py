@@ -20,7 +20,7 @@ from tests.engine.models.rank_process import compute_all
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 100
+TIMEOUT_S = 280
 
 
 @pytest.fixture(scope="session", autouse=True)

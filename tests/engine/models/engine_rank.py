@@ -31,7 +31,7 @@ from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
 from kv_transfer.no_connector import NoConnectorScheduler
-from tests.engine.models.parity_cases import NUM_GREEDY, prompts
+from tests.engine.models.parity_cases import NUM_GREEDY, ROTARY_VARIANTS, prompts
 
 MODES = {"whole": 1024, "chunked": 24}
 """Mode to tokens in one step at most."""
@@ -144,9 +144,16 @@ def greedy_all(folder: Path, rank: int, size: int, rendezvous: list[str]) -> dic
     return {
         f"{checkpoint.name}/{mode}/{request_id}": asdict(found)
         for checkpoint in sorted(folder.iterdir())
-        for mode in MODES_OF_SIZE[size]
+        for mode in modes_of(checkpoint.name, size)
         for request_id, found in greedy(checkpoint, mode, rank, size, next(addresses)).items()
     }
+
+
+def modes_of(family: str, size: int) -> tuple[str, ...]:
+    """Returns the modes in which a family runs on so many ranks."""
+    if family in ROTARY_VARIANTS:
+        return ("chunked",) if size == 1 else ()
+    return MODES_OF_SIZE[size]
 
 
 def main(folder: str, out: str, rank: str, size: str, *rendezvous: str) -> None:

@@ -11,6 +11,14 @@ VOCAB = 101
 """The size is not a multiple of 64: every shard of the vocabulary is padded."""
 NUM_GREEDY = 64
 _PREFIX = 40
+ROTARY_VARIANTS = frozenset(
+    {
+        "llama3_rope_tied_sharded", "llama3_rope_older_config", "llama_linear_rope",
+        "phi3_part_rotates", "phi3_longrope_tied", "qwen3_yarn",
+    }
+)  # fmt: skip
+"""Families that differ from another in their rotary table alone, which every rank has whole: their
+logits are compared on two ranks, their greedy tokens on one."""
 
 
 def prompts() -> list[list[int]]:

@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -98,7 +102,33 @@ _YARN = {
 
 _LOCAL_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
+_LATENT = {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+
 FAMILIES = {
+    "deepseek_v2": Family(
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+        },
+    ),
+    "deepseek_v3_yarn": Family(
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
     "gemma2": Family(
         Gemma2ForCausalLM,
         Gemma2Config,

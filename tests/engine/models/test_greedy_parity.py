@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.models.engine_rank import MODES, MODES_OF_SIZE, NUM_TOP, greedy
+from tests.engine.models.engine_rank import MODES, MODES_OF_SIZE, NUM_TOP, greedy, modes_of
 from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 from tests.engine.models.reference_models import (
     FAMILIES,
@@ -24,10 +24,17 @@ from tests.engine.models.reference_models import (
 _CLEAR_LEAD = 2e-4
 """Ours differ from the reference by less than 1e-5. One whose best two logits are closer than this
 would prove nothing either way."""
-modes = pytest.mark.parametrize(
-    ("tp_size", "mode"),
-    [(size, mode) for size, of_size in MODES_OF_SIZE.items() for mode in of_size],
+runs = pytest.mark.parametrize(
+    ("family", "tp_size", "mode"),
+    [
+        (family, size, mode)
+        for family in FAMILIES
+        for size in MODES_OF_SIZE
+        for mode in modes_of(family, size)
+    ],
 )
+pytestmark = pytest.mark.timeout(300)
+"""The first test waits for all engines of all families."""
 
 
 @cache
@@ -41,8 +48,7 @@ def expected_tokens(folder: Path) -> list[list[int]]:
     return expected
 
 
-@modes
-@pytest.mark.parametrize("family", FAMILIES)
+@runs
 def test_greedy_tokens_equal_transformers(
     family: str,
     mode: str,
@@ -70,8 +76,7 @@ def test_greedy_tokens_on_a_gpu_equal_transformers(
     )
 
 
-@modes
-@pytest.mark.parametrize("family", FAMILIES)
+@runs
 def test_prompt_logprobs_equal_transformers(
     family: str,
     mode: str,

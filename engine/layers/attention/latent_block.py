@@ -1,0 +1,164 @@
+"""Multi-head latent attention: what the cache keeps is one vector a token, shared by all heads.
+
+    x ─ q ─────────────── q_nope ─ × W_UK ─▶ q_latent ─┐
+    │    └─────────────── q_rope ─ rotate ─────────────┤ attend ─ × W_UV ─ o ─(+)
+    └─ kv_a ─ latent ─ norm ─┬─ cache, [L + R] a token ┘
+              key ─ rotate ──┘
+
+This is the absorbed form: instead of expanding the cache into keys and values, the two halves of
+`kv_b_proj` are applied to the query and to the result. Heads are split over ranks; the latent is
+computed and cached by all. Source: DeepSeek-V2, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.attention.layer import AttentionInputs
+from engine.layers.linear import ColumnPart, MergedColumnParallelLinear, RowParallelLinear, repeated
+from engine.layers.norm import RMSNorm
+from engine.layers.residual import ResidualStream
+from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
+
+LATENT_NORM_EPS = 1e-6
+"""transformers takes it for the norms of latents, whatever config.json says of the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSizes:
+    """The sizes of latent attention.
+
+    Attributes:
+        q_rank: Of the queries' latent; 0: queries are projected directly.
+        kv_rank: Of the cached latent, L.
+        nope, rope, value: Of a head: what does not rotate, what does (R), and its result.
+        scale: Of the scores.
+        rope_order: See `engine.rope.Rotary.head_order`, for the `rope` elements.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    scale: float
+    rope_order: tuple[int, ...] | None = None
+
+
+class LatentAttentionBlock(nn.Module):
+    """Adds latent attention to the residual stream.
+
+    Args:
+        num_heads: Of all ranks.
+        norm: Of what is added; None: none.
+    """
+
+    q_a_norm: RMSNorm | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        sizes: LatentSizes,
+        shard: Shard,
+        *,
+        norm: RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.norm = norm
+        self.fixed_order = shard.gemms.deterministic
+        self.first_head, self.num_heads = shard.part(num_heads)
+        self.total_heads = num_heads
+        q_order, key_order = _orders(sizes)
+        head = sizes.nope + sizes.rope
+        q = ColumnPart(
+            self.first_head * head,
+            self.num_heads * head,
+            num_heads * head,
+            None if q_order is None else repeated(q_order, self.num_heads),
+        )
+        fused = ColumnPart(0, sizes.kv_rank + sizes.rope, sizes.kv_rank + sizes.rope, key_order)
+        self.kv_a_proj = MergedColumnParallelLinear(hidden_size, (fused,), shard)
+        self.kv_a_norm = RMSNorm(sizes.kv_rank, LATENT_NORM_EPS, shard)
+        self.q_a_proj: MergedColumnParallelLinear | None = None
+        self.q_a_norm = None
+        if sizes.q_rank:
+            whole = ColumnPart(0, sizes.q_rank, sizes.q_rank)
+            self.q_a_proj = MergedColumnParallelLinear(hidden_size, (whole,), shard)
+            self.q_a_norm = RMSNorm(sizes.q_rank, LATENT_NORM_EPS, shard)
+        self.q_proj = MergedColumnParallelLinear(sizes.q_rank or hidden_size, (q,), shard)
+        self.kv_b = shard.parameter(self.num_heads, sizes.nope + sizes.value, sizes.kv_rank)
+        self.o_proj = RowParallelLinear(num_heads * sizes.value, hidden_size, shard)
+
+    def forward(
+        self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> None:
+        """Attends for the normed `x`: [T, H]; `kv_cache`: [N, 1, 1, B, L + R]."""
+        sizes = self.sizes
+        cache = kv_cache[:, 0, 0]
+        queries = x
+        if self.q_a_proj is not None and self.q_a_norm is not None:
+            queries = self.q_a_norm(self.q_a_proj(x))
+        heads = self.q_proj(queries).view(len(x), self.num_heads, sizes.nope + sizes.rope)
+        q_rope = heads[:, :, sizes.nope :]
+        ops.latent_rope_and_cache(
+            q_rope,
+            self.kv_a_proj(x),
+            self.kv_a_norm.weight,
+            inputs.positions,
+            inputs.cos_sin_cache,
+            cache,
+            inputs.slot_mapping,
+            LATENT_NORM_EPS,
+        )
+        w_uk, w_uv = torch.split(self.kv_b, [sizes.nope, sizes.value], dim=1)
+        q_latent = self._by_head(heads[:, :, : sizes.nope], w_uk.transpose(1, 2))
+        attended = ops.latent_attention(q_latent, q_rope, cache, inputs.metadata, sizes.scale)
+        self.o_proj.add_to(stream, self._by_head(attended, w_uv).flatten(1), self.norm)
+
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiplies each head by its own weight: [T, H, in] x [H, out, in] -> [T, H, out]."""
+        if self.fixed_order:
+            parts = [
+                ops.invariant_gemm(x[:, head].contiguous(), weight[head].contiguous())
+                for head in range(self.num_heads)
+            ]
+            return torch.stack(parts, dim=1)
+        return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        sizes = self.sizes
+        if self.q_a_proj is not None and self.q_a_norm is not None:
+            yield from self.q_a_proj.checkpoint_weights(f"{prefix}.q_a_proj")
+            yield from self.q_a_norm.checkpoint_weights(f"{prefix}.q_a_layernorm")
+            yield from self.q_proj.checkpoint_weights(f"{prefix}.q_b_proj")
+        else:
+            yield from self.q_proj.checkpoint_weights(f"{prefix}.q_proj")
+        yield from self.kv_a_proj.checkpoint_weights(f"{prefix}.kv_a_proj_with_mqa")
+        yield from self.kv_a_norm.checkpoint_weights(f"{prefix}.kv_a_layernorm")
+        head = sizes.nope + sizes.value
+        yield CheckpointWeight(
+            f"{prefix}.kv_b_proj.weight",
+            self.kv_b.view(-1, sizes.kv_rank),
+            (self.total_heads * head, sizes.kv_rank),
+            0,
+            self.first_head * head,
+        )
+        yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
+
+
+def _orders(sizes: LatentSizes) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the order of a query head's elements, and of latent and key together."""
+    if sizes.rope_order is None:
+        return None, None
+    turned = torch.tensor(sizes.rope_order)
+    return (
+        torch.cat((torch.arange(sizes.nope), sizes.nope + turned)),
+        torch.cat((torch.arange(sizes.kv_rank), sizes.kv_rank + turned)),
+    )

@@ -1,0 +1,47 @@
+"""Builds the attention block of a layer from what its spec says."""
+
+from __future__ import annotations
+
+from engine.config import ModelConfig
+from engine.layers.attention.block import AttentionBlock, AttentionOptions
+from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
+from engine.layers.norm import RMSNorm
+from engine.layers.shard import Shard
+from engine.models.specs.dense import DenseSpec
+
+
+def attention_block(
+    model: ModelConfig, spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
+) -> AttentionBlock | LatentAttentionBlock:
+    """Returns the block of layer `index`, not yet loaded; `norm` is that of what it adds."""
+    head_order = spec.rotary_of(index).head_order(model.head_dim)
+    if (latent := spec.latent) is not None:
+        scale = spec.attention_scale
+        sizes = LatentSizes(
+            q_rank=latent.q_rank,
+            kv_rank=latent.kv_rank,
+            nope=latent.nope,
+            rope=latent.rope,
+            value=latent.value,
+            scale=(latent.nope + latent.rope) ** -0.5 if scale is None else scale,
+            rope_order=head_order,
+        )
+        return LatentAttentionBlock(spec.hidden_size, model.num_heads, sizes, shard, norm=norm)
+    options = AttentionOptions(
+        bias=spec.attention_bias,
+        head_norm=spec.head_norm,
+        eps=spec.rms_norm_eps,
+        norm_offset=spec.norm_offset,
+        scale=spec.attention_scale,
+        softcap=spec.attention_softcap,
+        head_order=head_order,
+    )
+    return AttentionBlock(
+        spec.hidden_size,
+        model.head_dim,
+        model.num_heads,
+        model.num_kv_heads,
+        shard,
+        options,
+        norm=norm,
+    )

@@ -1,0 +1,99 @@
+"""DeepSeek V2, V3 and R1, and Kimi K2, which is a V3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.config import KVLayers, ModelConfig
+from engine.models.config_file import ConfigFile
+from engine.models.specs.base import UnsupportedField
+from engine.models.specs.dense import DenseSpec
+from engine.models.specs.experts import ExpertNames, ExpertSpec, num_experts_of, number_of
+from engine.models.specs.latent import LatentSpec
+from engine.models.specs.rope import read_rotary, yarn_magnitude
+from engine.rope import Rotary
+from kv_transfer.layout import DTYPE_BYTES, Plane
+
+
+class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
+    """Latent attention, and experts beside shared ones behind a few dense layers."""
+
+    @classmethod
+    def head_dim_of(cls, file: ConfigFile) -> int:
+        """Returns the size of what rotates."""
+        return number_of(file, "qk_rope_head_dim")
+
+    @classmethod
+    def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
+        nope, rope = number_of(file, "qk_nope_head_dim"), number_of(file, "qk_rope_head_dim")
+        scale = (nope + rope) ** -0.5
+        yarn = file.rope
+        if yarn.kind != "default" and yarn.mscale_all_dim and yarn.factor:
+            scale *= yarn_magnitude(yarn.factor, yarn.mscale_all_dim) ** 2
+        return {
+            "latent": LatentSpec(
+                q_rank=file.q_lora_rank or 0,
+                kv_rank=number_of(file, "kv_lora_rank"),
+                nope=nope,
+                rope=rope,
+                value=number_of(file, "v_head_dim"),
+            ),
+            "attention_scale": scale,
+            "experts": cls.read_experts(file),
+        }
+
+    @classmethod
+    def read_rotary(cls, file: ConfigFile, max_model_len: int) -> Rotary:
+        interleaved = file.rope_interleave is not False
+        head_dim = cls.head_dim_of(file)
+        return read_rotary(file, head_dim, max_model_len, interleaved=interleaved)
+
+    def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
+        """Returns one group whose only plane every rank has whole."""
+        assert self.latent is not None
+        width = self.latent.kv_rank + self.latent.rope
+        plane = Plane("latent", 1, width * DTYPE_BYTES[model.dtype], replicated=True)
+        return (KVLayers(layers=tuple(range(model.num_layers)), planes=(plane,)),)
+
+    @classmethod
+    def read_experts(cls, file: ConfigFile) -> ExpertSpec:
+        """Returns the experts. Raises `UnsupportedField`."""
+        width = number_of(file, "moe_intermediate_size")
+        method = file.topk_method or "greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            raise UnsupportedField("topk_method", repr(method))
+        is_grouped = method == "group_limited_greedy"
+        return ExpertSpec(
+            count=num_experts_of(file),
+            top_k=number_of(file, "num_experts_per_tok"),
+            intermediate_size=width,
+            renormalise=False,
+            dense_layers=tuple(range(min(file.first_k_dense_replace, file.num_hidden_layers))),
+            shared_size=width * (file.n_shared_experts or 0),
+            scaling=file.routed_scaling_factor,
+            num_groups=(file.n_group or 1) if is_grouped else 1,
+            top_groups=(file.topk_group or 1) if is_grouped else 1,
+            names=ExpertNames(shared="shared_experts"),
+        )
+
+
+class DeepseekV3Spec(DeepseekV2Spec, frozen=True, kw_only=True):
+    """Experts are chosen by sigmoid scores and a bias, of the best groups."""
+
+    @classmethod
+    def read_experts(cls, file: ConfigFile) -> ExpertSpec:
+        width = number_of(file, "moe_intermediate_size")
+        return ExpertSpec(
+            count=num_experts_of(file),
+            top_k=number_of(file, "num_experts_per_tok"),
+            intermediate_size=width,
+            renormalise=file.norm_topk_prob is not False,
+            dense_layers=tuple(range(min(file.first_k_dense_replace, file.num_hidden_layers))),
+            shared_size=width * (file.n_shared_experts or 0),
+            sigmoid=True,
+            choice_bias=True,
+            scaling=file.routed_scaling_factor,
+            num_groups=file.n_group or 1,
+            top_groups=file.topk_group or 1,
+            names=ExpertNames(shared="shared_experts"),
+        )

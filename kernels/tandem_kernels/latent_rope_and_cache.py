@@ -1,0 +1,102 @@
+"""The write into the latent cache: norm, rotation of keys and queries, in one pass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def latent_rope_and_cache_kernel(
+    q_rope: tl.tensor,
+    kv: tl.tensor,
+    weight: tl.tensor,
+    positions: tl.tensor,
+    cos_sin_cache: tl.tensor,
+    kv_cache: tl.tensor,
+    slot_mapping: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    kv_stride: tl.tensor,
+    block_stride: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """Handles one token in each program."""
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, BLOCK_HALF)
+    real = half < HALF
+    angle = tl.load(positions + token) * (2 * HALF) + half
+    cos = tl.load(cos_sin_cache + angle, mask=real, other=0.0)
+    sin = tl.load(cos_sin_cache + angle + HALF, mask=real, other=0.0)
+    head = tl.arange(0, HEADS)
+    inside = (head < NUM_HEADS)[:, None] & real[None, :]
+    place = q_rope + token * q_token_stride + head[:, None] * q_head_stride + half[None, :]
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    kind = q_rope.dtype.element_ty
+    tl.store(place, (first * cos[None, :] - second * sin[None, :]).to(kind), mask=inside)
+    tl.store(place + HALF, (second * cos[None, :] + first * sin[None, :]).to(kind), mask=inside)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        row = kv + token * kv_stride
+        to = kv_cache + (slot // BLOCK_SIZE) * block_stride
+        to += (slot % BLOCK_SIZE) * (LATENT + 2 * HALF)
+        cached = kv_cache.dtype.element_ty
+        dim = tl.arange(0, BLOCK_LATENT)
+        is_latent = dim < LATENT
+        latent = tl.load(row + dim, mask=is_latent, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(latent * latent, axis=0) / LATENT + eps)
+        normed = latent * scale * tl.load(weight + dim, mask=is_latent, other=0.0).to(tl.float32)
+        tl.store(to + dim, normed.to(cached), mask=is_latent)
+        first_key = tl.load(row + LATENT + half, mask=real, other=0.0).to(tl.float32)
+        second_key = tl.load(row + LATENT + HALF + half, mask=real, other=0.0).to(tl.float32)
+        turned = first_key * cos - second_key * sin
+        tl.store(to + LATENT + half, turned.to(cached), mask=real)
+        turned = second_key * cos + first_key * sin
+        tl.store(to + LATENT + HALF + half, turned.to(cached), mask=real)
+
+
+def latent_rope_and_cache(
+    q_rope: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+) -> None:
+    """See `reference.latent.latent_rope_and_cache`."""
+    num_tokens, num_heads, rope = q_rope.shape
+    if num_tokens == 0:
+        return
+    latent_rope_and_cache_kernel[(num_tokens,)](
+        q_rope,
+        kv,
+        weight,
+        positions,
+        cos_sin_cache,
+        kv_cache,
+        slot_mapping,
+        q_rope.stride(0),
+        q_rope.stride(1),
+        kv.stride(0),
+        kv_cache.stride(0),
+        eps,
+        NUM_HEADS=num_heads,
+        HEADS=triton.next_power_of_2(num_heads),
+        LATENT=len(weight),
+        BLOCK_LATENT=triton.next_power_of_2(len(weight)),
+        HALF=rope // 2,
+        BLOCK_HALF=triton.next_power_of_2(rope // 2),
+        BLOCK_SIZE=kv_cache.shape[1],
+        num_warps=4,
+    )

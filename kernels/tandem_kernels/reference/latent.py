@@ -1,0 +1,97 @@
+"""Multi-head latent attention in plain torch, in its absorbed form: what the cache keeps of a token
+is one vector for all heads, which is key and value at once, and a few more numbers of the key that
+are rotated.
+
+Source: DeepSeek-V2, 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+
+def latent_rope_and_cache(
+    q_rope: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+) -> None:
+    """Rotates queries in place, and writes normalised latents and rotated keys into the cache.
+
+    Args:
+        q_rope: [T, H, R].
+        kv: [T, L + R], latents and then keys that are to be rotated.
+        weight: [L], of the latents' RMSNorm.
+        positions: [T] int64.
+        cos_sin_cache: [M, R] float32, cosines in the first half, sines in the second.
+        kv_cache: [N, B, L + R], written at `slot_mapping`.
+        slot_mapping: [T] int64, `block * B + offset`; -1 writes nothing.
+        eps: Of the norm.
+    """
+    size = len(weight)
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    q_rope.copy_(_rotated(q_rope, cos, sin))
+    latent = F.rms_norm(kv[:, :size].float(), (size,), weight.float(), eps)
+    key = _rotated(kv[:, None, size:], cos, sin)[:, 0]
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    rows = torch.cat((latent, key), dim=-1)[written].to(kv_cache.dtype)
+    block_size = kv_cache.shape[1]
+    blocks = torch.div(slots, block_size, rounding_mode="floor")
+    kv_cache.index_put_((blocks, slots - blocks * block_size), rows)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> Tensor:
+    """Computes the causal attention of the step's query tokens over their requests' latents.
+
+    Args:
+        q_latent: [T, H, L].
+        q_rope: [T, H, R], rotated.
+        kv_cache: [N, B, L + R]; the step's own rows are already written.
+        metadata: The ragged batch.
+        scale: Multiplies the scores.
+
+    Returns:
+        [T, H, L] in the dtype of `q_latent`: weighted sums of latents. Rows of requests with
+        `seq_lens` 0 are zero.
+    """
+    out = torch.zeros_like(q_latent)
+    size, block_size = q_latent.shape[2], kv_cache.shape[1]
+    bounds = metadata.query_start_loc.tolist()
+    for r, seq_len in enumerate(metadata.seq_lens.tolist()):
+        start, end = bounds[r], bounds[r + 1]
+        if start == end or seq_len == 0:
+            continue
+        blocks = metadata.block_tables[r, : -(-seq_len // block_size)].long()
+        rows = kv_cache[blocks].flatten(0, 1)[:seq_len].float()
+        queries = torch.cat((q_latent[start:end], q_rope[start:end]), dim=-1).float()
+        first = seq_len - (end - start)
+        for step in range(end - start) if metadata.fixed_order else (None,):
+            own = slice(None) if step is None else slice(step, step + 1)
+            seen = rows if step is None else rows[: first + step + 1]
+            scores = torch.einsum("thd,ld->htl", queries[own], seen) * scale
+            if step is None:
+                mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+                scores.masked_fill_(~mask.tril_(first), float("-inf"))
+            attended = torch.einsum("htl,ld->thd", scores.softmax(-1), seen[:, :size])
+            out[start:end][own] = attended.to(out.dtype)
+    return out
