@@ -28,7 +28,8 @@ WORKER, CORE, TRANSFER = (
 
 
 def body(i: int) -> dict[str, Any]:
-    """Request `i`: always the same, and different from the others from its first token on."""
+    """Request `i`: always the same, and different from the others from its first token on. Every
+    fourth is for three choices."""
     rng = random.Random(i)
     length = rng.choice([3, 16, 33, 120, 300])
     return {
@@ -37,6 +38,7 @@ def body(i: int) -> dict[str, Any]:
         "temperature": rng.choice([0.0, 0.8]),
         "seed": i,
         "ignore_eos": True,
+        "n": 3 if i % 4 == 3 else 1,
     }
 
 
@@ -89,7 +91,10 @@ async def test_fifty_streams_of_the_official_client_equal_one_node(
         stream = await client.completions.create(
             model="demo", stream=True, extra_body={"ignore_eos": wish.pop("ignore_eos")}, **wish
         )
-        return "".join([chunk.choices[0].text async for chunk in stream])
+        texts = [""] * wish["n"]
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        return "\n".join(texts)
 
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
         texts = await asyncio.gather(*(text_of(client, i) for i in range(50)))
@@ -109,7 +114,7 @@ async def call_or_leave(complete: Any, url: str, i: int) -> str | None:
             return None
     result = await task
     assert result.error is None, result.error
-    assert result.usage["completion_tokens"] == body(i)["max_tokens"]
+    assert result.usage["completion_tokens"] == body(i)["n"] * body(i)["max_tokens"]
     return str(result.text)
 
 

@@ -71,16 +71,22 @@ def check_equal(engine: OneEngine, expected: OneEngine) -> None:
 
 @pytest.mark.parametrize("num_choices", [4, 8])
 @pytest.mark.parametrize(
-    ("caching", "num_blocks", "rows"),
-    [(False, 64, 6), (True, 64, 3), (False, 16, 6), (True, 16, 6)],
-    ids=["plain", "few rows", "few blocks", "few blocks, cached"],
+    ("caching", "num_blocks", "rows", "decode_query_len"),
+    [(False, 64, 6, 1), (True, 64, 3, 1), (False, 16, 6, 1), (True, 16, 6, 1), (False, 64, 6, 3)],
+    ids=["plain", "few rows", "few blocks", "few blocks, cached", "drafts"],
 )
 def test_choices_are_requests_with_their_seeds(
-    make_config: Any, num_choices: int, caching: bool, num_blocks: int, rows: int
+    make_config: Any,
+    num_choices: int,
+    caching: bool,
+    num_blocks: int,
+    rows: int,
+    decode_query_len: int,
 ) -> None:
     config = replace(
         make_config(num_blocks=num_blocks, enable_prefix_caching=caching),
         scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=20),
+        decode_query_len=decode_query_len,
     )
     messages = workload(num_choices)
     expected = OneEngine(make_config(enable_prefix_caching=False), depth=1)
