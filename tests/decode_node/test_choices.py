@@ -4,6 +4,8 @@ the client."""
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
@@ -167,3 +169,29 @@ async def test_several_prompts_times_n() -> None:
         assert answer["usage"]["completion_tokens"] == 24
         metrics = await node.metrics()
         assert metrics["tandem_prefill_attempts_total"] == 2
+
+
+async def test_after_a_resume_only_choices_without_output_share_their_prompt() -> None:
+    """Of five choices one has ended and one is under way; the router has nothing of the others."""
+    entries = [
+        ["start", 1763700000, [40, 41, 42, 43, 44]],
+        ["cached", 1, 0],
+        ["tokens", 1, [token_at(3, 41), token_at(4, 41)]],
+        ["tokens", 3, [token_at(3 + i, 43) for i in range(4)]],
+        ["end", 3, "length", None],
+    ]
+    body = {"prompt": [5, 6, 7], "n": 5, "seed": 40, "max_tokens": 4, "return_token_ids": True}
+    raw = json.dumps(body).encode()
+    headers = {"x-tandem-journal": "1", "x-tandem-resume": str(len(raw))}
+    async with http_node() as node:
+        reply = await node.client.post(
+            "/v1/completions", content=raw + json.dumps(entries).encode(), headers=headers
+        )
+        assert reply.status_code == 200, reply.text
+        (answer,) = re.findall(r"^data: (\{.*\})$", reply.text, re.M)
+        choices = {choice["index"]: choice for choice in json.loads(answer)["choices"]}
+        for index in range(5):
+            tokens = [token_at(3 + i, 40 + index) for i in range(4)]
+            assert choices[index]["token_ids"] == tokens, index
+        seeds = [[f.request.spec.sampling.seed for f in p] for p in node.engine.prompts.values()]
+        assert sorted(seeds) == [[40, 42, 44], [41]]

@@ -56,8 +56,11 @@ class Decode:
 class Tiers:
     """The proxies of all decode nodes, and time, which is a number of rounds."""
 
-    def __init__(self, num_requests: int, num_prefill: int, num_decode: int, seed: int) -> None:
+    def __init__(
+        self, num_requests: int, num_prefill: int, num_decode: int, seed: int, most_choices: int = 1
+    ) -> None:
         self.num_requests = num_requests
+        self.most_choices = most_choices
         self.rng = random.Random(seed)
         self.prefills = [make_machine(1, seed + i) for i in range(num_prefill)]
         self.decodes = [Decode(make_machine(2, seed - i)) for i in range(1, num_decode + 1)]
@@ -84,7 +87,9 @@ class Tiers:
         decode = self.decodes[number % len(self.decodes)]
         prefill = self.prefills[number % len(self.prefills)]
         export, pull = self._requests(f"r{number}")
-        claim = await decode.credits.acquire(pull.num_prompt_tokens, pull.sampling.max_tokens)
+        claim = await decode.credits.acquire(
+            pull.num_prompt_tokens, pull.sampling.max_tokens, len(pull.spec.seeds)
+        )
         taken = decode.machine.add(pull)
         computed = prefill.add(export)
         while not computed.tokens:
@@ -93,16 +98,27 @@ class Tiers:
             decode.machine.supply_first_token(pull.request_id)
         while not taken.finish_reason:
             await asyncio.sleep(0)
-            claim.grow_to(pull.num_tokens)
+            for index, choice in enumerate(taken.choices or [taken]):
+                claim.grow_to(pull.num_prompt_tokens + len(choice.tokens), index)
+                if choice.finish_reason:
+                    claim.end_choice(index)
         claim.release()
 
     def _requests(self, name: str) -> tuple[Request, Request]:
         length = self.rng.randint(1, BLOCK_SIZE * (BLOCKS_OF_ONE_REQUEST - 1))
         prompt = [self.rng.randint(1, 60) for _ in range(length)]
         longest = BLOCK_SIZE * BLOCKS_OF_ONE_REQUEST - length
-        export = make_request(name, prompt, kv=remote_decode(f"t-{name}"), max_tokens=1)
+        num_choices = self.rng.randint(1, self.most_choices)
+        export = make_request(
+            name, prompt, kv=remote_decode(f"t-{name}"), max_tokens=1, num_choices=num_choices
+        )
+        export.choice_ids = ()
         pull = make_request(
-            name, prompt, kv=remote_prefill(f"t-{name}"), max_tokens=self.rng.randint(1, longest)
+            name,
+            prompt,
+            kv=remote_prefill(f"t-{name}"),
+            max_tokens=self.rng.randint(1, longest),
+            num_choices=num_choices,
         )
         return export, pull
 
@@ -157,4 +173,25 @@ async def test_no_deadlock_with_pools_of_two_requests(
     if num_prefill <= num_decode:
         assert tiers.rounds_short_of_prefill_blocks > 50, "so was prefill"
     assert tiers.most_waiting > num_requests // 4, "requests waited for room"
+    assert all(decode.credits.num_claims == 0 for decode in tiers.decodes)
+
+
+async def test_no_deadlock_of_choices_with_pools_of_two_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to five choices share prompts that may fill half of a pool."""
+    monkeypatch.setattr(credits_module, "_RESERVED_OUTPUT_TOKENS", 1)
+    tiers = Tiers(150, 1, 2, seed=12, most_choices=5)
+    await tiers.run()
+    for prefill in tiers.prefills:
+        prefill.finish()
+    for machine in tiers.machines:
+        machine.check_all_done()
+    computed = tiers.prefills[0].scheduler.stats().prompt_tokens_computed
+    assert computed == sum(
+        client.request.num_prompt_tokens for client in tiers.prefills[0].clients.values()
+    )
+    stats = [decode.machine.scheduler.stats() for decode in tiers.decodes]
+    assert all(one.num_preemptions > 0 for one in stats), "decode was short of blocks"
+    assert all(decode.machine.worker.num_copies > 50 for decode in tiers.decodes)
     assert all(decode.credits.num_claims == 0 for decode in tiers.decodes)

@@ -1,5 +1,5 @@
-"""Choices of one prompt on a CUDA device: the tokens of requests alone, bit for bit in deterministic
-mode, with graphs and without, and nothing is compiled while somebody waits."""
+"""Choices of one prompt on a CUDA device give the tokens of requests alone in deterministic mode,
+with graphs and without, and nothing is compiled while somebody waits."""
 
 from __future__ import annotations
 
