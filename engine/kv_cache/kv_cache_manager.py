@@ -163,10 +163,10 @@ class KVCacheManager:
             group.num_blocks_for(num_tokens) if takes_all else num_tokens // group.block_size
             for group in self._shapes
         ]
-        tables = [table[:stop] for table, stop in zip(source.tables, stops, strict=True)]
         num_wanted = self.num_blocks_for(request.num_tokens) - sum(stops)
         if num_wanted + headroom > self.num_free_blocks:
             return None
+        tables = [table[:stop] for table, stop in zip(source.tables, stops, strict=True)]
         if takes_all:
             del self._blocks[prompt.request_id]
         else:

@@ -172,7 +172,7 @@ async def test_several_prompts_times_n() -> None:
 
 
 async def test_after_a_resume_only_choices_without_output_share_their_prompt() -> None:
-    """Of five choices one has ended and one is under way; the router has nothing of the others."""
+    """One choice has ended and one is under way; the router has nothing of three others."""
     entries = [
         ["start", 1763700000, [40, 41, 42, 43, 44]],
         ["cached", 1, 0],
