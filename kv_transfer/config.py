@@ -28,7 +28,8 @@ class KVTransferConfig:
         port: Of a producer's first transfer process; those of all ranks follow. 0: any free ones.
         security: How transfer processes make sure of those of peers.
         num_processes: Transfer processes for each tensor-parallel rank.
-        num_streams: PullKV calls for each (request, rank of the peer); a consumer's choice.
+        num_streams: PullKV calls for each (request, rank of the peer) over the network; a
+            consumer's choice. On one host each pair of processes needs one.
         chunk_bytes: Payload of one wire chunk, about.
         staging_bytes: Host memory for KV on its way, of each rank. Its transfer processes have
             equal parts, as they have equal parts of every prompt.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import create_autospec
 
+import msgspec
 import numpy as np
 import pytest
 from kv_caches import RankCache, layout
@@ -12,7 +14,9 @@ from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, RecvMeta
+from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
 from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer, NamesAssembler
+from kv_transfer.transports.cuda_ipc.local_frames import LocalAddress
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
 from kv_transfer.transports.fetch_job import FetchJob, PullSource
@@ -24,6 +28,7 @@ from kv_transfer.wire.chunk import (
     encode_chunk,
     shape_code,
 )
+from kv_transfer.wire.pull_client import PullClient
 
 SHAPE = layout(num_layers=2)
 SHARE = SHAPE.share(0, 0, 1)
@@ -141,5 +146,29 @@ def test_a_peer_that_describes_its_cache_wrongly_is_read_another_way(
     view = KVCacheView(cache.handle, SHAPE)
     consumer = CudaIpcConsumer(view)
     assert consumer.fetch(JOB, advertised) is None
+    consumer.close()
+    view.close()
+
+
+async def test_local_calls_are_made_to_addresses_of_transfer_processes_alone(
+    cache: RankCache, leases: ReadLeases
+) -> None:
+    """A peer that names another socket of this host is called over the network. Processes that are
+    not called any more are forgotten when others come."""
+    view, network = KVCacheView(cache.handle, SHAPE), create_autospec(PullClient, instance=True)
+    consumer = CudaIpcConsumer(view)
+
+    def caller(calls: LocalAddress | None) -> PullClient:
+        advert = CacheAdvert("here", cache.handle, leases.file, calls)
+        return consumer.caller(msgspec.msgpack.encode(advert), network)
+
+    ours = LocalAddress.new()
+    assert caller(None) is network and consumer.caller(b"junk", network) is network
+    assert caller(LocalAddress(1, "dbus", ours.key)) is network
+    assert caller(LocalAddress(1, ours.name, b"short")) is network
+    first = caller(ours)
+    assert first is not network and caller(ours) is first
+    caller(LocalAddress.new())
+    assert len(consumer._callers) == 1
     consumer.close()
     view.close()

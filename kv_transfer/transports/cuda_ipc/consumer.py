@@ -78,7 +78,7 @@ class CudaIpcConsumer(ConsumerTransport):
     def _drop_unused(self) -> None:
         """Processes that have ended took their connections with them."""
         self._callers = {
-            local: caller for local, caller in self._callers.items() if caller.num_connections
+            local: caller for local, caller in self._callers.items() if not caller.is_unused
         }
 
 

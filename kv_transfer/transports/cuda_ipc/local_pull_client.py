@@ -42,7 +42,13 @@ class LocalPullClient(PullClient):
         self._network = network
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
+        self._num_calls = 0
         self._is_hopeless = False
+
+    @property
+    def is_unused(self) -> bool:
+        """Returns whether nothing is lost when it is forgotten."""
+        return self._num_calls == 0 and self.num_connections == 0
 
     @property
     def num_connections(self) -> int:
@@ -51,9 +57,13 @@ class LocalPullClient(PullClient):
     async def pull(
         self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
     ) -> None:
-        connection = self._reuse() or await self._connect(address)
-        if connection is None or not await self._call(connection, address, request, sink):
-            await self._network.pull(address, slot, request, sink)
+        self._num_calls += 1
+        try:
+            connection = self._reuse() or await self._connect(address)
+            if connection is None or not await self._call(connection, address, request, sink):
+                await self._network.pull(address, slot, request, sink)
+        finally:
+            self._num_calls -= 1
 
     async def _call(
         self, connection: _Connection, address: str, request: pb.PullRequest, sink: MessageSink
