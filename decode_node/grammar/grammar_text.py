@@ -23,6 +23,11 @@ WHITE_SPACE = r"[ \n\r\t]{1,20}"
 """Limits the white space between the parts of a JSON document. Without a bound, models that are not
 sure of themselves write blanks until they reach `max_tokens`."""
 
+_OPTIONS = '%llguidance {"no_forcing": true}'
+"""Turns off that the library spells what must come, all of it, in each step, and allows only the
+first token of that. It took 3 s a step where a million characters must come, while all other rows
+waited; and every spelling of a text is as good as another that the model prefers."""
+
 Expression = str
 """The right side of a rule; the functions here return expressions that bind tightly enough to stand
 in any other."""
@@ -179,7 +184,7 @@ class GrammarText:
     def write(self, start: Expression) -> str:
         """Returns the grammar's text; `start` is the whole answer. Grammars in EBNF are still to be
         converted: `GrammarChecker` does."""
-        lines = [f"start: {start}", *self._rules.values()]
+        lines = [_OPTIONS, f"start: {start}", *self._rules.values()]
         own = "\n".join(lines) + "\n"
         if not self._others:
             return own

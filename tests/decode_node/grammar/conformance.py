@@ -40,14 +40,14 @@ def compiled(schema: Any) -> LLMatcher | str:
 
 
 @cache
+def verdicts() -> list[LLMatcher | str]:
+    """Returns what `compiled` says of each schema."""
+    return [compiled(public.schema) for public in public_schemas()]
+
+
 def matchers() -> dict[int, LLMatcher]:
     """Returns the matchers of all schemas that are accepted, by number."""
-    found = {}
-    for number, public in enumerate(public_schemas()):
-        matcher = compiled(public.schema)
-        if not isinstance(matcher, str):
-            found[number] = matcher
-    return found
+    return {n: found for n, found in enumerate(verdicts()) if not isinstance(found, str)}
 
 
 def can_write(matcher: LLMatcher, document: Any) -> bool:
@@ -62,9 +62,9 @@ def judged() -> dict[str, Any]:
     refused = {}
     unreachable, wrong = [], []
     for number, public in enumerate(public_schemas()):
-        matcher = matchers().get(number)
-        if matcher is None:
-            refused[f"{number} {public.place}"] = compiled(public.schema)
+        matcher = verdicts()[number]
+        if isinstance(matcher, str):
+            refused[f"{number} {public.place}"] = matcher
             continue
         for i, document in enumerate(public.valid):
             if not can_write(matcher, in_order_of(public.schema, document)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -26,8 +27,10 @@ from tests.decode_node.grammar.matching import (
     END_CALL,
     END_IDS,
     accepts,
+    allowed,
     allowed_after,
     ll_tokenizer,
+    matcher,
     random_answer,
     spell,
 )
@@ -152,6 +155,24 @@ def test_names_that_are_taken_get_a_number() -> None:
     rules.append(text.choice("call", ["c"]))
     assert len({rule.lower() for rule in rules}) == 3
     assert accepts(text.write(sequence(*rules)), "abc")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        regex("(a{1000}){1000}"),
+        json_schema({"const": "a" * 60_000}),
+        repeat(repeat(literal("a"), 1000, 1000), 1000, 1000),
+    ],
+)
+def test_a_text_that_must_come_costs_a_step_nothing_however_long_it_is(expression: str) -> None:
+    """The library spelled all of it in each step: up to 3 s, while all other rows waited."""
+    made = matcher(written(expression))
+    for _ in range(8):
+        started = time.thread_time()
+        choices = allowed(made)
+        assert time.thread_time() - started < 0.02
+        assert made.consume_token(choices[-1])
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -57,7 +57,8 @@ async def test_the_engine_gets_the_grammar(path: str, fields: dict[str, Any], pa
 async def test_each_prompt_of_a_completion_has_the_grammar() -> None:
     async with http_node() as node:
         status, _ = await ask(node, COMPLETIONS, prompt=["a", "b"], guided_regex="x")
-        assert status == 200 and grammars(node) == ["start: /x/\n"] * 2
+        first, second = grammars(node)
+        assert status == 200 and first == second and first.endswith("start: /x/\n")
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
