@@ -1,24 +1,36 @@
-"""The official client, unchanged, against the router and against a decode node."""
+"""Official clients, unchanged, against the router and against a decode node."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about Ada."}]
+ASKED: Any = {
+    "type": "object",
+    "properties": {"who": {"enum": ["Ada", "Bo"]}, "pages": {"type": "integer", "maximum": 9}},
+    "required": ["who", "pages"],
+    "additionalProperties": False,
+}
+"""The arguments of a tool that a model of any size can be held to."""
 
 
 @pytest.mark.e2e
 async def test_everything_a_program_does(start_cluster: Any) -> None:
-    cluster = await start_cluster()
+    cluster = await start_cluster(decode_args=["--tool-call-parser", "hermes"])
     for url in (cluster.url, cluster.decodes[0].url):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             await _models(client)
             await _chat(client)
             await _completions(client)
             await _errors(client)
+            await _tool_calls(client)
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none") as other:
+            await _tool_use(other)
     await cluster.wait_empty()
 
 
@@ -101,3 +113,58 @@ async def _errors(client: openai.AsyncOpenAI) -> None:
         await client.chat.completions.create(model="no-such-model", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         await client.completions.create(model="demo", prompt="x", temperature=-1)
+
+
+def _check(arguments: dict[str, Any]) -> None:
+    assert set(arguments) == {"who", "pages"}
+    assert arguments["who"] in ("Ada", "Bo") and arguments["pages"] <= 9
+
+
+async def _tool_calls(client: openai.AsyncOpenAI) -> None:
+    """A model that knows no tools calls one all the same: prefill and decode node follow the
+    grammar. Streams and whole answers of both APIs hold the same call."""
+    tool: Any = {"name": "find_story", "parameters": ASKED}
+    chat: Any = {
+        "model": "demo", "messages": MESSAGES, "seed": 3, "tool_choice": "required",
+        "tools": [{"type": "function", "function": tool}], "parallel_tool_calls": False,
+        "max_tokens": 200,
+    }  # fmt: skip
+    answer = await client.chat.completions.create(**chat)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function" and call.function.name == "find_story"
+    _check(json.loads(call.function.arguments))
+    assert answer.choices[0].finish_reason == "tool_calls"
+    async with client.chat.completions.stream(**chat) as stream:
+        final = await stream.get_final_completion()
+    (streamed,) = final.choices[0].message.tool_calls or ()
+    assert streamed.function.arguments == call.function.arguments
+    asked: Any = {
+        "model": "demo", "input": MESSAGES, "tools": [{"type": "function", **tool}],
+        "tool_choice": "required", "parallel_tool_calls": False, "extra_body": {"seed": 3},
+        "max_output_tokens": 200,
+    }  # fmt: skip
+    response = await client.responses.create(**asked)
+    (item,) = response.output
+    assert item.type == "function_call" and item.arguments == call.function.arguments
+    async with client.responses.stream(**asked) as events:
+        (other,) = (await events.get_final_response()).output
+    assert other.type == "function_call" and other.arguments == item.arguments
+
+
+async def _tool_use(client: anthropic.AsyncAnthropic) -> None:
+    asked: Any = {
+        "model": "demo", "messages": MESSAGES, "max_tokens": 200,
+        "tools": [{"name": "find_story", "input_schema": ASKED}], "tool_choice": {"type": "any"},
+        "extra_body": {"seed": 3},
+    }  # fmt: skip
+    message = await client.messages.create(**asked)
+    assert message.stop_reason == "tool_use"
+    async with client.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    assert message.usage == streamed.usage and message.usage.input_tokens > 0
+    for block, other in zip(message.content, streamed.content, strict=True):
+        assert block.type == "tool_use" and other.type == "tool_use"
+        assert block.input == other.input
+        _check(block.input)
+    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+        await client.messages.create(**{**asked, "extra_body": {"temperature": -1}})
