@@ -10,6 +10,7 @@ whose arguments follow the tools' schemas.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,9 @@ from decode_node.parsers.families import (
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.parameter_grammar import TaggedParameters, keyword_arguments, spell
 from decode_node.protocol.tools import Tool
+from edge.http.errors import BadRequest
 
+_PLAIN_NAME = re.compile(r"[^\s<>()\[\]{}\"'=:|｜]+")
 _MAX_NUMBER = 4
 """Digits of a call's number."""
 
@@ -110,6 +113,9 @@ class CallGrammar:
         return sequence(self._spell(f"{form.channel}final{form.message}"), body)
 
     def _rules(self, tools: Sequence[Tool]) -> Expression:
+        if not self._has_quoted_names:
+            for tool in tools:
+                _check_name(tool)
         rest = self._shape.rest
         return self._text.rule("call", either(*map(rest, tools)))
 
@@ -124,11 +130,21 @@ class CallGrammar:
         others = repeat(more, 0, None if most is None else most - 1)
         return sequence(first, call, others, self._spell(shape.after))
 
+    @property
+    def _has_quoted_names(self) -> bool:
+        """Says whether names are JSON, so that they may have any characters."""
+        return isinstance(self._form, JsonObjectFormat) or (
+            isinstance(self._form, MistralFormat) and not self._has_token(self._form.arguments)
+        )
+
+    def _has_token(self, text: str) -> bool:
+        return any(isinstance(part, int) for part in self._markers.pieces(text))
+
     def _spell(self, text: str) -> Expression:
         return spell(self._markers, text)
 
     def _arguments(self, tool: Tool) -> Expression:
-        schema = {"type": "object", **(tool.parameters or {})}
+        schema = {**(tool.parameters or {}), "type": "object"}
         return self._text.rule("arguments", json_schema(schema, lenient=not tool.strict))
 
     def _shape_of(self, form: CallFormat) -> Shape:
@@ -193,7 +209,7 @@ class CallGrammar:
             name = f'{_quoted(tool.name)}, "arguments": '
             return sequence(literal(name), self._arguments(tool), literal("}"))
 
-        if any(isinstance(part, int) for part in self._markers.pieces(form.arguments)):
+        if self._has_token(form.arguments):
             return Shape(form.begin, "", form.begin, "", "", named)
         bracket = sequence(optional(literal(" ")), literal("["))
         return Shape(form.begin, form.begin, '{"name": ', ", ", "]", item, bracket)
@@ -261,6 +277,16 @@ class CallGrammar:
             return sequence(literal(f"{tool.name}("), arguments, literal(")"))
 
         return Shape(form.begin, f"{form.begin}[", "", ", ", f"]{form.end}", rest)
+
+
+def _check_name(tool: Tool) -> None:
+    """Raises `BadRequest` for a name that this format could not be read back from."""
+    if not _PLAIN_NAME.fullmatch(tool.name):
+        raise BadRequest(
+            f"a call of {tool.name!r} cannot be enforced in this model's format; names of letters, "
+            "digits, _, - and . can",
+            param="tools",
+        )
 
 
 def _quoted(text: str) -> str:

@@ -317,3 +317,21 @@ def test_arrays_of_mistral_may_begin_with_a_space() -> None:
     grammar = made.grammar(ToolUse(TOOLS, "required"))
     for space in ("", " "):
         assert made.accepts(grammar, f'[TOOL_CALLS]{space}[{{"name": "now", "arguments": {{}}}}]')
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_read_back_or_refused(family: str) -> None:
+    """In JSON a name may have any characters; elsewhere those that could end it are refused."""
+    made = model(family)
+    for name in ("a-b.c_9", "größe", 'say "x" \\ <y>', "a b", "a:b"):
+        tool = Tool(name, {"properties": {}, "additionalProperties": False}, strict=False, raw={})
+        try:
+            grammar = made.grammar(ToolUse((tool,), "required", is_parallel=False))
+        except BadRequest as error:
+            assert name not in ("a-b.c_9", "größe") and "in this model's format" in str(error)
+            continue
+        ids = made.draw(grammar, 1)
+        assert ids is not None
+        assert [call.name for call in made.read(ids, (tool,)).calls] == [name]
+    if family in ("hermes", "llama3_json"):
+        assert made.grammar(ToolUse((Tool("a b", None, strict=False, raw={}),), "required"))
