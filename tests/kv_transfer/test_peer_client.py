@@ -49,7 +49,7 @@ async def test_a_release_waits_for_a_peer_that_starts_again() -> None:
     address = f"127.0.0.1:{port}"
     release = asyncio.create_task(client.release(address, ReleaseMeta("b" * 32, 0, PEER, False)))
     try:
-        channel = client._channels.get(address, CONTROL)
+        channel = await client._channels.get(address, CONTROL)
         async with asyncio.timeout(30):
             while (state := channel.get_state()) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 await channel.wait_for_state_change(state)
