@@ -184,6 +184,40 @@ BUGS = (
         "engine/grammar/tokenizer.py", "list(model.eos_token_ids)", "model.eos_token_ids[0]",
         ("tests/engine/grammar/test_grammar_tokenizer.py",),
     ),
+    Bug(
+        "shared-tail", "choices of a prompt write into its last partial block, all of them",
+        "engine/kv_cache/kv_cache_manager.py", "            if stop < len(old)",
+        "            if stop < 0",
+        ("tests/engine/sched/test_forks.py",),
+    ),
+    Bug(
+        "shared-once", "blocks that choices share are free when the first of them ends",
+        "engine/kv_cache/kv_cache_manager.py",
+        "self.block_pool.touch(manager.held(table))", "pass",
+        ("tests/engine/kv_cache/test_forked_blocks.py",),
+    ),
+    Bug(
+        "orphaned-prompt", "a prompt is computed on when nobody is left who wants an answer",
+        "engine/sched/forks.py", "        return fork.prompt\n", "        return None\n",
+        ("tests/engine/sched/test_forks.py",),
+    ),
+    Bug(
+        "stuck-choices", "choices wait for blocks that only they hold",
+        "engine/sched/admission.py",
+        "elif self._running.table.num_live > 0 or forks.waits_for_steps:", "elif True:",
+        ("tests/engine/sched/test_forks.py", "-k", "full_cache"),
+    ),
+    Bug(
+        "one-seed", "all choices of a prompt begin with the same token",
+        "engine/sample/sampler.py", "params.seeds if seeds is None else seeds,", "params.seeds,",
+        ("tests/engine/worker/test_siblings.py",),
+    ),
+    Bug(
+        "claimed-n-times", "n choices claim the blocks of their prompt n times",
+        "decode_node/disagg/credits.py",
+        "num_shared = num_prompt_tokens // self.block_size", "num_shared = 0",
+        ("tests/decode_node/test_credits.py", "-k", "choices"),
+    ),
 )  # fmt: skip
 
 
