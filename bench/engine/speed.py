@@ -4,7 +4,8 @@
 Decode: all requests of a batch have 1024 tokens of prompt; the time of each of the next 128 steps.
 Short: one prompt of up to 512 tokens alone, until its first token. Prefill: the same for long
 prompts, and many at once, prompt tokens per second.
-Throughput: 256 requests at once, 2000 tokens in, 150 out.
+Throughput: 256 requests at once, 2000 tokens in, 150 out. Small: fewer of both, as measured for
+mixtures of experts.
 
     python -m bench.engine.speed                          # the shape of Llama 3.1 8B on one GPU
     python -m bench.engine.speed --shape qwen2.5-7b --cases decode
@@ -27,6 +28,7 @@ from itertools import pairwise
 import matplotlib
 
 from bench.engine.offline import SHAPES, OfflineEngine, StepResult, offline_engine, shape_config
+from bench.engine.references import REFERENCES, Reference
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
 
@@ -34,33 +36,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 _CONTEXT, _STEPS = 1024, 128
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """Figures of the Llama 3.1 8B shape in bf16 on an H200. `peer` is vLLM 0.26.0 on the same
-    machine, `must` what we ask of ourselves, `floor` memory and matrix units alone (where we know
-    it).
-    """
-
-    peer: float
-    must: float
-    goal: float
-    floor: float | None = None
-
-
-REFERENCES = {
-    "decode 1": Reference(4.87, 4.8, 4.3, 3.52),
-    "decode 16": Reference(5.50, 5.4, 4.9, 4.0),
-    "decode 64": Reference(7.58, 7.5, 6.8, 5.6),
-    "decode 128": Reference(10.64, 10.5, 9.3, 7.7),
-    "decode 256": Reference(17.93, 17.5, 15.8, 14.1),
-    "prefill 2048 alone": Reference(50.5, 50.0, 47.0),
-    "prefill 8192 alone": Reference(217.0, 217.0, 200.0),
-    "prefill 32 x 2048": Reference(42.5, 43.0, 46.0),
-    "prefill 12 x 8192": Reference(38.6, 38.6, 42.0),
-    "throughput 256 x 2000/150": Reference(15.96, 15.9, 13.5),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +90,10 @@ def measure_prefill(engine: OfflineEngine, count: int, length: int) -> Figure:
     return Figure(f"prefill {count} x {length}", round(count * length / seconds / 1e3, 2), "ktok/s")
 
 
-def measure_throughput(engine: OfflineEngine) -> Figure:
-    requests = [engine.request(2000, 150) for _ in range(256)]
+def measure_throughput(engine: OfflineEngine, count: int) -> Figure:
+    requests = [engine.request(2000, 150) for _ in range(count)]
     seconds = _duration(engine, lambda: engine.run(requests))
-    return Figure("throughput 256 x 2000/150", round(seconds, 3), "s")
+    return Figure(f"throughput {count} x 2000/150", round(seconds, 3), "s")
 
 
 def _duration(engine: OfflineEngine, run: Callable[[], list[StepResult]]) -> float:
@@ -143,11 +118,15 @@ CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {
         lambda engine: measure_prefill(engine, 32, 2048),
         lambda engine: measure_prefill(engine, 12, 8192),
     ],
-    "throughput": [measure_throughput],
+    "throughput": [lambda engine: measure_throughput(engine, 256)],
+    "small": [
+        lambda engine: measure_prefill(engine, 16, 2048),
+        lambda engine: measure_throughput(engine, 128),
+    ],
 }
 
 
-def print_table(figures: list[Figure], has_references: bool) -> None:
+def print_table(figures: list[Figure], references: dict[str, Reference]) -> None:
     print(
         f"{'case':28}{'value':>9} {'unit':7}{'median':>8}{'p99':>8}  "
         "speed against  floor  peer  must  goal"
@@ -155,8 +134,7 @@ def print_table(figures: list[Figure], has_references: bool) -> None:
     for figure in figures:
         line = f"{figure.case:28}{figure.value:9.2f} {figure.unit:7}"
         line += f"{figure.median or 0:8.2f}{figure.p99 or 0:8.2f}"
-        if has_references and figure.case in REFERENCES:
-            reference = REFERENCES[figure.case]
+        if (reference := references.get(figure.case)) is not None:
             floor = f"{figure.speed(reference.floor):6.2f}" if reference.floor else "     -"
             line += f"{'':16}{floor}" + "".join(
                 f"{figure.speed(other):6.2f}"
@@ -165,14 +143,14 @@ def print_table(figures: list[Figure], has_references: bool) -> None:
         print(line)
 
 
-def plot(figures: list[Figure], title: str, name: str) -> None:
+def plot(figures: list[Figure], references: dict[str, Reference], title: str, name: str) -> None:
     """Plots speed against the peer: 1 is as fast."""
-    known = [figure for figure in figures if figure.case in REFERENCES]
+    known = [figure for figure in figures if figure.case in references]
     canvas, axis = plt.subplots(figsize=(8, 0.45 * len(known) + 1.2))
     places = range(len(known))
-    speeds = [figure.speed(REFERENCES[figure.case].peer) for figure in known]
+    speeds = [figure.speed(references[figure.case].peer) for figure in known]
     goals = [
-        figure.speed(REFERENCES[figure.case].peer) / figure.speed(REFERENCES[figure.case].goal)
+        figure.speed(references[figure.case].peer) / figure.speed(references[figure.case].goal)
         for figure in known
     ]
     axis.barh(places, speeds, color="#4c78a8")
@@ -182,7 +160,7 @@ def plot(figures: list[Figure], title: str, name: str) -> None:
         axis.text(speed, place, f" {figure.value:g} {figure.unit}", va="center", fontsize=8)
     axis.set_yticks(places, [figure.case for figure in known])
     axis.invert_yaxis()
-    axis.set(xlabel="speed against vLLM 0.26.0", title=title, xlim=(0, 1.4))
+    axis.set(xlabel="speed against vLLM 0.26.0", title=title, xlim=(0, max(1.4, 1.2 * max(speeds))))
     axis.legend(fontsize=8)
     canvas.tight_layout()
     canvas.savefig(RESULTS / f"{name}.png", dpi=120)
@@ -194,7 +172,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument(
-        "--cases", type=names_among(CASES), default=list(CASES), help="comma separated"
+        "--cases",
+        type=names_among(CASES),
+        default=[case for case in CASES if case != "small"],
+        help="comma separated",
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
@@ -246,11 +227,11 @@ def main() -> None:
         from bench.engine.step_breakdown import measure_breakdown
 
         results["breakdown"] = measure_breakdown(arguments.shape)
-    has_references = arguments.shape == "llama-3.1-8b" and arguments.tp == 1
-    print_table(figures, has_references)
-    if has_references and figures:
+    references = REFERENCES.get(arguments.shape, {}) if arguments.tp == 1 else {}
+    print_table(figures, references)
+    if any(figure.case in references for figure in figures):
         RESULTS.mkdir(exist_ok=True)
-        plot(figures, "one H200, Llama 3.1 8B shape, bf16", name)
+        plot(figures, references, f"one H200, shape of {arguments.shape}, bf16", name)
     print(write_result(name, results))
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 2048
+CHUNK = 8192
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -52,5 +52,7 @@ def sort_pairs(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     chunk = min(CHUNK, max(16, triton.next_power_of_2(num_pairs)))
-    sort_pairs_kernel[(num_experts,)](experts, order, counts, num_pairs, CHUNK=chunk)
+    sort_pairs_kernel[(num_experts,)](
+        experts, order, counts, num_pairs, CHUNK=chunk, num_warps=max(1, min(16, chunk // 256))
+    )
     return order, counts

@@ -278,7 +278,9 @@ def expert_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": 1},
         )
-    yield Case(expert_rows.sort_pairs_kernel, "", types, {"CHUNK": expert_rows.CHUNK})
+    yield Case(
+        expert_rows.sort_pairs_kernel, "", types, {"CHUNK": expert_rows.CHUNK}, {"num_warps": 16}
+    )
     yield Case(fused_experts.sum_pairs_kernel, "", types, {"TOP_K": 8, "BLOCK": 1024})
     many = capability >= 90
     for num_pairs, gated in itertools.product((8, 256, 8192, 65536) if many else (65536,), (1, 0)):

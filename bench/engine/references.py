@@ -1,0 +1,57 @@
+"""Figures of others to hold ours against, by model shape and case.
+
+All are of one H200 in bf16. Peers are vLLM 0.26.0 on the same kind of machine; for mixtures of
+experts with uniformly random routing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """`peer` is vLLM, `must` and `goal` what we ask of ourselves, `floor` memory and matrix units
+    alone (where we know it).
+    """
+
+    peer: float
+    must: float
+    goal: float
+    floor: float | None = None
+
+
+REFERENCES = {
+    "llama-3.1-8b": {
+        "decode 1": Reference(4.87, 4.8, 4.3, 3.52),
+        "decode 16": Reference(5.50, 5.4, 4.9, 4.0),
+        "decode 64": Reference(7.58, 7.5, 6.8, 5.6),
+        "decode 128": Reference(10.64, 10.5, 9.3, 7.7),
+        "decode 256": Reference(17.93, 17.5, 15.8, 14.1),
+        "prefill 2048 alone": Reference(50.5, 50.0, 47.0),
+        "prefill 8192 alone": Reference(217.0, 217.0, 200.0),
+        "prefill 32 x 2048": Reference(42.5, 43.0, 46.0),
+        "prefill 12 x 8192": Reference(38.6, 38.6, 42.0),
+        "throughput 256 x 2000/150": Reference(15.96, 15.9, 13.5),
+    },
+    "qwen3-30b-a3b": {
+        "decode 1": Reference(4.23, 4.1, 2.8, 1.41),
+        "decode 16": Reference(12.72, 12.3, 11.0, 9.65),
+        "decode 64": Reference(19.03, 18.4, 17.2, 15.4),
+        "decode 256": Reference(26.54, 25.6, 23.2, 20.4),
+        "prefill 2048 alone": Reference(77.5, 60.0, 30.0),
+        "prefill 8192 alone": Reference(158.6, 150.0, 128.0),
+        "prefill 16 x 2048": Reference(61.9, 65.0, 80.0),
+        "throughput 128 x 2000/150": Reference(7.48, 7.2, 6.0),
+    },
+    "deepseek-v2-lite": {
+        "decode 1": Reference(3.12, 3.0, 2.1, 1.17),
+        "decode 16": Reference(8.08, 7.8, 7.0, 5.98),
+        "decode 64": Reference(10.30, 10.0, 8.9, 7.74),
+        "decode 256": Reference(12.73, 12.3, 10.9, 9.27),
+        "prefill 2048 alone": Reference(81.6, 60.0, 28.0),
+        "prefill 8192 alone": Reference(108.0, 105.0, 85.0),
+        "prefill 16 x 2048": Reference(75.8, 78.0, 98.0),
+        "throughput 128 x 2000/150": Reference(5.14, 5.0, 4.2),
+    },
+}
