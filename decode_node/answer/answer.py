@@ -30,8 +30,9 @@ JOURNAL_INTERVAL_S = 0.25
 """Seconds between entries for a client that waits for all: tokens that are not told yet cost a node
 that goes on a moment, and nobody has seen them."""
 _MANY_LOGPROBS = 256
-"""Positions of log probabilities that are written in the event loop; more are written in a thread.
-written in a thread of their own."""
+"""Positions of log probabilities that are written in the event loop; more, in a thread."""
+_MANY_TOKENS = 2048
+"""Tokens of whole answers that are parsed in the event loop; more, in a thread."""
 
 
 class Answer:
@@ -148,7 +149,8 @@ class Answer:
     async def _body(self, results: list[ChoiceResult]) -> bytes:
         usage, timeline = self._generation.usage(), self._timeline(True)
         num_logprobs = sum(len(r.prompt_logprobs) + len(r.logprobs) for r in results)
-        if num_logprobs <= _MANY_LOGPROBS:
+        num_tokens = sum(len(result.token_ids) for result in results)
+        if num_logprobs <= _MANY_LOGPROBS and num_tokens <= _MANY_TOKENS:
             return self._form.body(results, usage, timeline)
         return await long_work.run(True, partial(self._form.body, results, usage, timeline))
 

@@ -15,6 +15,7 @@ from decode_node.protocol.parse_body import validate
 from edge.http.errors import BadRequest
 
 _SAME_IN_CHATS = ("model", "temperature", "top_p", "top_k", "stream", "priority", "cache_salt")
+_CLEAR_THINKING = "clear_thinking_"
 _THINKING_OFF = {"enable_thinking": False, "thinking": False}
 _THINKING_ON = {"enable_thinking": True, "thinking": True}
 
@@ -73,8 +74,8 @@ class CountTokensRequest(StrictBody):
     """Only empty: this server calls no other."""
     container: Any = None
     """Only null: this server runs no code."""
-    context_management: Any = None
-    """Only null: nothing is cleared from the turns."""
+    context_management: dict[str, Any] | None = None
+    """Only edits of thinking, which templates leave out of former turns by themselves."""
     betas: Ignored = None
     """Names of features; each is honoured or refused by its own field."""
     cache_control: Ignored = None
@@ -86,13 +87,13 @@ class CountTokensRequest(StrictBody):
 
     def check_supported(self) -> None:
         """Raises `BadRequest` for what would run on the server."""
-        for name in ("mcp_servers", "container", "context_management"):
+        for name in ("mcp_servers", "container"):
             if getattr(self, name):
-                raise BadRequest(
-                    f"{name} is not supported: this server answers from the request alone",
-                    param=name,
-                    code="unsupported_parameter",
-                )
+                raise _refused(name, "this server answers from the request alone")
+        edits = (self.context_management or {}).get("edits") or []
+        kinds = [edit.get("type") if isinstance(edit, dict) else edit for edit in edits]
+        if not all(isinstance(kind, str) and kind.startswith(_CLEAR_THINKING) for kind in kinds):
+            raise _refused("context_management", "nothing is cleared from the turns but thinking")
 
     def to_chat(self) -> ChatOfMessages:
         """Returns the same request as a chat. Raises `BadRequest`."""
@@ -162,6 +163,10 @@ class MessagesRequest(CountTokensRequest):
             "stop": self.stop_sequences,
             "stream_options": options,
         }
+
+
+def _refused(name: str, why: str) -> BadRequest:
+    return BadRequest(f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
 
 
 def _chat_choice(choice: AnthropicToolChoice) -> Any:

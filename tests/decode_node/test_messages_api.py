@@ -173,6 +173,8 @@ def test_choices_and_thinking_are_those_of_chats() -> None:
     assert chat().template_variables == {}
     on = {"enable_thinking": True, "thinking": True}
     assert chat(thinking={"type": "enabled"}).template_variables == on
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    assert chat(context_management={"edits": edits}).messages == chat().messages
     assert chat(output_config={"effort": "low"}).template_variables == {"reasoning_effort": "low"}
 
 
@@ -214,6 +216,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management",
+    ),
     ({"temperature": 200.0}, "temperature"),
 ]
 

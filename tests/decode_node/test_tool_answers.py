@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from decode_node.answer.call_ids import CallIds
+from decode_node.answer.chat_format import ChatFormat
 from decode_node.parsers.families import CALL_FAMILIES, REASONING_FAMILIES
 from tests.decode_node.chat_clients import (
     CHAT,
@@ -130,6 +132,26 @@ async def test_however_many_tokens_come_at_once(tokens_per_output: int) -> None:
     for call in one[0].calls + several[0].calls:
         call.pop("id")
     assert several == one
+
+
+async def test_long_answers_are_parsed_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    form_body = ChatFormat.body
+
+    def body(self: ChatFormat, *args: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return form_body(self, *args)
+
+    monkeypatch.setattr(ChatFormat, "body", body)
+    async with one_node() as node:
+        for most in (1000, 100):
+            monkeypatch.setattr("decode_node.answer.answer._MANY_TOKENS", most)
+            asked = {"messages": MESSAGES, "tools": TOOLS}
+            (choice,) = (await node.client.post(CHAT, json=asked)).json()["choices"]
+            assert len(choice["message"]["tool_calls"]) == 2
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_what_needs_a_parser_is_refused_by_name() -> None:
