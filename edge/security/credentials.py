@@ -55,6 +55,8 @@ class Credentials:
         self._peers = PeerTls() if config.accept_missing_tls else None
         self.plaintext_connections = Counter[str]()
         """Connections without TLS that were accepted where there is TLS, by port."""
+        self.on_plaintext: Callable[[], None] = lambda: None
+        """Called when there is one more."""
         self.num_missing_tokens = 0
         """Calls that were let in without the token that there is."""
         self._token = ClusterToken(config.cluster_token_file) if config.cluster_token_file else None
@@ -157,7 +159,12 @@ class Credentials:
         if not self.config.accept_missing_tls:
             return None
         self.plaintext_connections[port] = 0
-        return lambda: self.plaintext_connections.update((port,))
+
+        def count() -> None:
+            self.plaintext_connections[port] += 1
+            self.on_plaintext()
+
+        return count
 
     # Judging ----------------------------------------------------------------------------------
 

@@ -206,6 +206,7 @@ class TransferProcess:
         service = PullService(transfer, self._me, sender)
         methods = service.methods()
         await sender.listen(methods)
+        self._credentials.on_plaintext = self._changed.set
         server = new_pull_server(transfer, methods, self._credentials)
         try:
             port = await server.listen(host, self._config.fixed_port or self._config.port)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from kv_caches import UNTOUCHED, layout
 from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
 from msgspec.structs import replace as with_fields
 
+from edge.security.config import Role
 from host.child_process import ipc_address
 from host.local_socket import connect_socket
 from kv_transfer.config import KVTransferConfig
@@ -21,7 +24,9 @@ from kv_transfer.control import transfer_processes
 from kv_transfer.control.transfer_processes import TransferProcessFailed
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ExportMeta, KVTransferParams, SendMeta
+from kv_transfer.transports.stream.h2.frames import PREFACE
 from tests.processes import is_gone
+from tests.security.authority import Authority, tls_config
 
 MakeNode = Callable[..., KVNode]
 both_transports = pytest.mark.parametrize("transports", ["stream", "cuda_ipc,stream"])
@@ -468,3 +473,20 @@ def test_nothing_outlives_the_connector(make_node: MakeNode) -> None:
     node.connector.shutdown()
     node.connector.shutdown()
     assert all(is_gone(pid) for pid in pids)
+
+
+def test_connections_without_tls_are_counted_while_it_is_turned_on(
+    make_node: MakeNode, tmp_path: Path
+) -> None:
+    config = tls_config(Authority(tmp_path).service("prefill", Role.PREFILL))
+    node = make_node(
+        "prefill", layout(), security=dataclasses.replace(config, accept_missing_tls=True)
+    )
+    ((address,),) = node.peer.endpoints
+    host, _, port = address.rpartition(":")
+    peers = [socket.create_connection((host, int(port))) for _ in range(2)]
+    for peer in peers:
+        peer.sendall(PREFACE)
+    poll_until(lambda: node.connector.counters["plaintext_connections"] == len(peers), node)
+    for peer in peers:
+        peer.close()

@@ -1,7 +1,8 @@
 """The chart's pods as processes: what an operator does to a cluster that serves.
 
 One cluster for all tests of this file, in their order: a release with a router, two prefill nodes
-and a decode node, booted from the chart alone. They speak TLS by certificates that the chart made.
+and a decode node, booted from the chart alone. They begin with a token alone; on the way TLS is
+turned on, by certificates that the chart makes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 import pytest
@@ -26,6 +27,8 @@ from tests.kubernetes_stand_in.pod_files import TOKEN_FOLDER
 from tests.kubernetes_stand_in.resources import Object
 from tests.processes import is_alive
 
+Tls: TypeAlias = dict[str, Any]
+
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 _NUM_REQUESTS = 8
@@ -34,15 +37,17 @@ LONG_WISHES = [body(i, max_tokens=250) for i in range(4)]
 """During these answers there is time to do something."""
 
 
+NO_TLS: Tls = {"mode": "none"}
+EITHER: Tls = {"mode": "generated", "acceptMissing": True}
+TLS: Tls = {"mode": "generated"}
+
+
 def values(
-    cluster: Cluster, revision: int = 1, discovery: str = "kubernetes", **replicas: int
+    cluster: Cluster, tls: Tls = NO_TLS, discovery: str = "kubernetes", **replicas: int
 ) -> dict[str, Any]:
-    """Returns values of small nodes on CPU that are asked often how they are. Another `revision`
-    rolls every pod.
-    """
+    """Returns values of small nodes on CPU that are asked often how they are."""
     often = {"readiness": {"periodSeconds": 1}}
     drain = {"preStopSeconds": 1, "drainSeconds": 20, "teardownSeconds": 5}
-    annotations = {"example.com/revision": str(revision)}
     return {
         "model": {
             "servedName": "demo",
@@ -57,7 +62,6 @@ def values(
             "settings": {"maxNumSeqs": 16, "numBlocks": 512},
             "probes": {"startup": {"budgetSeconds": 90, "periodSeconds": 1}, **often},
             "drain": drain,
-            "podAnnotations": annotations,
         },
         "prefill": {"replicas": replicas.get("prefill", 1)},
         "decode": {"replicas": replicas.get("decode", 1)},
@@ -65,7 +69,6 @@ def values(
             "replicas": replicas.get("router", 1),
             "probes": often,
             "drain": drain,
-            "podAnnotations": annotations,
             "discovery": {"type": discovery},
             "settings": {
                 "dnsIntervalS": 0.25,
@@ -74,7 +77,7 @@ def values(
             },
             "service": {"port": 8000},
         },
-        "tls": {"mode": "generated"},
+        "tls": tls,
     }
 
 
@@ -122,14 +125,19 @@ class Serving:
 
 async def num_open(address: str) -> float:
     """Returns the requests that a decode node is answering."""
+    [count] = await scraped(address, "tandem_open_requests")
+    return count
+
+
+async def scraped(address: str, pattern: str) -> list[float]:
+    """Returns the samples of a node whose names match."""
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"http://{address}:8101/metrics") as response,
     ):
         text = await response.text()
-    found = re.search(r"^tandem_open_requests(?:{.*})? (\S+)$", text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    found = re.findall(rf"^(?:{pattern})(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    return [float(value) for value in found]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -174,23 +182,63 @@ async def test_scaling_each_tier_under_load_loses_nothing(serving: Serving) -> N
     assert cluster.uids("prefill") < before["prefill"]
 
 
-async def test_rolling_everything_under_load_loses_nothing(serving: Serving) -> None:
+async def test_turning_tls_on_rolls_everything_under_load_and_loses_nothing(
+    serving: Serving,
+) -> None:
     """It begins when a decode pod was just deleted in the middle of its answers. The new router
     finds the nodes by DNS, where there is one."""
-    cluster = serving.cluster
-    discovery = "dns" if may_serve() else "kubernetes"
-    before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
     pod, answers = await serving.begin_long_answers()
-    cluster.delete_pod(pod)
+    serving.cluster.delete_pod(pod)
     async with Load(serving.url, serving.expected) as load:
-        await serving.release.upgrade(values(cluster, 2, discovery, decode=2), wait_s=0)
+        await roll(serving, EITHER)
         assert await asyncio.gather(*answers) == serving.long_expected
-        await cluster.wait(lambda: not before["decode"] & cluster.uids("decode"), START_S)
-        await cluster.wait_ready(START_S, router=1, prefill=1, decode=2)
+        before = await plaintext_connections(serving)
+        assert len(before) == 3
+        await load.answers(10)
+        assert await plaintext_connections(serving) == before, "not all pods speak TLS"
+    assert not load.faults
+
+
+async def test_turning_plaintext_off_under_load_loses_nothing(serving: Serving) -> None:
+    async with Load(serving.url, serving.expected) as load:
+        await roll(serving, TLS)
         await load.answers(10)
     assert not load.faults
-    for name, uids in before.items():
-        assert not uids & cluster.uids(name), f"{name} was not rolled"
+    assert not await plaintext_connections(serving)
+    async with aiohttp.ClientSession() as session:
+        for pod in serving.cluster.pods("decode"):
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"http://{pod['status']['podIP']}:8100/health")
+    await serving.release.test()
+
+
+async def roll(serving: Serving, tls: Tls) -> None:
+    """Upgrades, and waits until every pod is a new one."""
+    cluster = serving.cluster
+    before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
+    discovery = "dns" if may_serve() else "kubernetes"
+    await serving.release.upgrade(values(cluster, tls, discovery, decode=2), wait_s=0)
+    await cluster.wait(lambda: not before["decode"] & cluster.uids("decode"), START_S)
+    await cluster.wait_ready(START_S, router=1, prefill=1, decode=2)
+    await cluster.wait(
+        lambda: not any(uids & cluster.uids(name) for name, uids in before.items()), START_S
+    )
+
+
+async def plaintext_connections(serving: Serving) -> dict[str, list[float]]:
+    """Returns what nodes count that accept them, by address: of the node's ports, and of KV."""
+    addresses = [
+        pod["status"]["podIP"]
+        for tier in ("prefill", "decode")
+        for pod in serving.cluster.pods(tier)
+    ]
+    name = "tandem_plaintext_connections_total"
+    accept = {one: await scraped(one, name) for one in addresses}
+    return {
+        one: counts + await scraped(one, "tandem_kv_transfer_plaintext_connections")
+        for one, counts in accept.items()
+        if counts
+    }
 
 
 async def test_losing_a_pod_of_each_tier_under_load_loses_nothing(serving: Serving) -> None:
