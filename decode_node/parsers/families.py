@@ -230,6 +230,21 @@ CALL_FAMILIES = (
         ),
     ),
     CallFamily(
+        names=("seed_oss",),
+        signs=("<seed:tool_call>",),
+        form=XmlFormat(
+            section_begin="<seed:tool_call>",
+            section_end="</seed:tool_call>",
+            before_name="<function=",
+            after_name=">",
+            before_key="<parameter=",
+            after_key=">",
+            after_value="</parameter>",
+            end="</function>",
+            has_own_sections=True,
+        ),
+    ),
+    CallFamily(
         names=("qwen3_coder", "qwen3_xml"),
         signs=("<function=", "<parameter="),
         form=XmlFormat(
@@ -243,6 +258,20 @@ CALL_FAMILIES = (
             end="</function>",
             has_lines=True,
             has_own_sections=True,
+        ),
+    ),
+    CallFamily(
+        names=("minimax_m2",),
+        signs=("<minimax:tool_call>",),
+        form=XmlFormat(
+            section_begin="<minimax:tool_call>",
+            section_end="</minimax:tool_call>",
+            before_name='<invoke name="',
+            after_name='">',
+            before_key='<parameter name="',
+            after_key='">',
+            after_value="</parameter>",
+            end="</invoke>",
         ),
     ),
     CallFamily(
@@ -293,9 +322,13 @@ REASONING_FAMILIES = (
         ends_before="<|tool_calls_section_begin|>",
     ),
     ReasoningFamily(
-        names=("deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "glm47"),
+        names=(
+            *("deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "glm47"),
+            "minimax_m2",
+        ),
         begin="<think>",
         end="</think>",
     ),
     ReasoningFamily(names=("mistral",), begin="[THINK]", end="[/THINK]"),
+    ReasoningFamily(names=("seed_oss",), begin="<seed:think>", end="</seed:think>"),
 )

@@ -19,7 +19,7 @@ from decode_node.protocol.tools import Tool
 _TYPE_OF = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 _MAX_REFERENCES = 8
-_MAX_LITERAL = 1 << 12
+_MAX_LITERAL = 1 << 13
 """Characters of a Python literal. Longer ones are read only if they are one string: compiling
 others may take as long as hundreds of tokens."""
 _ONE_STRING = re.compile(

@@ -271,6 +271,15 @@ def _xml(family: str, name: str, parameters: dict[str, str], *, cut: bool = Fals
             f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in parameters.items()
         )
         return f"<tool_call>{name}\n{inner}" + ("" if cut else "</tool_call>")
+    if family in ("seed_oss", "minimax_m2"):
+        space, function, parameter, invoke = {
+            "seed_oss": ("seed", "function={}", "parameter={}", "function"),
+            "minimax_m2": ("minimax", 'invoke name="{}"', 'parameter name="{}"', "invoke"),
+        }[family]
+        inner = "".join(f"<{parameter.format(k)}>{v}</parameter>\n" for k, v in parameters.items())
+        return f"<{space}:tool_call>\n<{function.format(name)}>\n{inner}" + (
+            "" if cut else f"</{invoke}>\n</{space}:tool_call>"
+        )
     types = {"city": "true", "note": "true"}
     inner = "".join(
         f'<｜DSML｜parameter name="{k}" string="{types.get(k, "false")}">{v}</｜DSML｜parameter>\n'
@@ -282,7 +291,8 @@ def _xml(family: str, name: str, parameters: dict[str, str], *, cut: bool = Fals
 
 
 def _xml_outputs() -> Iterator[Output]:
-    for family in ("qwen3_coder", "glm45", "deepseek_v32"):
+    for family in ("qwen3_coder", "glm45", "deepseek_v32", "seed_oss", "minimax_m2"):
+        end_of_thinking = "</seed:think>" if family == "seed_oss" else "</think>"
 
         def of(name: str = "get_weather", family: str = family, **parameters: str) -> str:
             return _xml(family, name, parameters)
@@ -307,7 +317,7 @@ def _xml_outputs() -> Iterator[Output]:
         yield Output(
             family,
             "content, reasoning, two calls",
-            f"Hm.</think>\n\nYes. \n{of(city='A')}\n{of('now')}\n",
+            f"Hm.{end_of_thinking}\n\nYes. \n{of(city='A')}\n{of('now')}\n",
             [call(arguments='{"city": "A"}'), call("now", "{}")],
             content="\n\nYes.",
             reasoning="Hm.",

@@ -88,11 +88,11 @@ def test_without_calls_nothing_is_lost(family: str, data: Any) -> None:
 def without_markers(text: str) -> set[str]:
     """Returns the text without a marker of reasoning at its beginning, and without any one of the
     markers that may end it."""
-    begins = re.match(r"\s*(<think>|\[THINK\])", text)
+    begins = re.match(r"\s*(<(?:seed:)?think>|\[THINK\])", text)
     if begins is None:
         return set()
     rest = text[begins.end() :]
-    ends = re.finditer(r"</think>|\[/THINK\]", rest)
+    ends = re.finditer(r"</(?:seed:)?think>|\[/THINK\]", rest)
     return {rest, *(rest[: end.start()] + rest[end.end() :] for end in ends)}
 
 

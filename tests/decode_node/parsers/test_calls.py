@@ -23,6 +23,7 @@ REASONING = {
     "openai": "openai_gptoss",
     "kimi_k2": "kimi_k2",
     "mistral": "mistral",
+    "seed_oss": "seed_oss",
 }
 NUM_RANDOM_CUTS = 200
 
@@ -43,7 +44,12 @@ def tokens_of(family: str) -> dict[str, int]:
     reasoning = next(known for known in REASONING_FAMILIES if reasoning_of(family) in known.names)
     texts = [*literals(form), *literals(reasoning)]
     texts += ["｜DSML｜"] * (family == "deepseek_v32")
-    plain = {"qwen3_coder": ("</parameter>", "</function>"), "deepseek_v32": ("<",)}
+    plain = {
+        "qwen3_coder": ("</parameter>", "</function>"),
+        "seed_oss": ("</parameter>", "</function>"),
+        "minimax_m2": ("</parameter>", "</invoke>"),
+        "deepseek_v32": ("<",),
+    }
     found = sorted(
         {
             text

@@ -113,6 +113,8 @@ def test_auto_recognises_the_template() -> None:
         ("mistral", "[AVAILABLE_TOOLS][/INST][TOOL_CALLS] [", ()),
         ("glm45", "<tool_call>{f}\\n<arg_key>k</arg_key>\\n<arg_value>", ("<tool_call>",)),
         ("qwen3_coder", "<tool_call>\\n<function=f>\\n<parameter=p>", ("<tool_call>",)),
+        ("seed_oss", "<seed:tool_call>\\n<function=f>\\n<parameter=p>", ()),
+        ("minimax_m2", '<minimax:tool_call>\\n<invoke name="f">', ()),
         ("hermes", '<tool_call>\\n{\\"name\\": f, \\"arguments\\": a}', ("<tool_call>",)),
         ("llama4_pythonic", "<|header_start|>[func_name1(param1=value1)]", ()),
         ("llama4_json", '<|header_start|>{"name": f, "parameters": d}', ()),
