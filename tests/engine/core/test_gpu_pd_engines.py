@@ -28,7 +28,9 @@ pytestmark = [
 LENGTHS = [1, 7, 8, 9, 40, 63, 64, 65, 130, 200]
 
 
-def config(kv_role: KVRole | None, transport: str = "auto") -> EngineConfig:
+def config(
+    kv_role: KVRole | None, transport: str = "auto", *, deterministic: bool = False
+) -> EngineConfig:
     """A budget of 64 tokens cuts longer prompts into chunks."""
     base = tiny_config(
         hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_layers=3, max_model_len=256,
@@ -42,7 +44,7 @@ def config(kv_role: KVRole | None, transport: str = "auto") -> EngineConfig:
     return replace(
         base,
         cache=replace(base.cache, num_blocks=512, enable_prefix_caching=False),
-        device=DeviceConfig(device="cuda", enforce_eager=True),
+        device=DeviceConfig(device="cuda", enforce_eager=True, deterministic=deterministic),
         kv_transfer=transfer,
     )
 
@@ -96,6 +98,41 @@ async def test_two_engines_on_one_gpu_equal_one(
         assert (await prefill.wait_kv_result(export.request_id)).ok
         found = [token async for output in stream for token in output.token_ids]
         assert found == one_node[length], length
+    for llm in (prefill, decode):
+        await until(lambda: llm.stats.kv_transfer["live_transfers"] == 0, "no transfer")  # noqa: B023
+        await ended(llm)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc,stream", "stream"])
+async def test_choices_of_one_prompt_are_requests_with_their_seeds(transport: str) -> None:
+    """The prompt is computed once and pulled once; its last block is copied on the device, or all
+    of it is full. Alone, the decode engine computes the whole request."""
+    prefill, decode = await asyncio.gather(
+        AsyncLLM.start(config("kv_producer", transport, deterministic=True)),
+        AsyncLLM.start(config("kv_consumer", transport, deterministic=True)),
+    )
+    for number, length in enumerate([7, 64, 200]):
+        choices = [request(f"c{number}.{i}", length, temperature=1.0, seed=i) for i in range(5)]
+        pull = GenerationRequest.of_choices(f"c{number}", choices)
+        export = replace(pull, spec=pull.spec.for_one_token(), choice_ids=())
+        export.kv_transfer_params = KVTransferParams(
+            do_remote_decode=True, transfer_id=f"{number:032x}"
+        )
+        pull.kv_transfer_params = KVTransferParams(
+            do_remote_prefill=True, transfer_id=f"{number:032x}", peer=prefill.ready.peer
+        )
+        stream = decode.generate(pull)
+        async for output in prefill.generate(export):
+            for token_id in output.token_ids:
+                decode.supply_first_token(pull.request_id, token_id, siblings=output.siblings)
+        assert (await decode.wait_kv_result(pull.request_id)).ok
+        found: dict[str, list[int]] = {name: [] for name in pull.choice_ids}
+        async for output in stream:
+            found[output.request_id] += output.token_ids
+        assert len({tuple(tokens) for tokens in found.values()}) == 5
+        for choice in choices:
+            alone = await tokens_of(decode, replace(choice, request_id="alone"))
+            assert found[choice.request_id] == alone, (length, choice.request_id)
     for llm in (prefill, decode):
         await until(lambda: llm.stats.kv_transfer["live_transfers"] == 0, "no transfer")  # noqa: B023
         await ended(llm)
