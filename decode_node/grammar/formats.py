@@ -1,4 +1,5 @@
-"""Formats of strings whose rules the library keeps only roughly, as exact patterns.
+"""Formats of strings whose rules the library keeps only roughly, as exact patterns, and OpenAPI's,
+which it does not know.
 
 Its dates have 31 days in every month and its minutes a 61st second; its host names may be no names
 at all. Whoever reads an answer with a date parser finds out.
@@ -31,6 +32,10 @@ _EXACT: dict[str, dict[str, Any]] = {
     "time": {"pattern": f"^{_TIME}$"},
     "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}$"},
     "hostname": {"pattern": f"^{_LABEL}(\\.{_LABEL})*$", "maxLength": 253},
+    "byte": {"pattern": "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"},
+    # These two say how a text is meant, and nothing of how it looks.
+    "binary": {},
+    "password": {},
 }
 
 

@@ -98,6 +98,9 @@ def test_documents_of_an_engine_with_random_weights_are_valid(tmp_path: Path) ->
         ),
         ("time", ["23:59:59Z", "00:00:00.5+01:30"], ["23:59:60Z", "24:00:00Z", "12:00:00"]),
         ("date-time", ["2024-02-29T10:00:00Z"], ["2023-02-29T10:00:00Z", "2024-02-29 10:00:00Z"]),
+        ("byte", ["", "YQ==", "YWI=", "YWJj"], ["YQ", "YQ=", "Y", "YW J"]),
+        ("password", ["", "any text"], []),
+        ("binary", ["x"], []),
         ("hostname", ["a.example-1.org", "x" * 63], ["-a", "a-.b", "a..b", "x" * 64, "xn--x"]),
     ],
 )
