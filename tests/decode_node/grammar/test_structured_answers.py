@@ -114,3 +114,17 @@ async def test_wherever_a_node_dies_the_document_goes_on(script: str, stream: bo
         }
         found = {fake.request.spec.sampling.grammar for fake in second.engine.requests.values()}
         assert found <= {expected} and json.dumps(SCHEMA)[1:-1] in expected
+
+
+async def test_a_completion_thinks_only_where_its_prompt_has_begun_to(folder: Path) -> None:
+    thinking = f"so</think>{DOCUMENT}"
+    for prompt, opens in (("go: <think>\n", True), ("go:", False), ("<think>a</think>\n", False)):
+        for asked in (prompt, thinking_tokenizer().encode(prompt)):
+            async with node_with(DOCUMENT) as node:
+                body = {"prompt": asked, "response_format": FORMAT, "seed": 0}
+                response = await node.client.post("/v1/completions", json=body)
+                assert response.status_code == 200, response.text
+                grammar = node.engine.only.request.spec.sampling.grammar
+            assert takes(folder, grammar, thinking) is opens
+            assert takes(folder, grammar, DOCUMENT) is not opens
+            assert not takes(folder, grammar, f"<think>{thinking}") or opens
