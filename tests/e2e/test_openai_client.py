@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import anthropic
 import openai
+import pydantic
 import pytest
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about Ada."}]
@@ -27,6 +29,7 @@ async def test_everything_a_program_does(start_cluster: Any) -> None:
             await _models(client)
             await _chat(client)
             await _completions(client)
+            await _structured(client)
             await _errors(client)
             await _tool_calls(client)
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none") as other:
@@ -106,6 +109,32 @@ async def _completions(client: openai.AsyncOpenAI) -> None:
             allowed = extra.get("allowed_token_ids")
             assert allowed is None or set(choice.token_ids) <= set(allowed)  # type: ignore[attr-defined]
     assert stopped.choices[0].finish_reason == "stop"
+
+
+class Dog(pydantic.BaseModel):
+    name: Literal["Ada", "Bo"]
+    born: datetime.date
+    friends: Annotated[list[Literal["fox", "cat"]], pydantic.Field(max_length=3)]
+    is_quick: bool
+
+
+async def _structured(client: openai.AsyncOpenAI) -> None:
+    """The client's own way from a class to a schema, and back from the answer."""
+    settings: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 1.0}
+    answers = await client.chat.completions.parse(
+        **settings, response_format=Dog, n=2, seed=3, max_completion_tokens=800
+    )
+    for choice in answers.choices:
+        assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Dog)
+    choices = await client.chat.completions.create(
+        **settings, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert choices.choices[0].message.content in ("yes", "no")
+    with pytest.raises(openai.BadRequestError, match="the keyword not is not supported"):
+        await client.chat.completions.create(**settings, extra_body={"guided_json": {"not": {}}})
+    with pytest.raises(openai.APIError, match="allowed_token_ids"):
+        nothing = {"guided_choice": ["yes", "no"], "allowed_token_ids": [7]}
+        await client.chat.completions.create(**settings, extra_body=nothing)
 
 
 async def _errors(client: openai.AsyncOpenAI) -> None:
