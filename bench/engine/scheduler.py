@@ -34,6 +34,7 @@ from engine.models.specs.llama import LlamaSpec
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
 from engine.request_spec import RequestSpec
+from engine.rope import Rotary
 from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
@@ -73,8 +74,7 @@ def make_config(batch: int, block_size: int) -> EngineConfig:
         hidden_size=4096,
         intermediate_size=14_336,
         rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        rope_scaling=None,
+        rotary=Rotary(theta=500_000.0, dim=128),
         tie_word_embeddings=False,
     )
     model = ModelConfig(
