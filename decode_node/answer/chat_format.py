@@ -80,15 +80,23 @@ class ChatFormat(ResponseFormat):
         is_first = choice.index not in self._begun
         prompt_ids = UNSET if self._begun else self._prompt_ids(choice)
         self._begun.add(choice.index)
-        item = ChatChunkChoice(
-            index=choice.index,
-            delta=self._delta(choice, news, is_first=is_first),
-            logprobs=self._logprobs(output.logprobs),
-            finish_reason=self._finish_reason(choice, output.finish_reason),
-            stop_reason=stop_reason(output),
-            token_ids=self._token_ids(output.token_ids),
-        )
-        return [self._event([item], self._usage_so_far(choice), timeline, prompt_ids)]
+        deltas = self._deltas(choice, news, is_first=is_first)
+        items = [ChatChunkChoice(index=choice.index, delta=delta) for delta in deltas]
+        last = items[-1]
+        last.logprobs = self._logprobs(output.logprobs)
+        last.finish_reason = self._finish_reason(choice, output.finish_reason)
+        last.stop_reason = stop_reason(output)
+        last.token_ids = self._token_ids(output.token_ids)
+        usage = self._usage_so_far(choice)
+        return [
+            self._event(
+                [item],
+                usage,
+                timeline if item is last else UNSET,
+                prompt_ids if item is items[0] else UNSET,
+            )
+            for item in items
+        ]
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         self._readers.read(choice.index, output)
@@ -132,7 +140,9 @@ class ChatFormat(ResponseFormat):
         has_tokens = self._options.return_token_ids and output.token_ids
         return bool(output.logprobs or output.finished or has_tokens)
 
-    def _delta(self, choice: Choice, news: News, *, is_first: bool) -> ChatDelta:
+    def _deltas(self, choice: Choice, news: News, *, is_first: bool) -> list[ChatDelta]:
+        """Returns the deltas of one output. A call begins with a delta of its own, without
+        arguments, and calls come one after the other."""
         opens_with_text = is_first and not self._readers.has_parsers
         delta = ChatDelta(
             role="assistant" if is_first else UNSET,
@@ -142,20 +152,25 @@ class ChatFormat(ResponseFormat):
             delta.reasoning_content = news.reasoning
             if self._chat.names_reasoning_twice:
                 delta.reasoning = news.reasoning
-        if news.calls:
-            delta.tool_calls = [self._call_delta(choice, call) for call in news.calls]
-        return delta
+        parts = [part for call in news.calls for part in self._call_deltas(choice, call)]
+        if parts:
+            delta.tool_calls = parts[:1]
+        return [delta, *(ChatDelta(tool_calls=[part]) for part in parts[1:])]
 
-    def _call_delta(self, choice: Choice, call: CallNews) -> ToolCallDelta:
-        if call.name is None:
-            function = FunctionDelta(arguments=call.arguments)
-            return ToolCallDelta(index=call.index, function=function)
-        return ToolCallDelta(
-            index=call.index,
-            id=self._call_ids().name(choice.index, call.index, call.name),
-            type="function",
-            function=FunctionDelta(name=call.name, arguments=call.arguments),
-        )
+    def _call_deltas(self, choice: Choice, call: CallNews) -> list[ToolCallDelta]:
+        found = []
+        if call.name is not None:
+            begin = ToolCallDelta(
+                index=call.index,
+                id=self._call_ids().name(choice.index, call.index, call.name),
+                type="function",
+                function=FunctionDelta(name=call.name),
+            )
+            found.append(begin)
+        if call.arguments:
+            more = FunctionDelta(arguments=call.arguments)
+            found.append(ToolCallDelta(index=call.index, function=more))
+        return found
 
     def _message(self, result: ChoiceResult) -> ChatMessageOut:
         news = News.joined(self._readers.read_whole(result))

@@ -103,7 +103,7 @@ class Journal:
                 return self._take_error(line, event)
             if line == _COMPLETE:
                 self.end = self.end or JournalEnd.COMPLETE
-            elif len(line) > 1:
+            elif line.startswith(b": "):
                 is_new = self._take_entry(line) and is_new
         if event == _DONE:
             self.end = self.end or JournalEnd.COMPLETE

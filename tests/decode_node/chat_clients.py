@@ -67,9 +67,11 @@ class Accumulated:
         self.role += [delta["role"]] if "role" in delta else []
         self.content += delta.get("content", "")
         self.reasoning += delta.get("reasoning_content", "")
+        assert len(delta.get("tool_calls", [])) < 2, "calls come one after the other"
         for call in delta.get("tool_calls", []):
             if call["index"] == len(self.calls):
                 assert call["type"] == "function" and call["id"] and call["function"]["name"]
+                assert call["function"]["arguments"] == ""
                 self.calls.append({"id": call["id"], "name": call["function"]["name"], "json": ""})
             else:
                 assert call["index"] == len(self.calls) - 1, "calls come one after the other"
@@ -111,3 +113,18 @@ def as_accumulated(choice: dict[str, Any]) -> Accumulated:
         token_ids=choice.get("token_ids", []),
         finish_reasons=[choice["finish_reason"]],
     )
+
+
+def groups(events: list[str]) -> list[str]:
+    """Joins events that count only together, as a router does."""
+    found: list[str] = []
+    missing = 0
+    for event in events:
+        if missing:
+            found[-1] += "\n\n" + event
+            missing -= 1
+            continue
+        found.append(event)
+        if event.startswith(":& "):
+            missing = int(event.split("\n")[0].removeprefix(":& ")) - 1
+    return found

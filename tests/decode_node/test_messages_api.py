@@ -11,10 +11,10 @@ import pytest
 
 from decode_node.protocol.messages import MessagesRequest
 from decode_node.protocol.parse_body import parse_body
-from tests.decode_node.chat_clients import SCRIPT, WEATHER, thinking_tokenizer
+from tests.decode_node.chat_clients import SCRIPT, WEATHER, groups, thinking_tokenizer
 from tests.decode_node.http_node import http_node, live
 from tests.decode_node.test_journal import ask, data_of
-from tests.decode_node.test_responses_api import groups, shown
+from tests.decode_node.test_responses_api import shown
 
 MESSAGES = "/v1/messages"
 USER = {"role": "user", "content": "hello"}

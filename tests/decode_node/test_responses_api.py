@@ -11,7 +11,7 @@ import pytest
 from decode_node.protocol.parse_body import parse_body
 from decode_node.protocol.responses import ResponsesRequest
 from edge.http.errors import BadRequest
-from tests.decode_node.chat_clients import thinking_tokenizer
+from tests.decode_node.chat_clients import groups, thinking_tokenizer
 from tests.decode_node.http_node import HttpNode, http_node, live
 from tests.decode_node.test_journal import ask, data_of
 
@@ -244,21 +244,6 @@ async def test_wherever_a_stream_is_cut_its_numbers_and_items_go_on() -> None:
             found = events_of(shown([*whole[:cut], *groups(rest)]))
             assert joined(found) == joined(expected)
             assert found[-1]["response"] == expected[-1]["response"]
-
-
-def groups(events: list[str]) -> list[str]:
-    """Joins events that count only together, as a router does."""
-    found: list[str] = []
-    missing = 0
-    for event in events:
-        if missing:
-            found[-1] += "\n\n" + event
-            missing -= 1
-            continue
-        found.append(event)
-        if event.startswith(":& "):
-            missing = int(event.split("\n")[0].removeprefix(":& ")) - 1
-    return found
 
 
 def shown(events: list[str]) -> str:

@@ -120,3 +120,9 @@ def test_a_group_may_end_an_answer() -> None:
     group = b":& 2\n:.\n" + entry(0) + b"event: a\ndata: 1\n\nevent: b\ndata: 2\n\n"
     assert journal.take(group) == b"event: a\ndata: 1\n\nevent: b\ndata: 2\n\n"
     assert (journal.end, journal.next_number) == (JournalEnd.COMPLETE, 1)
+
+
+def test_a_line_of_a_later_release_is_no_entry() -> None:
+    journal = Journal()
+    assert journal.take(b":~ news\n" + event(0)) == data(0)
+    assert (journal.end, journal.next_number) == (None, 1)
