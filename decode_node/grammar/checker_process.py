@@ -16,6 +16,7 @@ Nothing is written anywhere: forks have no standard error and leave no core.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -79,6 +80,7 @@ def main() -> None:
         ready = Ready()
     except GrammarUnavailable as error:
         tokenizer, ready = None, Ready(str(error))
+    gc.freeze()  # Collecting in a fork would copy what it shares.
     control.sendall(msgspec.json.encode(ready))
     while tokenizer is not None:
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -98,6 +100,7 @@ def _answer(connection: socket.socket, tokenizer: llguidance.LLTokenizer, compil
             text = incoming.read().decode()
         _limit(compile_s)
         connection.sendall(msgspec.json.encode(_judge(text, tokenizer)))
+        connection.shutdown(socket.SHUT_WR)  # Giving the memory back takes a while.
         code = 0
     finally:
         os._exit(code)
