@@ -122,12 +122,10 @@ class Answer:
             self._begun.add(choice.index)
             if choice.num_cached is None:
                 self._journal.cached(choice.index, choice.record.prefill.cached_tokens)
-        self._journal.output(choice.index, output)
+        self._journal.output(choice.index, output, self._form.num_events)
 
     def _marked(self, events: list[bytes], choice: Choice | None = None) -> bytes:
         """Returns events to be sent at once, and in front of them what a router has to know."""
-        if self._journal is not None and self._form.numbers_events:
-            self._journal.numbered(self._form.num_events)
         lines = self._lines(choice)
         if self._journal is not None and len(events) > 1:
             lines = group_line(len(events)) + lines

@@ -12,8 +12,8 @@ for, with comment lines in front of the data:
     : 9 ["end",0,"stop",null]            choice 0 is complete
     data: {...}
 
-    : 10 ["numbered",12]                 events up to number 11 were told, in APIs that number them
-    : 11 ["usage"]                       usage was told
+    : 10 ["numbered",0,[345],12]         a token, in APIs that number events: 12 were told with it
+    : 11 ["usage"]                       usage was told, by the last event
     data: {...}
 
     data: [DONE]
@@ -71,6 +71,14 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens"):
     token_ids: list[int]
 
 
+class NumberedTokens(msgspec.Struct, array_like=True, tag="numbered"):
+    """Is `Tokens` in an API that numbers its events, of which so many were told with these."""
+
+    choice: int
+    token_ids: list[int]
+    num_events: int
+
+
 class Logprobs(msgspec.Struct, array_like=True, tag="logprobs"):
     """Log probabilities of the tokens just told; only when they are not yet with the client."""
 
@@ -88,13 +96,7 @@ class UsageTold(msgspec.Struct, array_like=True, tag="usage"):
     pass
 
 
-class Numbered(msgspec.Struct, array_like=True, tag="numbered"):
-    """So many events were told, in an API that numbers them."""
-
-    num_events: int
-
-
-Entry = Start | Cached | Tokens | Logprobs | End | UsageTold | Numbered
+Entry = Start | Cached | Tokens | NumberedTokens | Logprobs | End | UsageTold
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[Entry]).decode
@@ -117,9 +119,12 @@ class JournalWriter:
     def cached(self, choice: int, num_tokens: int) -> None:
         self._of_choice(choice).append(Cached(choice, num_tokens))
 
-    def output(self, choice: int, output: RequestOutput) -> None:
+    def output(self, choice: int, output: RequestOutput, num_events: int = 0) -> None:
+        """Notes an output; `num_events` where events are numbered."""
         entries = self._of_choice(choice)
-        if output.token_ids:
+        if num_events:
+            entries.append(NumberedTokens(choice, output.token_ids, num_events))
+        elif output.token_ids:
             entries.append(Tokens(choice, output.token_ids))
         if self._keeps_logprobs and output.logprobs:
             entries.append(Logprobs(choice, output.logprobs))
@@ -128,9 +133,6 @@ class JournalWriter:
 
     def usage_told(self) -> None:
         self._of_all.append(UsageTold())
-
-    def numbered(self, num_events: int) -> None:
-        self._of_all.append(Numbered(num_events))
 
     def take(self, choice: int | None = None) -> bytes:
         """Returns lines for what was noted of the whole and of `choice`, and not taken yet. What
@@ -182,7 +184,7 @@ def read_resume(data: bytes) -> Resume:
     except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError):
         raise BadRequest("what to resume cannot be read", param="resume") from None
     is_usage_told = any(isinstance(entry, UsageTold) for entry in entries)
-    numbered = [entry.num_events for entry in entries if isinstance(entry, Numbered)]
+    numbered = [entry.num_events for entry in entries if isinstance(entry, NumberedTokens)]
     return Resume(
         start.created,
         choices,
@@ -194,7 +196,7 @@ def read_resume(data: bytes) -> Resume:
 
 def _apply(entry: Entry, choices: list[ResumedChoice]) -> None:
     match entry:
-        case Tokens(choice, token_ids):
+        case Tokens(choice, token_ids) | NumberedTokens(choice, token_ids):
             choices[choice].token_ids += token_ids
         case Logprobs(choice, logprobs):
             choices[choice].logprobs += logprobs
@@ -202,7 +204,7 @@ def _apply(entry: Entry, choices: list[ResumedChoice]) -> None:
             choices[choice].num_cached = num_tokens
         case End(choice):
             choices[choice].end = entry
-        case UsageTold() | Numbered():
+        case UsageTold():
             pass
         case Start():
             raise TypeError("a second start")
