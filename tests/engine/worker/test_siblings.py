@@ -59,10 +59,11 @@ def test_answers_are_those_of_requests_alone(driver, make_prompt, length, sampli
         assert driver.tokens[f"{i}"][length:] == alone[seed], i
 
 
-def test_log_probabilities_are_those_of_the_raw_logits(driver, make_prompt) -> None:
+@pytest.mark.parametrize("named", [(), (9, 3)])
+def test_log_probabilities_are_those_of_the_raw_logits(driver, make_prompt, named) -> None:
     """More answers than are drawn at once, beside a request that asks for another number."""
     prompt, sampling = make_prompt(12, 3), with_seed(FILTERED, 40)
-    sampling = msgspec.structs.replace(sampling, logprobs=2)
+    sampling = msgspec.structs.replace(sampling, logprobs=2, logprob_token_ids=named)
     seeds = tuple(range(41, 61))
     driver.add("silent", 0, make_prompt(9, 4), FILTERED, sibling_seeds=(1, 2))
     driver.add("beside", 5, make_prompt(3, 4), msgspec.structs.replace(SEEDED, logprobs=4))
