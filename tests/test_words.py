@@ -27,6 +27,7 @@ CLEAN = (
     "router",
     "tests/bench",
     "tests/cli",
+    "tests/clients",
     "tests/decode_node",
     "tests/e2e",
     "tests/edge",

@@ -1,0 +1,115 @@
+"""Runs third-party clients, unchanged and pinned, against a cluster of this tree.
+
+Called by `make test-clients`:
+
+    python tests/clients/run.py FOLDER
+
+`FOLDER` has one environment for each `*.txt` beside this file, which pins what is in it: client
+libraries disagree about the version of `openai` that they need. Each client is a script that gets
+the cluster's address and ends with an error when something is not as its library promises. The
+model is the demo checkpoint with a chat template that takes tools; what it says is of no matter,
+because schemas and required calls hold for any model.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+DEMO = ROOT / "cli" / "demo_checkpoint"
+CLIENTS = {
+    "openai-2": ("openai", "litellm", "langchain", "instructor", "pydantic_ai", "llama_index"),
+    "openai-3": ("openai", "agents", "anthropic"),
+}
+"""Scripts by the environment that they run in: `NAME_client.py`."""
+
+START_S = 120.0
+CLIENT_S = 300.0
+
+
+class Cluster:
+    """Runs `tandem serve` while it is open. `url` is where clients find it."""
+
+    def __init__(self, model: Path) -> None:
+        self.url = ""
+        self._lines: list[str] = []
+        self._is_up = threading.Event()
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "cli", "serve", str(model), "--port", "0"),
+                *("--served-model-name", "demo", "--tool-call-parser", "hermes"),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> Cluster:
+        if not self._is_up.wait(START_S) or not self.url:
+            self.__exit__()
+            raise SystemExit("the cluster did not start:\n" + "".join(self._lines))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+
+    def _read(self) -> None:
+        """Takes all that it prints, so that it never waits for us."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            if found := re.search(r"serving at (http://[\d.:]+)/v1", line):
+                self.url = found[1]
+                self._is_up.set()
+        self._is_up.set()
+
+
+def run_client(python: Path, name: str, url: str) -> bool:
+    """Runs one script and prints how it went."""
+    started_at = time.monotonic()
+    script = HERE / f"{name}_client.py"
+    try:
+        done = subprocess.run(
+            [str(python), str(script), url], capture_output=True, text=True, timeout=CLIENT_S
+        )
+        said, is_good = done.stdout + done.stderr, done.returncode == 0
+    except subprocess.TimeoutExpired:
+        said, is_good = f"no end after {CLIENT_S:.0f} s", False
+    seconds = time.monotonic() - started_at
+    environment = python.parent.parent.name
+    print(f"{'passed' if is_good else 'FAILED'} {name} in {environment}, {seconds:.1f} s")
+    if not is_good:
+        print(said)
+    return is_good
+
+
+def main() -> int:
+    environments = Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "demo"
+        shutil.copytree(DEMO, model)
+        shutil.copy(HERE / "chat_template.jinja", model)
+        with Cluster(model) as cluster:
+            results = [
+                run_client(environments / environment / "bin" / "python", name, cluster.url)
+                for environment, names in CLIENTS.items()
+                for name in names
+            ]
+    print(f"{sum(results)} of {len(results)} clients passed")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
