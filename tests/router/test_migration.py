@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.fakes import FakeDecodeNode, Handler, answer_json
-from tests.router.token_server import Fault, TokenHandler, Writer, expected, texts
+from tests.router.token_server import COMPLETE, DONE, Fault, TokenHandler, Writer, expected, texts
 
 COUNT = 12
 BODY: dict[str, Any] = {
@@ -142,6 +142,36 @@ async def test_several_choices_go_on_together(cluster: Cluster, num_tokens: int)
     router, handler = await two_nodes(cluster, die_at(num_tokens))
     body = {**BODY, "n": 2}
     assert texts(await router.text(body), 2) == [expected(body, 0), expected(body, 1)]
+    assert handler.resumed_from == [num_tokens]
+
+
+@pytest.mark.parametrize("num_tokens", [1, COUNT - 1, COUNT])
+async def test_answers_of_apis_without_done_go_on_too(cluster: Cluster, num_tokens: int) -> None:
+    """Also when all but their end has come."""
+
+    async def die(writer: Writer) -> None:
+        if writer.num_events == num_tokens:
+            await asyncio.sleep(0.01)
+            writer.abort()
+
+    class Dying(TokenHandler):
+        async def _stream(self, writer: Writer, *args: Any) -> None:
+            write = writer.write
+
+            async def checked(data: bytes) -> None:
+                await die_once(writer)
+                await write(data)
+
+            writer.write = checked  # type: ignore[method-assign]
+            await super()._stream(writer, *args)
+
+    die_once = once(die)
+    handler = Dying(end=COMPLETE)
+    nodes = [await cluster.decode(name, handler) for name in ("a", "b")]
+    router = await cluster.router(*nodes)
+    async with router.post(BODY, path="/v1/responses") as response:
+        answer = await response.text()
+    assert texts(answer + DONE.decode()) == [expected(BODY)]
     assert handler.resumed_from == [num_tokens]
 
 

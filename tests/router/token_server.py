@@ -23,6 +23,10 @@ from aiohttp import web
 
 from tests.router.fakes import FakeDecodeNode
 
+DONE = b"data: [DONE]\n\n"
+COMPLETE = b":.\n\n"
+"""Ends a stream of an API whose clients do not know `[DONE]`, for a router."""
+
 Fault = Callable[["Writer"], Awaitable[None]]
 """Called before each event is written; may do anything to the connection or the process."""
 
@@ -69,11 +73,12 @@ class Writer:
 @dataclass
 class TokenHandler:
     """Handler for a `FakeDecodeNode`. `gap_s`: between tokens. `forgets`: begins at the start
-    where it should resume."""
+    where it should resume. `end`: what ends a stream."""
 
     gap_s: float = 0.0
     fault: Fault | None = None
     forgets: bool = False
+    end: bytes = DONE
     is_stopping: bool = False
     """Refuses new answers, and hands over those that are open."""
     resumed_from: list[int] = field(default_factory=list)
@@ -149,7 +154,7 @@ class TokenHandler:
                     await asyncio.sleep(self.gap_s)
         if not writer.is_stream:
             await writer.write(b"data: " + json.dumps(self._body(body)).encode() + b"\n\n")
-        await writer.write(b"data: [DONE]\n\n")
+        await writer.write(self.end if writer.is_stream else DONE)
 
     def _body(self, body: dict[str, Any]) -> dict[str, Any]:
         return {
