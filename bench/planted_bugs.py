@@ -213,6 +213,30 @@ BUGS = (
         ("tests/engine/worker/test_siblings.py",),
     ),
     Bug(
+        "half-an-output", "a client may get a part of the events of one output, and later all",
+        "router/relay/journal.py", "        if not self._num_missing:", "        if True:",
+        ("tests/router/test_journal.py",),
+    ),
+    Bug(
+        "two-bodies", "a whole answer that two nodes have sent is there twice",
+        "router/relay/journaled_relay.py", "            self._body = events",
+        "            self._body += events",
+        ("tests/decode_node/test_cuts_behind_a_router.py",),
+    ),
+    Bug(
+        "unread-replay", "the node that goes on with a call takes it for text",
+        "decode_node/answer/chat_format.py",
+        "    def resume(self, choice: Choice, output: RequestOutput) -> None:\n"
+        "        self._readers.read(choice.index, output)\n",
+        "    def resume(self, choice: Choice, output: RequestOutput) -> None:\n",
+        ("tests/decode_node/test_chat_resume.py",),
+    ),
+    Bug(
+        "renumbered", "numbers of events begin anew on the node that goes on",
+        "decode_node/answer/format.py", "        self.num_events = resume.num_events\n", "",
+        ("tests/decode_node/test_responses_api.py", "-k", "cut"),
+    ),
+    Bug(
         "claimed-n-times", "n choices claim the blocks of their prompt n times",
         "decode_node/disagg/credits.py",
         "num_shared = num_prompt_tokens // self.block_size", "num_shared = 0",
