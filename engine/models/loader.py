@@ -119,7 +119,7 @@ def _fill_from(path: Path, weights: list[CheckpointWeight]) -> Iterable[Checkpoi
 def _fill(weight: CheckpointWeight, stored: Tensor) -> None:
     """Fills the target; `stored` is its slice."""
     if weight.order is not None:
-        stored = stored.index_select(0, weight.order)
+        stored = stored.index_select(0, weight.order.to(stored.device))
     weight.target.copy_(stored)
     if weight.offset:
         weight.target.add_(weight.offset)

@@ -195,10 +195,8 @@ def fused_experts(
     weights: Tensor,
     experts: Tensor,
     fixed_order: bool = False,
-    tunings: tuple[ExpertTuning, ExpertTuning] | None = None,
 ) -> Tensor:
-    """See `reference.experts.fused_experts`. `tunings`: of both GEMMs; None: the choice for this
-    shape."""
+    """See `reference.experts.fused_experts`."""
     num_tokens, hidden_size = x.shape
     num_experts, doubled, _ = w13.shape
     top_k = experts.shape[1]
@@ -206,15 +204,12 @@ def fused_experts(
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    if tunings is None:
-        first, second = (
-            FIXED
-            if fixed_order
-            else expert_tuning(num_pairs, num_experts, x.element_size(), gated=gated)
-            for gated in (True, False)
-        )
-    else:
-        first, second = tunings
+    first, second = (
+        FIXED
+        if fixed_order
+        else expert_tuning(num_pairs, num_experts, x.element_size(), gated=gated)
+        for gated in (True, False)
+    )
     order = counts = None
     if num_pairs > MAX_SEARCHED_PAIRS:
         order, counts = sort_pairs(experts, num_experts)
