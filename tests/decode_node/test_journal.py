@@ -62,6 +62,10 @@ def without_cache_note(events: list[str]) -> list[str]:
     return [data for event in events if (data := re.sub(r'"created":\d+', "", data_of(event)))]
 
 
+WRITTEN = {
+    "skip_special_tokens": False, "return_tokens_as_token_ids": True, "request_id": "mine",
+    "stream_options": {"continuous_usage_stats": True},
+}  # fmt: skip
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 7, "seed": 5}),
     (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 7, "logprobs": 2, "seed": 1}),
@@ -70,6 +74,18 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 5}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5, "n": 3}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 4, "n": 2, "return_token_ids": True, **WRITTEN}),
+    (
+        COMPLETIONS,
+        {
+            "prompt": "abc",
+            "max_tokens": 5,
+            "logprobs": 0,
+            "truncate_prompt_tokens": 2,
+            "logprob_token_ids": [7, 8],
+            **WRITTEN,
+        },
+    ),
 ]
 
 
@@ -80,7 +96,7 @@ async def test_wherever_it_is_cut_it_goes_on(
 ) -> None:
     body: dict[str, Any] = {**fields, "stream": stream}
     if stream:
-        body["stream_options"] = {"include_usage": True}
+        body["stream_options"] = {"include_usage": True, **fields.get("stream_options", {})}
     async with http_node() as first, http_node() as second:
         whole = await ask(first, path, body)
         assert whole[-1] == "data: [DONE]"
@@ -104,13 +120,15 @@ async def test_prompt_logprobs_are_computed_again_and_not_told() -> None:
         assert without_cache_note(rest) == without_cache_note(whole)
 
 
-async def test_a_stop_string_that_spans_the_cut_is_found() -> None:
+@pytest.mark.parametrize("is_shown", [False, True])
+async def test_a_stop_string_that_spans_the_cut_is_found(is_shown: bool) -> None:
     async with http_node() as first, http_node() as second:
         plain = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": 3}
         text = (await first.client.post(COMPLETIONS, json=plain)).json()["choices"][0]["text"]
         stop = text[4:8]
         for stream in (True, False):
             body = {**plain, "stop": [stop], "stream": stream}
+            body["include_stop_str_in_output"] = is_shown
             whole = await ask(first, COMPLETIONS, body)
             assert '"stop_reason":' in whole[-2]
             for cut in range(1, len(whole) if stream else len(whole) - 1):

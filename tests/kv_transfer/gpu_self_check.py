@@ -224,7 +224,13 @@ def parent() -> bool:
         assert seen == [11, 12, 14, 14], seen
         return f"pid {os.getpid()} sees what the child wrote"
 
+    def memory() -> str:
+        total = driver.total_memory(0)
+        assert total == torch.cuda.get_device_properties(0).total_memory
+        return f"{total >> 30} GiB"
+
     checks: list[tuple[str, Callable[[], object]]] = [
+        ("memory of the GPU", memory),
         ("driver", lambda: f"version {driver.version()}, {len(driver.device_uuids())} GPU(s)"),
         ("allocation behind a tensor", lambda: driver.allocation_of(layers.data_ptr())),
         ("marks written by the stream", mark_cost),
