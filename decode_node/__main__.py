@@ -7,11 +7,11 @@ import sys
 import uvloop
 
 from decode_node.config import DecodeNodeSettings
-from decode_node.server import serve
+from decode_node.server import create_parsers, serve
 from edge.security.config import SecurityError
 from edge.tracing.file import TraceFileError
 from engine.errors import CannotStartError, EngineDeadError
-from engine.frontend.tokenizer import TokenizerError
+from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.node.grpc_server import PortInUse
 from engine.node.process import setup_logging
 from engine.node.settings import SettingsError
@@ -20,7 +20,7 @@ from engine.node.settings import SettingsError
 def main() -> int:
     settings = DecodeNodeSettings.from_args("python -m decode_node")
     if settings.check:
-        return settings.print_checked("kv_consumer")
+        return _check(settings)
     setup_logging(settings.log_level)
     try:
         return uvloop.run(serve(settings))
@@ -36,6 +36,17 @@ def main() -> int:
     ) as error:
         print(f"decode node: {error}", file=sys.stderr)
         return 1
+
+
+def _check(settings: DecodeNodeSettings) -> int:
+    """Does what `--check` asks and returns the exit code. No model is read, so that of parsers only
+    the names can be wrong."""
+    try:
+        create_parsers(settings, Tokenizer.stand_in(1))
+    except SettingsError as error:
+        print(f"wrong settings: {error}", file=sys.stderr)
+        return 2
+    return settings.print_checked("kv_consumer")
 
 
 if __name__ == "__main__":

@@ -217,7 +217,12 @@ async def serve(settings: DecodeNodeSettings) -> int:
     traces = TraceFile.open(settings.trace_file, "tandem-decode", config.engine_id)
     tokenizer = Tokenizer.of_model(config.model)
     defaults = find_defaults(settings, config.model)
-    create_parsers(settings, tokenizer)  # A wrong name costs no loading of weights.
+    parsers = create_parsers(settings, tokenizer)  # A wrong name costs no loading of weights.
+    logger.info(
+        "tool calls are read as %s, reasoning as %s",
+        parsers.tool_call_parser or "text",
+        parsers.reasoning_parser or "text",
+    )
     engine = await start_engine(config, tokenizer, stop)
     if engine is None:
         return 0

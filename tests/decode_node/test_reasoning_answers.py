@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from decode_node.__main__ import main as decode_node_main
 from decode_node.config import DecodeNodeSettings
 from decode_node.server import create_parsers
 from engine.node.settings import SettingsError
@@ -103,3 +104,14 @@ def test_an_unknown_parser_ends_the_start() -> None:
     settings = DecodeNodeSettings(model="unused", reasoning_parser="qwen")
     with pytest.raises(SettingsError, match="qwen3"):
         create_parsers(settings, thinking_tokenizer())
+
+
+@pytest.mark.parametrize("flag", ["--reasoning-parser", "--tool-call-parser"])
+def test_a_check_of_settings_knows_the_names(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, code in (("mistral", 0), ("none", 0), ("auto", 0), ("mistrall", 2)):
+        monkeypatch.setattr("sys.argv", ["node", "--check", "--model", "any", flag, name])
+        assert decode_node_main() == code
+        said = capsys.readouterr().err
+        assert said.count("\n") == (code != 0) and ("mistral," in said) == (code != 0)
