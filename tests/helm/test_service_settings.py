@@ -99,9 +99,9 @@ def other_than_default(settings: type[BaseSettings], name: str) -> Any:
     adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, "", *field.metadata])
     default = field.get_default(call_default_factory=True)
     candidates = [
-        True, False, 3, 0.25, 0.75, 65536, 3 << 20, "debug", "warning", "dummy", "triton",
-        "priority", "text", [1, 2, 8], "/a/path", "float16", "10.0.0.0/8", "stream",
-            "https://a.example",
+        True, False, 3, 0.25, 0.75, 65536, 3 << 20, "mistral", "debug", "warning", "dummy",
+        "triton", "priority", "text", [1, 2, 8], "/a/path", "float16", "10.0.0.0/8", "stream",
+        "https://a.example", '{"temperature": 0.5}',
     ]  # fmt: skip
     enums = get_args(field.annotation)
     words = [word for part in (field.annotation, *enums) for word in get_args(part)]
