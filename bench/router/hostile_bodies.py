@@ -57,6 +57,22 @@ def _field(name: bytes, item: bytes, count: int | None = None) -> bytes:
     return _filled(head, item + b",", item + b"]}", count)
 
 
+def _structured(name: str, value: object) -> bytes:
+    return json.dumps({"max_tokens": 1, "prompt": [5], name: value}).encode()
+
+
+def _nested(depth: int) -> dict[str, object]:
+    """Returns a schema whose options double at each level."""
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(depth):
+        schema = {
+            "oneOf": [{"properties": {"a": schema, "k": {"const": kind}}} for kind in range(2)]
+        }
+    return schema
+
+
+_CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "x"\n'
+"""Overflows the stack of whoever compiles it."""
 USER = b'{"role": "user", "content": "hi"}'
 BODIES: Mapping[str, tuple[str, Callable[[], bytes]]] = {
     "harmless": (COMPLETIONS, lambda: b'{"prompt": [5], "max_tokens": 1}'),
@@ -108,6 +124,20 @@ BODIES: Mapping[str, tuple[str, Callable[[], bytes]]] = {
     "one name, again and again": (COMPLETIONS, lambda: _filled(b"{", b'"user":0,', b'"n":1}')),
     "one huge integer": (COMPLETIONS, lambda: _filled(b'{"seed": ', b"1", b"}")),
     "one huge fraction": (COMPLETIONS, lambda: _filled(b'{"seed": 0.', b"1", b"}")),
+    "schema: multipleOf a prime": (
+        COMPLETIONS,
+        lambda: _structured("guided_json", {"type": "integer", "multipleOf": 999_983}),
+    ),
+    "schema: oneOf, 10 deep": (COMPLETIONS, lambda: _structured("guided_json", _nested(10))),
+    "schema: 3,000 names": (
+        COMPLETIONS,
+        lambda: _structured("guided_json", {"enum": [f"name {i}" for i in range(3000)]}),
+    ),
+    "regex: a million": (
+        COMPLETIONS,
+        lambda: _structured("guided_regex", "(a{1000}){1000}(.*b){200}"),
+    ),
+    "grammar: 4,000 rules": (COMPLETIONS, lambda: _structured("guided_grammar", _CHAIN)),
     "blanks": (COMPLETIONS, lambda: _filled(b'{"prompt": ', b" ", b"5}")),
 }
 
@@ -155,7 +185,7 @@ def post(port: int, path: str, body: bytes) -> int:
     """Returns the status; 0 when the connection broke."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        connection.request("POST", path, body)
+        connection.request("POST", path, body, {"content-type": "application/json"})
         return connection.getresponse().status
     except OSError:
         return 0
