@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.tools import ToolUse
@@ -45,7 +46,7 @@ class ChatPrompt:
         wants_prompt = not body.continue_final_message and body.add_generation_prompt is not False
         with _as_bad_request("messages"):
             return template.render(
-                [message.for_template() for message in body.messages],
+                [_known_role(message.for_template(), template) for message in body.messages],
                 tools=tools,
                 documents=body.documents,
                 add_generation_prompt=wants_prompt,
@@ -80,6 +81,13 @@ class ChatPrompt:
             "a request has tools, and this model's chat template shows them to nobody: the model "
             "cannot know of them"
         )
+
+
+def _known_role(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
+    """Returns a developer's message as the system's, for the templates that know only that name."""
+    if message["role"] != "developer" or "developer" in template.source:
+        return message
+    return {**message, "role": "system"}
 
 
 @contextmanager

@@ -90,6 +90,13 @@ def test_thoughts_of_the_history_have_both_names(name: str) -> None:
     assert (answer["reasoning_content"], answer["reasoning"]) == ("why", "why")
 
 
+def test_a_developer_is_the_system_where_the_template_knows_no_other() -> None:
+    body = {"messages": [{"role": "developer", "content": "be kind"}, USER]}
+    show = "{% for m in messages %}{{ m.role }} {% endfor %}"
+    assert prompt_of(show, body) == "system user "
+    assert prompt_of(show + "{# developer #}", body) == "developer user "
+
+
 def test_tools_and_documents_are_the_client_s_own() -> None:
     documents = [{"title": "t", "text": "x"}]
     _, tools, shown_documents = shown({"tools": [TOOL], "documents": documents})
