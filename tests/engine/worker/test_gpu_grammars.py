@@ -87,13 +87,14 @@ def test_rows_without_a_grammar_keep_their_graphs(folder: Path) -> None:
         first, spec=first.spec.with_sampling(grammar="", temperature=0.0, logprobs=None)
     )
     with started(config) as worker:
-        SchedulerAndWorker(config, worker.start_step, depth=2).run(grammar_workload(0))
+        engine = SchedulerAndWorker(config, worker.start_step, depth=2)
+        engine.run(grammar_workload(0))
         masks = worker.grammar_stats.num_masks
         graphs = worker.runner._graphs
         assert graphs is not None
         replayed = []
         replay = graphs.replay
         graphs.replay = lambda key: (replayed.append(key), replay(key))[1]  # type: ignore[method-assign]
-        SchedulerAndWorker(config, worker.start_step, depth=2).run([plain])
+        engine.run([plain])
         assert replayed and all(key.samples for key in replayed)
         assert worker.grammar_stats.num_masks == masks
