@@ -53,7 +53,10 @@ def completion_logprobs(
         values = [_finite(value) for value in position.logprobs]
         result.tokens.append(texts[0])
         result.token_logprobs.append(values[0])
-        top = dict(zip(reversed(texts), reversed(values), strict=True))
+        # The token of the text comes first, which clients rely on; several may have one name.
+        top: dict[str, float] = {}
+        for text, value in zip(texts, values, strict=True):
+            top.setdefault(text, value)
         result.top_logprobs.append(top)
         result.text_offset.append(text_offset)
         text_offset += _num_chars(tokens.token_bytes(position.token_ids[0]))

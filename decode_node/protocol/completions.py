@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from decode_node.observe.timeline import Timeline
 from decode_node.protocol.body import Int
 from decode_node.protocol.generation_body import GenerationBody, too_long
+from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import BadRequest
 
@@ -74,13 +75,13 @@ class CompletionRequest(GenerationBody):
         prompt = self.prompt
         return isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is not int
 
-    def prompts(self, max_tokens: int, num_kept: int | None = None) -> list[str | list[int]]:
-        """Returns the texts, or the ids of `max_tokens` tokens at most: of more the last `num_kept`
-        if that is given. Raises `BadRequest` for everything but the four allowed shapes."""
+    def prompts(self, max_tokens: int, keep: KeptPart | None = None) -> list[str | list[int]]:
+        """Returns the texts, or the ids of `max_tokens` tokens at most: of more the part to
+        `keep` if that is given. Raises `BadRequest` for everything but the four allowed shapes."""
         prompt = self.prompt
         parts = prompt if self._has_several else [prompt]
-        if num_kept is not None:
-            parts = [part[-num_kept:] if isinstance(part, list) else part for part in parts]
+        if keep is not None:
+            parts = [keep.of(part) if isinstance(part, list) else part for part in parts]
         for part in parts:
             if isinstance(part, list) and len(part) > max_tokens:
                 raise too_long(max_tokens, len(part), "prompt")

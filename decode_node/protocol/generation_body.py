@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
 from decode_node.protocol.bad_words import EncodeAll, spell_bad_words
 from decode_node.protocol.body import Ignored, Int, Int32, Name, StrictBody
+from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.structured_output import StructuredFields
 from edge.http.errors import BadRequest
 from engine.frontend.text_options import TextOptions
@@ -92,7 +93,10 @@ class GenerationBody(StructuredFields):
     """Let the tokenizer put its special tokens around the prompt: around texts unless it is false,
     around chats, whose template writes them, only if it is true."""
     truncate_prompt_tokens: Int | None = None
-    """Keep so many tokens of the prompt, the last ones; -1: as many as fit."""
+    """Keep so many tokens of the prompt; -1: as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side at which `truncate_prompt_tokens` cuts: `left` keeps the last tokens, as where it is
+    not given; `right` the first."""
     logprob_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
     """Tell the log probabilities of these tokens in place of the most likely ones; up to 128, with
     `logprobs`."""
@@ -180,21 +184,21 @@ class GenerationBody(StructuredFields):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
 
-    def num_kept_tokens(self, context: int) -> int | None:
-        """Returns how many tokens of a longer prompt are kept in a model with so large a context;
-        None to refuse what does not fit. Raises `BadRequest`."""
+    def kept_part(self, context: int) -> KeptPart | None:
+        """Returns what is kept of a longer prompt in a model with so large a context; None to
+        refuse what does not fit. Raises `BadRequest`."""
         asked = self.truncate_prompt_tokens
         if asked is None:
             return None
         if asked == -1:
-            return max(1, context - (self.wanted_max_tokens or 1))
+            asked = max(1, context - (self.wanted_max_tokens or 1))
         if not 1 <= asked <= context:
             raise BadRequest(
                 f"truncate_prompt_tokens must be -1 or 1 to {context}, this model's context, "
                 f"not {asked}",
                 param="truncate_prompt_tokens",
             )
-        return asked
+        return KeptPart(asked, is_front=self.truncation_side == "right")
 
     def sampling(
         self, encode: EncodeAll, defaults: SamplingDefaults = NO_DEFAULTS
@@ -240,6 +244,8 @@ def _first(own: N | None, default: N | None, otherwise: N) -> N:
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:
     """Returns `bias` with token ids as keys: JSON has no integer keys."""
-    if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in bias):
-        raise BadRequest("logit_bias: keys must be token ids", param="logit_bias")
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            message = f"logit_bias: keys must be token ids, and {key[:20]!a} is none"
+            raise BadRequest(message, param="logit_bias")
     return {int(key): value for key, value in bias.items()}

@@ -8,6 +8,7 @@ from functools import partial
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import too_long
+from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tools import ToolUse
 from decode_node.serving.chat_prompt import ChatPrompt
 from edge.http import long_work
@@ -32,7 +33,7 @@ class Prompts:
     ) -> tuple[list[list[int]], list[str]]:
         """Returns the tokens of each prompt, and each as text, empty unless the answer repeats it.
         Raises `BadRequest`."""
-        keep = body.num_kept_tokens(self._max_tokens)
+        keep = body.kept_part(self._max_tokens)
         prompts = await long_work.run(is_long, partial(body.prompts, self._max_tokens, keep))
         with_special = body.add_special_tokens is not False
         tokens: list[list[int]] = []
@@ -45,7 +46,7 @@ class Prompts:
             else:
                 ids = prompt
             tokens.append(ids)
-            is_cut = keep is not None and len(ids) == keep
+            is_cut = keep is not None and len(ids) == keep.num_tokens
             echo = partial(self._echo, prompt, ids, is_cut=is_cut)
             echoes.append(await long_work.run(is_long, echo) if body.echo else "")
         return tokens, echoes
@@ -54,7 +55,7 @@ class Prompts:
         self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
     ) -> tuple[str, list[int]]:
         """Returns the text of a chat's prompt, and its tokens. Raises `BadRequest`."""
-        keep = body.num_kept_tokens(self._max_tokens)
+        keep = body.kept_part(self._max_tokens)
         text = await self.render(body, tool_use, is_long=is_long)
         # A rendered chat has its special tokens written out.
         with_special = bool(body.add_special_tokens)
@@ -70,18 +71,21 @@ class Prompts:
         self,
         text: str,
         param: str,
-        keep: int | None = None,
+        keep: KeptPart | None = None,
         *,
         is_long: bool,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Returns the tokens of `text`, which came in the field `param`: only the last ones, if it
-        is told how many to `keep`. Raises `BadRequest`."""
+        """Returns the tokens of `text`, which came in the field `param`: only those to `keep`,
+        if that is given. Raises `BadRequest`."""
         if keep is None:
             self._check_length(text, param)
             encode = partial(self._tokenizer.encode, text, max_tokens=self._max_tokens)
         else:
-            encode = partial(self._tokenizer.encode_end, text, keep)
+            encode_part = (
+                self._tokenizer.encode_start if keep.is_front else self._tokenizer.encode_end
+            )
+            encode = partial(encode_part, text, keep.num_tokens)
         encode = partial(encode, add_special_tokens=add_special_tokens)
         try:
             if not is_long and len(text) <= long_work.LONG_BODY:

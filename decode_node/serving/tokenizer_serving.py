@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -56,7 +57,7 @@ class TokenizerServing:
             text = await self._prompts.render(body, body.tool_use(), is_long=is_long)
             param, with_special = "messages", bool(body.add_special_tokens)
         return await self._prompts.encode(
-            text, param, _ALL, is_long=is_long, add_special_tokens=with_special
+            text, param, KeptPart(_ALL), is_long=is_long, add_special_tokens=with_special
         )
 
     async def detokenize(self, body: DetokenizeRequest, *, is_long: bool) -> DetokenizeAnswer:

@@ -150,6 +150,20 @@ class Tokenizer:
         front = ids[: max(0, min(num_front, num_tokens - 1))]
         return [*front, *ids[len(ids) - num_tokens + len(front) :]]
 
+    def encode_start(
+        self, text: str, num_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Returns the first `num_tokens` tokens of `text`; otherwise as `encode_end`."""
+        start = text[: num_tokens * self.max_token_length + _CUT_MARGIN]
+        [encoding] = self._backend.encode_batch_fast([start], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        if len(ids) <= num_tokens:
+            return ids
+        around = encoding.special_tokens_mask[::-1]
+        num_back = around.index(0) if 0 in around else 0
+        num_front = max(1, num_tokens - num_back)
+        return [*ids[:num_front], *ids[len(ids) - num_tokens + num_front :]]
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each text, without special tokens. Raises TypeError for half a
         surrogate pair."""

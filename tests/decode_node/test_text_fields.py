@@ -36,6 +36,10 @@ def text_of(choice: dict[str, Any]) -> str:
     return (choice.get("message") or choice["delta"]).get("content") or ""
 
 
+def last_prompt(node: HttpNode) -> list[int]:
+    return list(node.engine.requests.values())[-1].request.spec.prompt_token_ids
+
+
 def streamed_text(chunks: list[dict[str, Any]]) -> str:
     return "".join(text_of(chunk["choices"][0]) for chunk in chunks)
 
@@ -114,6 +118,49 @@ async def test_token_ids_are_cut_in_front_too() -> None:
         body = {**TEXT, "prompt": [7] * 5000 + [8, 9], "truncate_prompt_tokens": 3}
         await post(node, COMPLETIONS, body)
         assert node.engine.only.request.spec.prompt_token_ids == [7, 8, 9]
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_the_front_of_a_prompt_is_kept_where_it_is_asked_for(url: str) -> None:
+    async with http_node() as node:
+        text = "one " + "the lazy dog " * 20
+        prompt = (
+            {"prompt": text} if url == COMPLETIONS else {"messages": [{**USER, "content": text}]}
+        )
+        body = {**URLS[url], **prompt, "truncate_prompt_tokens": 6, "return_token_ids": True}
+        kept = {}
+        for side in ("left", "right", None):
+            await post(node, url, {**body, "truncation_side": side})
+            kept[side] = last_prompt(node)
+        await post(node, url, {**body, "truncate_prompt_tokens": None})
+        whole = last_prompt(node)
+        assert kept["right"] == whole[:6] != kept["left"]
+        assert kept[None] == kept["left"] == whole[-6:]
+        refused = await node.client.post(url, json={**body, "truncation_side": "middle"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "truncation_side"
+
+
+async def test_the_front_of_token_ids_is_kept_where_it_is_asked_for() -> None:
+    async with http_node() as node:
+        cut = {"truncate_prompt_tokens": 3, "truncation_side": "right"}
+        await post(node, COMPLETIONS, {**TEXT, "prompt": [8, 9] + [7] * 5000, **cut})
+        assert node.engine.only.request.spec.prompt_token_ids == [8, 9, 7]
+
+
+async def test_the_token_of_the_text_is_the_first_of_the_likely_ones() -> None:
+    async with http_node() as node:
+        body = {**TEXT, "max_tokens": 3, "logprobs": 2, "echo": True}
+        found = (await post(node, COMPLETIONS, body))["choices"][0]["logprobs"]
+        firsts = [next(iter(top)) for top in found["top_logprobs"][1:]]
+        assert firsts == found["tokens"][1:]
+
+
+async def test_a_bias_names_the_key_that_is_no_token() -> None:
+    async with http_node() as node:
+        refused = await node.client.post(CHATS, json={**CHAT, "logit_bias": {"5": 1, "dog": 1}})
+        assert refused.status_code == 400
+        assert "'dog'" in refused.json()["error"]["message"]
 
 
 async def test_an_echo_shows_the_special_tokens_that_the_client_sent() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError, TooManyTokens
@@ -259,7 +260,24 @@ def test_the_end_of_a_text_keeps_what_the_tokenizer_puts_in_front(adds_bos: bool
             assert kept[0] == whole[0] and kept[1:] == whole[1:][1 - count :]
         else:
             assert kept == whole[-count:]
+    front = tokenizer.encode("the quick brown fox", add_special_tokens=False)
+    assert tokenizer.encode_start(text, 4, add_special_tokens=False) == front[:4]
     assert (
         tokenizer.encode_end("dog " * 100_000, 5, add_special_tokens=False)
         == (tokenizer.encode("dog " * 5, add_special_tokens=False)[-5:])
     )
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_the_start_of_a_text_keeps_what_the_tokenizer_puts_behind(adds_bos: bool) -> None:
+    backend = byte_level_backend(adds_bos=adds_bos)
+    text = "the quick brown fox jumps over the lazy dog"
+    whole = Tokenizer(backend).encode(text)
+    for count in range(1, len(whole) + 2):
+        assert Tokenizer(backend).encode_start(text, count) == whole[:count]
+    assert len(Tokenizer(backend).encode_start("dog " * 100_000, 5)) == 5
+    backend.add_special_tokens(["<end>"])
+    end = backend.token_to_id("<end>")
+    backend.post_processor = TemplateProcessing(single="$A <end>", special_tokens=[("<end>", end)])
+    bare = Tokenizer(backend).encode(text, add_special_tokens=False)
+    assert Tokenizer(backend).encode_start(text, 5) == [*bare[:4], end]
