@@ -8,6 +8,7 @@
       NoNodeAvailable       503     nobody to serve it now
     NodeUnreachable                 no connection to a node: nothing was sent
     NodeLost                        the connection to a node broke
+      PathUnknown                   a node is well, but does not serve this path
     ConfigurationError              the router cannot start
 
 The first group is the client's to read; the others never leave the router.
@@ -60,6 +61,10 @@ class NodeUnreachable(Exception):
 
 class NodeLost(Exception):
     """The connection to a node broke while an answer was awaited or read."""
+
+
+class PathUnknown(NodeLost):
+    """A node answered that it does not serve the path."""
 
 
 class ConfigurationError(Exception):

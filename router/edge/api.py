@@ -2,6 +2,7 @@
 
     POST (router.request.proxied_path)     passed on to a decode node
     GET  /v1/models, /v1/models/{id}       put together from the decode nodes
+    GET  /tokenizer_info                   as a decode node tells it, if nodes may
 
 What operators ask is in `router.edge.admin_api`.
 
@@ -122,6 +123,10 @@ def model_routes(catalog: ModelCatalog) -> APIRouter:
             if card.get("id") == model_id:
                 return JSONResponse(card)
         raise ModelNotFound(f"The model {model_id!r} does not exist here.")
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> JSONResponse:
+        return JSONResponse(await catalog.tokenizer())
 
     return routes
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable
+from edge.http.errors import BadRequest, NotFound
+from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable, PathUnknown
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.node_get import NodeGet
@@ -55,10 +56,39 @@ class ModelCatalog:
 
     async def document(self) -> dict[str, Any]:
         """Returns the OpenAPI document of a decode node. Raises `NoNodeAvailable`."""
+        return await self._ask_first("/openapi.json")
+
+    async def tokenizer(self) -> dict[str, Any]:
+        """Returns a decode node's description of the tokenizer.
+
+        Raises:
+            BadRequest: several models are served, and the question names none.
+            NotFound: nodes may not tell.
+            NoNodeAvailable: none can be asked now.
+        """
+        nodes = self.registry.usable(NodeRole.DECODE)
+        names = sorted({node.report.model_name for node in nodes if node.report})
+        if len(names) > 1:
+            raise BadRequest(f"/tokenizer_info is for clusters of one model; here are {names}")
+        try:
+            return await self._ask_first("/tokenizer_info")
+        except PathUnknown:
+            raise NotFound(
+                "no decode node tells it: start them with --enable-tokenizer-info-endpoint"
+            ) from None
+
+    async def _ask_first(self, path: str) -> dict[str, Any]:
+        """Returns the answer of the first decode node that has one. Raises `NoNodeAvailable`, or
+        `PathUnknown` when those that answer know nothing of `path`."""
+        unknown: PathUnknown | None = None
         for node in self.registry.usable(NodeRole.DECODE):
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    return await self.get.json(node, "/openapi.json", dict[str, Any])
+                    return await self.get.json(node, path, dict[str, Any])
+            except PathUnknown as error:
+                unknown = error
             except (NodeUnreachable, NodeLost, TimeoutError, msgspec.MsgspecError) as error:
-                logger.warning("no OpenAPI document from %s: %s", node.address, error)
+                logger.warning("no %s from %s: %s", path, node.address, error)
+        if unknown:
+            raise unknown
         raise NoNodeAvailable("No decode node can describe its API now. Try again shortly.")

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from router.errors import NodeLost
+from router.errors import NodeLost, PathUnknown
 from router.nodes.node import Node
 from router.nodes.transport import Transport
 
@@ -27,7 +27,8 @@ class NodeGet:
         """Returns the answer.
 
         Raises:
-            NodeUnreachable, NodeLost: the node does not answer as it should.
+            NodeUnreachable, NodeLost: the node does not answer as it should; `PathUnknown` among
+                them says that it answers, but nothing at this path.
             msgspec.MsgspecError: its answer is not of this kind.
         """
         headers = {"accept": "application/json"}
@@ -43,6 +44,8 @@ class NodeGet:
                     raise NodeLost(f"the answer to {path} is too long")
         finally:
             response.close()
+        if response.status == 404:
+            raise PathUnknown(f"the node serves no {path}")
         if response.status != 200:
             raise NodeLost(f"status {response.status} for {path}")
         return msgspec.json.decode(body, type=kind)

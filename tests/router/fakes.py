@@ -141,6 +141,7 @@ class FakeDecodeNode(FakeNode):
         self.handler = handler or stream_tokens(3)
         self.port = 0
         self.requests: list[tuple[dict[str, str], bytes]] = []
+        self.tokenizer: dict[str, Any] | None = None
         self.num_open = 0
         self.num_aborted = 0
         self._runner: web.AppRunner | None = None
@@ -160,6 +161,7 @@ class FakeDecodeNode(FakeNode):
             app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/openapi.json", self._openapi)
+        app.router.add_get("/tokenizer_info", self._tokenizer_info)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await self._site(self._runner).start()
@@ -198,6 +200,11 @@ class FakeDecodeNode(FakeNode):
 
     async def _openapi(self, request: web.Request) -> web.Response:
         return web.json_response(self.document)
+
+    async def _tokenizer_info(self, request: web.Request) -> web.Response:
+        if self.tokenizer is None:
+            raise web.HTTPNotFound
+        return web.json_response(self.tokenizer)
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self.status.load.model_name, "object": "model", "owned_by": "tandem"}
