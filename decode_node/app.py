@@ -20,7 +20,7 @@ from decode_node.http.openapi import openapi_document
 from decode_node.http.routes import Api, create_router
 from decode_node.http.tokenizer_routes import create_tokenizer_router
 from edge.http.error_forms import ErrorForms
-from edge.http.errors import BadRequest, HttpError
+from edge.http.errors import BadRequest, HttpError, bug
 from edge.http.outer_edge import OuterEdge
 from edge.http.service_routes import service_routes
 from edge.http.unknown_path import serve, unknown_path
@@ -33,6 +33,7 @@ def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> A
     serve(app, node_routes(api, num_open))
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
     edge = ErrorForms(EdgeMiddleware(app, callers))
     return OuterEdge(edge, lambda: api.state.draining, api.settings.http_front())
 
@@ -78,3 +79,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     else:
         known = BadRequest(str(error.detail))
     return await _on_api_error(request, known)
+
+
+async def _on_bug(request: Request, _error: Exception) -> Response:
+    """Answers for a bug in the API's form; `EdgeMiddleware` logs the error, which goes on to it."""
+    return await _on_api_error(request, bug())

@@ -111,7 +111,10 @@ def check_strict(schema: Any, param: str) -> None:
                 f"{param}{place}: strict needs additionalProperties to be false", param=param
             )
         required = part.get("required")
-        missing = set(properties or ()) - set(required if isinstance(required, list) else ())
+        listed = required if isinstance(required, list) else []
+        # What is no object of schemas, or no list of names, the grammar's compiler refuses.
+        named = properties if isinstance(properties, dict) else {}
+        missing = set(named) - {name for name in listed if isinstance(name, str)}
         if missing:
             raise BadRequest(
                 f"{param}{place}: strict needs required to list every property; "

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_node.http.callers import CallerCheck
 from edge.http.client_connection import ClientDisconnected, head_of
-from edge.http.errors import HttpError, send_error
+from edge.http.errors import HttpError, bug, send_error
 from edge.http.guarded_protocol import CALLER
 
 logger = logging.getLogger(__name__)
@@ -52,4 +52,4 @@ class EdgeMiddleware:
         except Exception:
             logger.exception("request %s failed", name)
             if not has_begun:
-                await send_error(send_noted, HttpError("the server failed; see its log"))
+                await send_error(send_noted, bug())

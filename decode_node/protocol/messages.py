@@ -50,6 +50,7 @@ class ChatOfMessages(ChatCompletionRequest):
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
         "response_format": "output_config.format",
+        "response_format.json_schema": "output_config.format",
     }
 
 

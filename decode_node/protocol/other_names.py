@@ -10,13 +10,23 @@ from edge.http.errors import HttpError
 
 @contextmanager
 def named_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames the field at fault in errors that are raised inside: `names` maps the first part of
-    its place."""
+    """Renames the field at fault in errors that are raised inside: `names` maps the beginning of
+    its place, one part or two. A message that begins with the place is renamed with it."""
     try:
         yield
     except HttpError as error:
-        if error.param is not None:
-            first, dot, rest = error.param.partition(".")
-            rest = rest.replace("function.", "") if first == "tools" else rest
-            error.param = names.get(first, first) + dot + rest
+        if (old := error.param) is not None:
+            error.param = _renamed(old, names)
+            if error.message.startswith(old):
+                error.message = error.param + error.message.removeprefix(old)
         raise
+
+
+def _renamed(place: str, names: Mapping[str, str]) -> str:
+    parts = place.split(".")
+    if parts[0] == "tools":
+        return ".".join(parts[:2] + [part for part in parts[2:] if part != "function"])
+    for length in (2, 1):
+        if new := names.get(".".join(parts[:length])):
+            return ".".join([new, *parts[length:]])
+    return place

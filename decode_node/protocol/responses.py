@@ -54,6 +54,7 @@ class ChatOfResponses(ChatCompletionRequest):
         "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text.format",
+        "response_format.json_schema": "text.format",
         "reasoning_effort": "reasoning.effort",
     }
 

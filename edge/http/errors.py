@@ -75,6 +75,11 @@ class HttpError(Exception):
         return headers
 
 
+def bug() -> HttpError:
+    """Returns what a client is told of an error that nobody foresaw."""
+    return HttpError("the server failed; see its log", code="internal_error")
+
+
 class BadRequest(HttpError):
     status = HTTPStatus.BAD_REQUEST
     type = "invalid_request_error"

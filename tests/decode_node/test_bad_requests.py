@@ -579,3 +579,26 @@ async def test_what_is_done_to_a_long_body_leaves_the_event_loop_alone(
             assert response.status_code == 200, response.text
     assert seen == {"parse_body", "encode", "render", "prompt_logprobs"}
     assert not on_loop
+
+
+@pytest.mark.parametrize("url", [CHATS, "/v1/responses", "/v1/messages"])
+async def test_a_bug_is_told_in_the_form_of_the_api(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("unhashable type: 'dict'")
+
+    async with http_node() as node:
+        monkeypatch.setattr(ChatTemplate, "render", fail)
+        chat = {"messages": [USER], "max_tokens": 3}
+        body = {"input": "hi", "max_output_tokens": 3} if url == "/v1/responses" else chat
+        response = await node.client.post(url, json=body)
+        if url == "/v1/messages":
+            assert response.status_code == 500
+            assert response.json()["error"]["type"] == "api_error"
+        else:
+            assert check_error(response, 500)["code"] == "internal_error"
+        assert "unhashable" not in response.text
+        monkeypatch.undo()
+        assert (await node.client.post(url, json=body)).status_code == 200
+        await node.check_empty()

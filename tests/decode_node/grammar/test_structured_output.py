@@ -188,6 +188,14 @@ def test_strict_demands_what_openai_demands(schema: Any, said: str) -> None:
     assert find_constraint(read(response_format(schema, strict=False))) is not None
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"properties": 3}, {"properties": ["a"]}, {"required": 3}, {"required": ["a", {}]}]
+)
+def test_strict_leaves_keywords_of_wrong_types_to_the_compiler(wrong: dict[str, Any]) -> None:
+    schema = {**SCHEMA, "additionalProperties": False, "properties": {}, **wrong}
+    assert find_constraint(read(response_format(schema, strict=True))) is not None
+
+
 def tag(name: str, schema: Any = True) -> dict[str, Any]:
     content = {"type": "json_schema", "json_schema": schema}
     return {"begin": f"<fn={name}>", "content": content, "end": "</fn>"}
