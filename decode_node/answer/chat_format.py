@@ -210,7 +210,9 @@ class ChatFormat(ResponseFormat):
         return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _logprobs(self, logprobs: list[TokenLogprobs] | None) -> ChatLogprobs | None:
-        return chat_logprobs(self._tokenizer, logprobs) if logprobs else None
+        if not logprobs:
+            return None
+        return chat_logprobs(self._tokenizer, logprobs, are_named=self._options.has_named_logprobs)
 
     def _usage_so_far(self, choice: Choice) -> Usage | UnsetType | None:
         usage = self._chunk_usage(choice)

@@ -30,6 +30,8 @@ class FormatOptions:
     return_prompt_logprobs: bool
     tokens_as_ids: bool = False
     """Log probabilities name tokens by their ids."""
+    has_named_logprobs: bool = False
+    """Log probabilities are told of tokens that the client named."""
 
 
 class ResponseFormat(ABC):

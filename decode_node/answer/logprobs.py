@@ -115,13 +115,19 @@ def prompt_logprobs(tokenizer: TokenTexts, logprobs: list[TokenLogprobs]) -> Pro
     return result
 
 
-def chat_logprobs(tokens: TokenNames, logprobs: list[TokenLogprobs]) -> ChatLogprobs:
+def chat_logprobs(
+    tokens: TokenNames, logprobs: list[TokenLogprobs], *, are_named: bool = False
+) -> ChatLogprobs:
+    """Returns log probabilities as chats have them. `are_named`: they are of tokens that the client
+    named; then the answer's own token is among them, once, as in vLLM."""
     content = []
     for position in logprobs:
         top = [
             TopLogprob(tokens.name(id_), _finite(value), list(tokens.token_bytes(id_)))
             for id_, value in zip(position.token_ids, position.logprobs, strict=True)
         ]
-        chosen = top[0]
-        content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top[1:]))
+        chosen, others = top[0], top[1:]
+        if are_named and position.token_ids[0] not in position.token_ids[1:]:
+            others = top
+        content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, others))
     return ChatLogprobs(content)

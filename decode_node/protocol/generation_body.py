@@ -98,8 +98,8 @@ class GenerationBody(StructuredFields):
     """The side at which `truncate_prompt_tokens` cuts: `left` keeps the last tokens, as where it is
     not given; `right` the first."""
     logprob_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
-    """Tell the log probabilities of these tokens in place of the most likely ones; up to 128, with
-    `logprobs`."""
+    """Tell the log probabilities of these tokens, and of the answer's own, in place of the most
+    likely ones; up to 128, with `logprobs`."""
     return_tokens_as_token_ids: bool | None = None
     """Write tokens of log probabilities as `token_id:5`."""
     request_id: Name | None = None

@@ -178,6 +178,7 @@ class OpenAIServing:
             return_token_ids=bool(body.return_token_ids),
             return_prompt_logprobs=body.prompt_logprobs is not None,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            has_named_logprobs=bool(body.logprob_token_ids),
         )
         name = body.request_id or context.request_id
         return name, self._model.served_model_name, self._tokenizer, options

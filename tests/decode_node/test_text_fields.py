@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from decode_node.answer.logprobs import TokenNames, chat_logprobs
+from engine.frontend.tokenizer import Tokenizer
+from engine.outputs import TokenLogprobs
 from tests.decode_node.decode_fakes import token_at
 from tests.decode_node.http_node import CONTEXT, HttpNode, chunks_of, http_node
 
@@ -265,4 +268,17 @@ async def test_log_probabilities_of_named_tokens() -> None:
         assert (sampling.logprobs, sampling.logprob_token_ids) == (2, (1, 2))
         chat = {**CHAT, "logprobs": True, "logprob_token_ids": [1, 2], "max_tokens": 1}
         [entry] = (await post(node, CHATS, chat))["choices"][0]["logprobs"]["content"]
-        assert len(entry["top_logprobs"]) == 2
+        assert len(entry["top_logprobs"]) == 3
+        own = {key: entry[key] for key in ("token", "logprob", "bytes")}
+        assert own in entry["top_logprobs"]
+
+
+def test_a_token_that_is_named_and_taken_is_told_once() -> None:
+    tokens = TokenNames(Tokenizer.stand_in(9), by_id=True)
+    taken = TokenLogprobs([7, 5, 7], [-0.5, -2.0, -0.5], 1)
+    [entry] = chat_logprobs(tokens, [taken], are_named=True).content
+    assert [top.token for top in entry.top_logprobs] == ["token_id:5", "token_id:7"]
+    other = TokenLogprobs([8, 5, 7], [-0.1, -2.0, -0.5], 1)
+    [entry] = chat_logprobs(tokens, [other], are_named=True).content
+    assert [top.token for top in entry.top_logprobs] == ["token_id:8", "token_id:5", "token_id:7"]
+    assert entry.token == "token_id:8"
