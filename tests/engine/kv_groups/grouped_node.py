@@ -1,4 +1,5 @@
-"""One engine with the tests' model, stepped in this process; its transfer processes are real."""
+"""One engine, stepped in this process, or two that hand requests over; their transfer processes are
+real."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import secrets
 import select
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import zmq
 
@@ -14,7 +16,12 @@ from engine.core.core import EngineCore
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import EngineCoreOutputs, EngineCoreRequest, KVTransferResult
+from engine.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    KVTransferResult,
+    SupplyFirstToken,
+)
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVTransferConfig
@@ -131,3 +138,48 @@ def run_until(nodes: list[GroupedNode], is_done: object) -> None:
         for node in nodes:
             node.step()
         poller.poll(20)
+
+
+class TokenOracle(Protocol):
+    """Knows the greedy answer to a prompt."""
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]: ...
+
+
+def hand_over(
+    prefill: GroupedNode,
+    decode: GroupedNode,
+    prompts: dict[str, list[int]],
+    oracle: TokenOracle,
+    num_choices: int = 1,
+) -> None:
+    """The test plays both node servers; afterwards nothing is held on either side."""
+    names = {
+        name: [f"{name}.{i}" for i in range(num_choices)] if num_choices > 1 else [name]
+        for name in prompts
+    }
+    for name, prompt in prompts.items():
+        transfer_id = secrets.token_hex(16)
+        export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        pull = KVTransferParams(
+            do_remote_prefill=True, transfer_id=transfer_id, peer=prefill.core.connector.peer_info
+        )
+        prefill.add(name, prompt, 1, export, num_choices)
+        decode.add(name, prompt, 24, pull, num_choices)
+    waiting = set(prompts)
+
+    def is_done() -> bool:
+        for name in waiting & prefill.ended:
+            waiting.remove(name)
+            tokens = prefill.tokens[name]
+            for choice, token in zip(names[name], tokens, strict=True):
+                decode.tokens[choice].append(token)
+            decode.core.handle(SupplyFirstToken(name, tokens[0], tokens[1:]))
+        return all(decode.ended.issuperset(choices) for choices in names.values())
+
+    run_until([prefill, decode], is_done)
+    for name, prompt in prompts.items():
+        for choice in names[name]:
+            assert decode.tokens[choice] == oracle.tokens(prompt, 24), choice
+    nodes = [prefill, decode]
+    run_until(nodes, lambda: not any(node.core.scheduler.check_empty() for node in nodes))

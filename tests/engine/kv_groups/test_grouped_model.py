@@ -3,7 +3,6 @@ on one node, and from a prefill to a decode node that is cut otherwise."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,10 +12,8 @@ import pytest
 from torch import Tensor
 
 from engine.executor import process_executor
-from engine.messages import SupplyFirstToken
 from engine.models.registry import MODELS
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.metadata import KVTransferParams
 from tests.engine.kv_groups.dense_oracle import DenseOracle
 from tests.engine.kv_groups.grouped_model import (
     ARCHITECTURE,
@@ -25,7 +22,7 @@ from tests.engine.kv_groups.grouped_model import (
     register,
     write_weights,
 )
-from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, run_until
+from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
 
 WINDOW = 20
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 64, 97, 150)
@@ -146,42 +143,3 @@ def test_prefill_and_decode_nodes(
         assert pulled == sum(len(prompt) for prompt in several.values())
         assert decode.core.stats().prompt_tokens_computed == 0
         assert all(result.ok for node in nodes for result in node.results)
-
-
-def hand_over(
-    prefill: GroupedNode,
-    decode: GroupedNode,
-    prompts: dict[str, list[int]],
-    oracle: DenseOracle,
-    num_choices: int = 1,
-) -> None:
-    """The test plays both node servers; afterwards nothing is held on either side."""
-    names = {
-        name: [f"{name}.{i}" for i in range(num_choices)] if num_choices > 1 else [name]
-        for name in prompts
-    }
-    for name, prompt in prompts.items():
-        transfer_id = secrets.token_hex(16)
-        export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
-        pull = KVTransferParams(
-            do_remote_prefill=True, transfer_id=transfer_id, peer=prefill.core.connector.peer_info
-        )
-        prefill.add(name, prompt, 1, export, num_choices)
-        decode.add(name, prompt, 24, pull, num_choices)
-    waiting = set(prompts)
-
-    def is_done() -> bool:
-        for name in waiting & prefill.ended:
-            waiting.remove(name)
-            tokens = prefill.tokens[name]
-            for choice, token in zip(names[name], tokens, strict=True):
-                decode.tokens[choice].append(token)
-            decode.core.handle(SupplyFirstToken(name, tokens[0], tokens[1:]))
-        return all(decode.ended.issuperset(choices) for choices in names.values())
-
-    run_until([prefill, decode], is_done)
-    for name, prompt in prompts.items():
-        for choice in names[name]:
-            assert decode.tokens[choice] == oracle.tokens(prompt, 24), choice
-    nodes = [prefill, decode]
-    run_until(nodes, lambda: not any(node.core.scheduler.check_empty() for node in nodes))

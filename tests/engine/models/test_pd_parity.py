@@ -1,0 +1,62 @@
+"""Tests that greedy tokens from a prefill and a decode node equal transformers', for families whose
+KV is laid out in different ways: windows in groups of their own, reordered heads, latents, experts.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from engine.models.checkpoint import load_model_config
+from kv_transfer.config import KVTransferConfig
+from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
+from tests.engine.models.parity_cases import prompts
+from tests.engine.models.reference_models import reference, reference_greedy
+
+
+class Transformers:
+    """Knows the greedy answers of a checkpoint."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        return reference_greedy(self._model, prompt)[0][:count]
+
+
+@pytest.mark.parametrize(
+    ("family", "transports", "tp_size", "block_sizes"),
+    [
+        ("gemma3", "stream", 2, (16, 32)),
+        ("deepseek_v3_yarn", "stream", 2, (16, 64)),
+        ("deepseek_v2", "cuda_ipc,stream", 1, (32, 16)),
+        ("glm4_moe", "cuda_ipc,stream", 1, (16, 16)),
+    ],
+)
+def test_two_nodes_equal_transformers(
+    family: str, transports: str, tp_size: int, block_sizes: tuple[int, int], checkpoints: Path
+) -> None:
+    """Prefill nodes may have more ranks and other blocks than decode nodes."""
+    folder = checkpoints / family
+    with ExitStack() as stack:
+        nodes = []
+        for role, block_size, ranks in (
+            ("kv_producer", block_sizes[0], tp_size),
+            ("kv_consumer", block_sizes[1], 1),
+        ):
+            kv = KVTransferConfig(kv_role=role, transports=transports, num_streams=2)  # type: ignore[arg-type]
+            config = engine_config(
+                load_model_config(folder),
+                block_size=block_size,
+                num_blocks=160,
+                tp_size=ranks,
+                kv_transfer=kv,
+            )
+            nodes.append(GroupedNode.start(config))
+            stack.callback(nodes[-1].shutdown)
+        asked = {str(index): prompt for index, prompt in enumerate(prompts())}
+        hand_over(*nodes, asked, Transformers(reference(folder)))
+        assert nodes[1].core.stats().prompt_tokens_computed == 0
