@@ -104,6 +104,22 @@ class Undocumented(Exception):
     """A route or a field says nothing of itself. The message says which and what to do."""
 
 
+DIFFERENCES = """
+## What differs from vLLM
+
+Besides endpoints and fields that are not built, a client of vLLM can notice:
+
+- `stream_options` without `stream` ask for nothing and are accepted; vLLM refuses them.
+- What nobody asked for (`prompt_logprobs`, `prompt_token_ids`, `token_ids`) is absent, not null.
+- -1 for `top_logprobs` or `prompt_logprobs`, the whole vocabulary, is a 400: one answer could be
+  gigabytes.
+- `strict` in `response_format` has OpenAI's demands on a schema checked; without it the answer
+  follows the schema, too.
+- Responses have no log probabilities, and nothing of them is kept: `store`, `background` and
+  `previous_response_id` are a 400, because any node may answer the next request.
+"""
+
+
 def main() -> None:
     PAGE.write_text(page(), encoding="utf-8")
 
@@ -112,7 +128,9 @@ def page() -> str:
     titles = {GenerationBody: "Chats and completions"}
     titles |= {body: f"POST {path}" for path, body in BODIES.items()}
     bodies = [section(titles[body], body, _parent(body, titles), titles) for body in titles]
-    return HEAD + endpoints() + FIELDS + "".join(bodies) + NOT_BUILT_HEAD + not_built()
+    return (
+        HEAD + endpoints() + FIELDS + "".join(bodies) + NOT_BUILT_HEAD + not_built() + DIFFERENCES
+    )
 
 
 def endpoints() -> str:
