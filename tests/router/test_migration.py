@@ -214,11 +214,11 @@ async def test_a_node_that_hangs_is_replaced_and_ignored_when_it_wakes(
 async def test_a_node_that_is_slow_and_says_so_is_not_replaced(cluster: Cluster) -> None:
     async def fault(writer: Writer) -> None:
         if writer.num_tokens == 3:
-            for _ in range(6):
+            for _ in range(7):
                 await asyncio.sleep(0.4)
                 await writer.write(b":\n\n")
 
-    router, handler = await two_nodes(cluster, fault, stream_stall_s=1.3)
+    router, handler = await two_nodes(cluster, fault, stream_stall_s=2.2)
     assert texts(await router.text(BODY)) == [expected(BODY)]
     assert handler.resumed_from == []
 
