@@ -95,9 +95,10 @@ class OutputReaders:
         return parser.push(result.pieces) + parser.finish()
 
     def has_called(self, choice: int) -> bool:
-        """Returns whether the choice holds calls, all of them complete."""
+        """Returns whether the choice holds calls. A broken one counts as well: the client was told
+        of it, and has to answer it."""
         parser = self._parsers.get(choice)
-        return parser is not None and parser.num_calls > 0 and parser.incomplete != "call"
+        return parser is not None and parser.num_calls > 0
 
     def _parser(self, choice: int) -> OutputParser | None:
         if self._make is None:

@@ -90,6 +90,15 @@ async def test_a_vocabulary_without_the_markers_spells_them_in_text() -> None:
     assert second["content"] == "It rains." and "tool_calls" not in second
 
 
+async def test_a_call_that_the_model_breaks_off_is_a_call_all_the_same() -> None:
+    """The client was told of it; agents look at the finish reason first."""
+    broken = '<tool_call>\n{"name": "get_weather", "arguments": {"city": '
+    stream, whole, message, _ = await both(broken, {})
+    assert stream == whole
+    assert stream.finish_reasons == ["tool_calls"]
+    assert message["tool_calls"][0]["function"]["arguments"].startswith('{"city"')
+
+
 async def test_a_call_that_is_cut_off_ends_with_length() -> None:
     stream, whole, message, _ = await both(WEATHER, {"max_tokens": 40})
     assert stream == whole
