@@ -56,11 +56,11 @@ $(CLIENTS)/guidellm/.lent: $(CLIENTS)/guidellm/.installed $(VENV)/.installed-dev
 	$(BIN)/python tests/clients/lend.py $(CLIENTS)/guidellm/bin/python
 	@touch $@
 
-# Where there is no npm, its client is left out, and told so.
+# Where there is no npm, or npm finds no packages, its client is left out, and told so.
 $(CLIENTS)/node/.installed: $(wildcard tests/clients/node/*)
 	mkdir -p $(@D) && cp $^ $(@D)
-	if command -v npm >/dev/null; then \
-		npm --prefix $(@D) ci --silent --ignore-scripts && touch $@; fi
+	if command -v npm >/dev/null && npm --prefix $(@D) ci --silent --ignore-scripts; then \
+		touch $@; else rm -rf $(@D)/node_modules; fi
 
 test-clients: $(VENV)/.installed-dev $(CLIENT_ENVIRONMENTS) $(CLIENTS)/guidellm/.lent \
 		$(CLIENTS)/node/.installed

@@ -102,7 +102,7 @@ def run_client(environment: Path, name: str, url: str) -> bool:
     started_at = time.monotonic()
     words = command(environment, name)
     if not words:
-        print(f"skipped {name}: there is no npm here to install it")
+        print(f"skipped {name}: there is no npm here, or it could not install the client")
         return True
     try:
         done = subprocess.run([*words, url], capture_output=True, text=True, timeout=CLIENT_S)
