@@ -50,6 +50,10 @@ class ChatOptions:
     tells_reasoning: bool = True
     names_reasoning_twice: bool = False
 
+    def call_ids(self, answer: str) -> CallIds:
+        """Returns the ids of the calls of `answer`, as `ResponseFormat.identity` names it."""
+        return CallIds(answer, self.call_style, self.num_calls_before)
+
 
 class ChatFormat(ResponseFormat):
     """Forms bodies of /v1/chat/completions. Text that a parser keeps back is told with a later
@@ -162,7 +166,7 @@ class ChatFormat(ResponseFormat):
         if call.name is not None:
             begin = ToolCallDelta(
                 index=call.index,
-                id=self._call_ids().name(choice.index, call.index, call.name),
+                id=self._chat.call_ids(self.identity).name(choice.index, call.index, call.name),
                 type="function",
                 function=FunctionDelta(name=call.name),
             )
@@ -181,7 +185,7 @@ class ChatFormat(ResponseFormat):
             if self._chat.names_reasoning_twice:
                 message.reasoning = message.reasoning_content
         if news.calls:
-            ids, choice = self._call_ids(), result.choice.index
+            ids, choice = self._chat.call_ids(self.identity), result.choice.index
             message.tool_calls = [
                 ToolCallOut(
                     id=ids.name(choice, call.index, call.name or ""),
@@ -190,12 +194,6 @@ class ChatFormat(ResponseFormat):
                 for call in news.calls
             ]
         return message
-
-    def _call_ids(self) -> CallIds:
-        """Returns the namer of calls. Ids may come twice from clients, the second of creation
-        tells their answers apart."""
-        answer = f"{self.id}/{self.created}"
-        return CallIds(answer, self._chat.call_style, self._chat.num_calls_before)
 
     def _finish_reason(self, choice: Choice, reason: str | None) -> str | None:
         """Returns `tool_calls` for an answer that ended behind its calls, unless the client had

@@ -68,6 +68,12 @@ class ResponseFormat(ABC):
         self.created = resume.created
         self.num_events = resume.num_events
 
+    @property
+    def identity(self) -> str:
+        """Returns what no other answer is named: ids may come twice from clients, the second of
+        creation tells their answers apart."""
+        return f"{self.id}/{self.created}"
+
     @abstractmethod
     def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET

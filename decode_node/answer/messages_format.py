@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from decode_node.answer.call_ids import CallIds
 from decode_node.answer.chat_format import ChatOptions
 from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat
@@ -97,9 +96,8 @@ class MessagesFormat(ResponseFormat):
         """Returns the blocks so far. Their ids need the answer's creation, which a journal may say
         after this format was made."""
         if self._made is None:
-            answer = f"{self.id}/{self.created}"
-            ids = CallIds(answer, self._chat.call_style, self._chat.num_calls_before)
-            signature = hashlib.blake2s(answer.encode()).hexdigest()
+            ids = self._chat.call_ids(self.identity)
+            signature = hashlib.blake2s(self.identity.encode()).hexdigest()
             self._made = MessageBlocks(lambda index, name: ids.name(0, index, name), signature)
         return self._made
 

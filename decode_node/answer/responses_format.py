@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from decode_node.answer.call_ids import CallIds
 from decode_node.answer.chat_format import ChatOptions
 from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat
@@ -100,9 +99,7 @@ class ResponsesFormat(ResponseFormat):
         """Returns the items so far. Their ids need the answer's creation, which a journal may say
         after this format was made."""
         if self._made is None:
-            answer = f"{self.id}/{self.created}"
-            ids = CallIds(answer, self._chat.call_style, self._chat.num_calls_before)
-            self._made = ResponseItems.of_choice(ids)
+            self._made = ResponseItems.of_choice(self._chat.call_ids(self.identity))
         return self._made
 
     def _read(self, choice: Choice, output: RequestOutput) -> list[Event]:

@@ -40,6 +40,10 @@ class GatedMLP(nn.Module):
         """Computes the MLP of the normed `x`: [T, H]."""
         self.down_proj.add_to(stream, self.gate_up_proj(x), self.norm)
 
+    def partial(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sum over ranks, [T, H], instead of adding it."""
+        return self.down_proj.partial(self.gate_up_proj(x))
+
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that gate and up are one tensor."""
         names = ("gate_up_proj",) if is_fused else ("gate_proj", "up_proj")

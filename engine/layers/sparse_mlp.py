@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
+from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
@@ -122,20 +122,18 @@ class SharedExpert(nn.Module):
         self, hidden_size: int, intermediate_size: int, shard: Shard, *, has_gate: bool
     ) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpParallelLinear(hidden_size, intermediate_size, shard)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard)
+        self.mlp = GatedMLP(hidden_size, intermediate_size, shard)
         self.gate = shard.parameter(1, hidden_size) if has_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.down_proj.partial(self.gate_up_proj(x))
+        out = self.mlp.partial(x)
         if self.gate is None:
             return out
         share = (x.float() * self.gate.float()).sum(-1, keepdim=True).sigmoid()
         return (out.float() * share).to(x.dtype)
 
     def checkpoint_weights(self, prefix: str, gate: str) -> Iterator[CheckpointWeight]:
-        yield from self.gate_up_proj.checkpoint_weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")
+        yield from self.mlp.checkpoint_weights(prefix, is_fused=False)
         if self.gate is not None:
             yield CheckpointWeight(gate, self.gate, tuple(self.gate.shape))
 

@@ -16,14 +16,13 @@ def attention_block(
     """Returns the block of layer `index`, not yet loaded; `norm` is that of what it adds."""
     head_order = spec.rotary_of(index).head_order(model.head_dim)
     if (latent := spec.latent) is not None:
-        scale = spec.attention_scale
         sizes = LatentSizes(
             q_rank=latent.q_rank,
             kv_rank=latent.kv_rank,
             nope=latent.nope,
             rope=latent.rope,
             value=latent.value,
-            scale=(latent.nope + latent.rope) ** -0.5 if scale is None else scale,
+            scale=latent.scale,
             rope_order=head_order,
         )
         return LatentAttentionBlock(spec.hidden_size, model.num_heads, sizes, shard, norm=norm)

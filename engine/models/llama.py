@@ -48,33 +48,32 @@ class LlamaForCausalLM(CausalLM):
         }
         groups = config.kv_layout.groups
         group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
-        self.kinds = [
-            (group_of[index], tables[rotary])
+        kinds = [
+            (group_of[index], rotary)
             for index, rotary in zip(self.layer_indices, rotations, strict=True)
         ]
-        """The KV group and the table of cosines and sines of each layer."""
+        distinct = list(dict.fromkeys(kinds))
+        self.kinds = [(group_index, tables[rotary]) for group_index, rotary in distinct]
+        """KV groups and tables of cosines and sines that layers attend with."""
+        self.kind_of_layer = [distinct.index(kind) for kind in kinds]
 
     def forward(self, step: ForwardInputs) -> Tensor:
-        inputs = self._inputs(step)
+        inputs = [self._inputs(step, *kind) for kind in self.kinds]
         embedded = self.embed_tokens(step.input_ids)
         if self.spec.scales_embedding:
             embedded = embedded * torch.tensor(self.spec.hidden_size**0.5, dtype=embedded.dtype)
         stream = ResidualStream(embedded)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
-            layer(stream, kv_cache, inputs[index])
+            layer(stream, kv_cache, inputs[self.kind_of_layer[index]])
             step.on_layer(index)
         return stream.normed(self.norm)
 
-    def _inputs(self, step: ForwardInputs) -> list[AttentionInputs]:
-        """Returns what each layer attends with; alike layers share it."""
-        made: dict[tuple[int, int], AttentionInputs] = {}
-        for group_index, table in self.kinds:
-            if (group_index, id(table)) not in made:
-                group = step.groups[group_index]
-                made[group_index, id(table)] = AttentionInputs(
-                    step.positions, table, group.slot_mapping, group.metadata, step.backend
-                )
-        return [made[group_index, id(table)] for group_index, table in self.kinds]
+    @staticmethod
+    def _inputs(step: ForwardInputs, group_index: int, table: Tensor) -> AttentionInputs:
+        group = step.groups[group_index]
+        return AttentionInputs(
+            step.positions, table, group.slot_mapping, group.metadata, step.backend
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

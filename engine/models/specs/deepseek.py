@@ -8,7 +8,14 @@ from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import DenseSpec
-from engine.models.specs.experts import ExpertNames, ExpertSpec, num_experts_of, number_of
+from engine.models.specs.experts import (
+    SHARED_EXPERTS,
+    ExpertSpec,
+    first_layers,
+    num_experts_of,
+    number_of,
+    sigmoid_experts,
+)
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.rope import read_rotary, yarn_magnitude
 from engine.rope import Rotary
@@ -37,8 +44,8 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
                 nope=nope,
                 rope=rope,
                 value=number_of(file, "v_head_dim"),
+                scale=scale,
             ),
-            "attention_scale": scale,
             "experts": cls.read_experts(file),
         }
 
@@ -68,12 +75,12 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
             top_k=number_of(file, "num_experts_per_tok"),
             intermediate_size=width,
             renormalise=False,
-            dense_layers=tuple(range(min(file.first_k_dense_replace, file.num_hidden_layers))),
+            dense_layers=first_layers(file),
             shared_size=width * (file.n_shared_experts or 0),
             scaling=file.routed_scaling_factor,
             num_groups=(file.n_group or 1) if is_grouped else 1,
             top_groups=(file.topk_group or 1) if is_grouped else 1,
-            names=ExpertNames(shared="shared_experts"),
+            names=SHARED_EXPERTS,
         )
 
 
@@ -82,18 +89,4 @@ class DeepseekV3Spec(DeepseekV2Spec, frozen=True, kw_only=True):
 
     @classmethod
     def read_experts(cls, file: ConfigFile) -> ExpertSpec:
-        width = number_of(file, "moe_intermediate_size")
-        return ExpertSpec(
-            count=num_experts_of(file),
-            top_k=number_of(file, "num_experts_per_tok"),
-            intermediate_size=width,
-            renormalise=file.norm_topk_prob is not False,
-            dense_layers=tuple(range(min(file.first_k_dense_replace, file.num_hidden_layers))),
-            shared_size=width * (file.n_shared_experts or 0),
-            sigmoid=True,
-            choice_bias=True,
-            scaling=file.routed_scaling_factor,
-            num_groups=file.n_group or 1,
-            top_groups=file.topk_group or 1,
-            names=ExpertNames(shared="shared_experts"),
-        )
+        return sigmoid_experts(file)

@@ -27,6 +27,9 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     choice_bias: str = "gate.e_score_correction_bias"
 
 
+SHARED_EXPERTS = ExpertNames(shared="shared_experts")
+
+
 class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of a model.
 
@@ -74,3 +77,32 @@ def num_experts_of(file: ConfigFile) -> int:
     if count is None or count < number_of(file, "num_experts_per_tok"):
         raise UnsupportedField("num_experts", f"{count} experts")
     return count
+
+
+def sigmoid_experts(file: ConfigFile) -> ExpertSpec:
+    """Returns the experts of DeepSeek V3 and of what follows it: chosen by sigmoid scores and a
+    bias, out of the best groups, beside shared ones and behind a few dense layers.
+
+    Raises:
+        UnsupportedField: A number is missing.
+    """
+    width = number_of(file, "moe_intermediate_size")
+    return ExpertSpec(
+        count=num_experts_of(file),
+        top_k=number_of(file, "num_experts_per_tok"),
+        intermediate_size=width,
+        renormalise=file.norm_topk_prob is not False,
+        dense_layers=first_layers(file),
+        shared_size=width * (file.n_shared_experts or 0),
+        sigmoid=True,
+        choice_bias=True,
+        scaling=file.routed_scaling_factor,
+        num_groups=file.n_group or 1,
+        top_groups=file.topk_group or 1,
+        names=SHARED_EXPERTS,
+    )
+
+
+def first_layers(file: ConfigFile) -> tuple[int, ...]:
+    """Returns the layers before the first one with experts."""
+    return tuple(range(min(file.first_k_dense_replace, file.num_hidden_layers)))

@@ -13,3 +13,4 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     nope: int
     rope: int
     value: int
+    scale: float
