@@ -1,7 +1,8 @@
 """Time and tune the GEMMs of experts, and all of a layer's experts, beside their floor.
 
-    python -m bench.engine.experts                 # a layer, with the tunings that are built in
-    python -m bench.engine.experts --tune          # sweep, and print the fastest of each shape
+    python -m bench.engine.experts                 # a layer, with the tables as they are
+    python -m bench.engine.experts --tune          # sweep, and write the table of this GPU
+    python -m bench.engine.experts --tune --shape mixtral-8x7b --ranks 2 --tables FOLDER
 
 The floor is the bytes of the experts that are touched over what a copy reaches, or the operations
 over what a large GEMM reaches, whichever is longer. Routing is uniformly random.
@@ -16,22 +17,33 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from bench.engine.kernel_timing import copy_bytes_per_us, graph_us
+from tandem_kernels.device import gpu_name
 from tandem_kernels.expert_rows import sort_pairs
-from tandem_kernels.expert_tuning import MAX_SEARCHED_PAIRS, ExpertTuning
+from tandem_kernels.expert_tuning import (
+    MAX_SEARCHED_PAIRS,
+    TABLES,
+    ExpertShape,
+    ExpertTable,
+    ExpertTuning,
+    Range,
+)
 from tandem_kernels.fused_experts import expert_gemm, fused_experts
 
 _FLOPS_PER_US = 690e6
 """A large bf16 GEMM on an H200, as measured inside our steps."""
 _TOKENS = (1, 4, 16, 64, 256, 2048, 8192)
 _SETS = 8
+Timed = dict[int, list[tuple[float, ExpertTuning]]]
+"""Microseconds of tunings, by tokens of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +53,23 @@ class LayerShape:
     hidden: int
     width: int
 
+    @property
+    def table(self) -> ExpertShape:
+        return ExpertShape(self.num_experts, self.width, self.hidden)
+
 
 SHAPES = {
-    "qwen3-30b-a3b": LayerShape(128, 8, 2048, 768),
     "deepseek-v2-lite": LayerShape(64, 6, 2048, 1408),
+    "deepseek-v3": LayerShape(256, 8, 7168, 2048),
+    "glm-4.5-air": LayerShape(128, 8, 4096, 1408),
+    "gpt-oss-20b": LayerShape(32, 4, 2880, 2880),
+    "gpt-oss-120b": LayerShape(128, 4, 2880, 2880),
+    "minimax-m2": LayerShape(256, 8, 3072, 1536),
     "mixtral-8x7b": LayerShape(8, 2, 4096, 14336),
+    "qwen3-30b-a3b": LayerShape(128, 8, 2048, 768),
+    "qwen3-235b-a22b": LayerShape(128, 8, 4096, 1536),
 }
+"""Layers on one rank; `--ranks` divides their width."""
 
 
 class Layer:
@@ -136,10 +159,10 @@ def candidates(shape: LayerShape) -> list[tuple[int, bool, ExpertTuning]]:
     ]
 
 
-def tune(name: str, part: tuple[int, int] | None) -> None:
-    """Prints the three fastest of each shape. With `part` only compiles every so many-th."""
-    shape = SHAPES[name]
-    found: dict[tuple[int, bool], list[tuple[float, ExpertTuning]]] = {}
+def tune(shape: LayerShape, part: tuple[int, int] | None) -> dict[bool, Timed]:
+    """Returns the time of every tuning, of the first GEMM (True) and of the second. With `part`
+    only compiles every so many-th."""
+    found: dict[bool, Timed] = {True: {}, False: {}}
     layer: Layer | None = None
     for index, (num_tokens, gated, tuning) in enumerate(candidates(shape)):
         if part is not None and index % part[1] != part[0]:
@@ -148,25 +171,55 @@ def tune(name: str, part: tuple[int, int] | None) -> None:
             layer = None
             layer = Layer(shape, num_tokens)
         us = layer.gemm_us(tuning, gated=gated, replays=0 if part else 7)
-        found.setdefault((num_tokens, gated), []).append((us, tuning))
-    if part is not None:
-        return
-    for (num_tokens, gated), times in found.items():
-        for us, tuning in sorted(times, key=lambda item: item[0])[:3]:
-            print(f"{name} T={num_tokens} {'gate-up' if gated else 'down'} {us:.1f} us {tuning}")
+        found[gated].setdefault(num_tokens, []).append((us, tuning))
+    return found
 
 
-def compile_all(name: str, processes: int) -> None:
+def ranges(times: Timed, rows_per_token: float) -> tuple[Range, ...]:
+    """Returns the fastest tuning of each number of tokens, for all numbers: between two that were
+    measured the border is their geometric mean.
+
+    Args:
+        rows_per_token: Mean rows of an expert for each token.
+    """
+    sizes = sorted(times)
+    best = [min(times[size], key=lambda timed: timed[0])[1] for size in sizes]
+    borders = [
+        round(math.sqrt(size * after) * rows_per_token, 3)
+        for size, after in itertools.pairwise(sizes)
+    ]
+    parts: list[Range] = []
+    for end, tuning, after in zip([*borders, None], best, [*best[1:], None], strict=True):
+        if tuning != after:
+            parts.append(Range(end, tuning))
+    return tuple(parts)
+
+
+def write_table(shape: LayerShape, found: dict[bool, Timed], tables: Path) -> Path:
+    """Writes the table of a shape on this GPU, and prints the three fastest of each step."""
+    for gated, times in found.items():
+        for num_tokens, timed in times.items():
+            for us, tuning in sorted(timed, key=lambda item: item[0])[:3]:
+                print(f"T={num_tokens} {'gate-up' if gated else 'down'} {us:.1f} us {tuning}")
+    rows = shape.top_k / shape.num_experts
+    table = ExpertTable(gate_up=ranges(found[True], rows), down=ranges(found[False], rows))
+    path = tables / gpu_name(torch.device("cuda")) / shape.table.file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(table.to_json())
+    return path
+
+
+def compile_all(options: list[str], processes: int) -> None:
     """Fills the compile cache by processes that launch each tuning once."""
-    command = [sys.executable, "-m", "bench.engine.experts", "--tune", "--shape", name, "--part"]
+    command = [sys.executable, "-m", "bench.engine.experts", "--tune", *options, "--part"]
     parts = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
     assert all(part.wait() == 0 for part in parts)
 
 
-def report(name: str) -> None:
+def report(name: str, shape: LayerShape) -> None:
     bytes_per_us = copy_bytes_per_us()
     for num_tokens in _TOKENS:
-        layer = Layer(SHAPES[name], num_tokens)
+        layer = Layer(shape, num_tokens)
         us, floor = layer.all_us(), layer.floor_us(bytes_per_us)
         print(f"{name} T={num_tokens}: {us:.1f} us, floor {floor:.1f}, {us / floor:.2f} x")
 
@@ -174,18 +227,22 @@ def report(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--tune", action="store_true", help="sweep the tunings")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--tune", action="store_true", help="sweep the tunings, write the table")
+    parser.add_argument("--tables", type=Path, default=TABLES, help="folder of the tables")
     parser.add_argument("--part", help="I/N: only compile every N-th from I on")
     given = parser.parse_args()
+    whole = SHAPES[given.shape]
+    shape = replace(whole, width=whole.width // given.ranks)
     if not given.tune:
-        report(given.shape)
-        return
-    if given.part is None:
-        compile_all(given.shape, min(8, os.cpu_count() or 1))
-        tune(given.shape, None)
+        report(given.shape, shape)
+    elif given.part is None:
+        options = ["--shape", given.shape, "--ranks", str(given.ranks)]
+        compile_all(options, min(8, os.cpu_count() or 1))
+        print(write_table(shape, tune(shape, None), given.tables))
     else:
         index, count = map(int, given.part.split("/"))
-        tune(given.shape, (index, count))
+        tune(shape, (index, count))
 
 
 if __name__ == "__main__":

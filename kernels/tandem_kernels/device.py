@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from tandem_kernels.small_m_shapes import MAX_ROWS
@@ -12,6 +14,14 @@ def num_programs(device: torch.device, programs_per_sm: int) -> int:
     if device.type != "cuda":
         return 2 * programs_per_sm
     return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
+
+
+@cache
+def gpu_name(device: torch.device) -> str:
+    """Returns the GPU's name as tables of tunings have it, `NVIDIA_H200`; of no GPU, `cpu`."""
+    if device.type != "cuda":
+        return device.type
+    return torch.cuda.get_device_name(device).replace(" ", "_")
 
 
 def supports_pdl(device: torch.device) -> bool:

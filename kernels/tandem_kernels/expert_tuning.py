@@ -1,18 +1,39 @@
-"""How the GEMMs of experts run best, by how many rows an expert has; found by measurement
-(`python -m bench.engine.experts`)."""
+"""Knows the tiles with which the GEMMs of experts run best, from tables that were measured
+(`python -m bench.engine.experts --tune` writes them):
+
+    expert_tables/NVIDIA_H200/E128-N768-K2048-bf16.json
+                  GPU         experts, units of one on this rank, hidden size, format of the weights
+    {"gate_up": [{"up_to": 8, "rows": 16, ...}, ..., {"up_to": null, ...}], "down": [...]}
+
+`up_to` is the mean number of rows that an expert has. A shape that nobody measured takes the table
+of the nearest one, and the log says so once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import math
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import msgspec
+import torch
+
+logger = logging.getLogger(__name__)
+
+TABLES = Path(__file__).parent / "expert_tables"
 MAX_SEARCHED_PAIRS = 256
 """Up to so many (token, expert) pairs each program finds its own rows; beyond, they are sorted
 first, by one more launch."""
+_PLAIN_FORMAT, _EXACT_FORMAT = "bf16", "fp32"
+_FILE_NAME = re.compile(r"E(\d+)-N(\d+)-K(\d+)-(\w+)\.json")
+_RETUNE = "python -m bench.engine.experts --tune measures and writes one"
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertTuning:
-    """Says how one shape runs.
+class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says how one GEMM runs.
 
     Attributes:
         rows, cols, depth: Of a tile: pairs, outputs, and how much of the inner dimension at once.
@@ -29,22 +50,135 @@ class ExpertTuning:
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
+_EXACT = ExpertTuning(rows=16, cols=32, depth=32, num_warps=4, num_stages=2)
+"""Float32 is not served for speed."""
 
 
-def expert_tuning(num_pairs: int, num_experts: int, itemsize: int, *, gated: bool) -> ExpertTuning:
-    """Chooses by the mean number of rows that an expert has, `num_pairs / num_experts`.
+class ExpertShape(msgspec.Struct, frozen=True):
+    """Identifies a table on its GPU.
+
+    Attributes:
+        num_experts, width, hidden: Experts; units of one that this rank has; hidden size.
+        weights: The format of the weights. One without tables takes those of bf16.
+    """
+
+    num_experts: int
+    width: int
+    hidden: int
+    weights: str = _PLAIN_FORMAT
+
+    @property
+    def file_name(self) -> str:
+        sizes = f"E{self.num_experts}-N{self.width}-K{self.hidden}"
+        return f"{sizes}-{self.weights}.json"
+
+    def distance(self, other: ExpertShape) -> float:
+        """Returns how unlike the sizes are: 1 for each doubling of one of them."""
+        return sum(
+            abs(math.log2(getattr(self, size) / getattr(other, size)))
+            for size in ("num_experts", "width", "hidden")
+        )
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Says which tuning serves up to how many rows of an expert on average; None: any number."""
+
+    up_to: float | None
+    tuning: ExpertTuning
+
+
+class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Holds the ranges of both GEMMs, in rising order; the last of each has no end."""
+
+    gate_up: tuple[Range, ...]
+    down: tuple[Range, ...]
+
+    def __post_init__(self) -> None:
+        for ranges in (self.gate_up, self.down):
+            ends = [math.inf if part.up_to is None else part.up_to for part in ranges]
+            if not ends or ends != sorted(set(ends)) or ends[-1] != math.inf:
+                raise ValueError("up_to must rise from range to range, and be null in the last")
+
+    def choose(self, rows_per_expert: float, *, gated: bool) -> ExpertTuning:
+        ranges = self.gate_up if gated else self.down
+        return next(
+            part.tuning for part in ranges if part.up_to is None or rows_per_expert <= part.up_to
+        )
+
+    def to_json(self) -> bytes:
+        """Writes the file's contents, a range a line."""
+        kinds = []
+        for kind in ("gate_up", "down"):
+            lines = [
+                msgspec.json.encode({"up_to": part.up_to, **msgspec.structs.asdict(part.tuning)})
+                for part in getattr(self, kind)
+            ]
+            kinds.append(f'  "{kind}": [\n    '.encode() + b",\n    ".join(lines) + b"\n  ]")
+        return b"{\n" + b",\n".join(kinds) + b"\n}\n"
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ExpertTable:
+        """Raises `msgspec.ValidationError`: the contents are not a table."""
+        kinds = msgspec.json.decode(data, type=dict[str, list[dict[str, Any]]])
+        ranges = {
+            kind: [{"up_to": part.pop("up_to", 0), "tuning": part} for part in parts]
+            for kind, parts in kinds.items()
+        }
+        return msgspec.convert(ranges, cls)
+
+
+def weight_format(dtype: torch.dtype) -> str:
+    """Returns the format of weights that are stored as plain numbers: fp16 runs as bf16 does."""
+    return _EXACT_FORMAT if dtype.itemsize > 2 else _PLAIN_FORMAT
+
+
+def expert_tuning(
+    shape: ExpertShape, num_pairs: int, gpu: str, *, gated: bool, tables: Path = TABLES
+) -> ExpertTuning:
+    """Chooses by the mean number of rows that an expert has.
 
     Args:
-        itemsize: Bytes of a number.
+        num_pairs: (token, expert) pairs of the step.
+        gpu: Its name, as `device.gpu_name` gives it.
         gated: The first GEMM, which computes two outputs for each column.
     """
-    if itemsize > 2:
-        return ExpertTuning(rows=16, cols=32, depth=32, num_warps=4, num_stages=2)
-    rows = num_pairs / num_experts
-    if rows <= 8:
-        return ExpertTuning(16, 32 if gated else 64, 128, num_warps=4, num_stages=3)
-    if rows <= 32:
-        return ExpertTuning(32, 64 if gated else 128, 128, num_warps=4, num_stages=3)
-    if rows <= 64:
-        return ExpertTuning(64, 64, 64, num_warps=4, num_stages=4, group=4)
-    return ExpertTuning(128, 128 if gated else 256, 64, num_warps=8, num_stages=4, group=8)
+    if shape.weights == _EXACT_FORMAT:
+        return _EXACT
+    return nearest_table(shape, gpu, tables).choose(num_pairs / shape.num_experts, gated=gated)
+
+
+@cache
+def nearest_table(shape: ExpertShape, gpu: str, tables: Path) -> ExpertTable:
+    """Returns the table of a shape, or of the nearest one: of the same format if any GPU has one,
+    because formats differ in the tiles that they allow, and of the same GPU if it has one.
+    """
+    found = _list_tables(tables)
+    measured_gpu, measured = min(
+        found,
+        key=lambda place: (
+            place[1].weights != shape.weights,
+            place[0] != gpu,
+            shape.distance(place[1]),
+            place[1].file_name,
+        ),
+    )
+    if (measured_gpu, measured) != (gpu, shape):
+        logger.warning(
+            "experts of shape %s on %s have no table of tiles, and take that of %s/%s; %s",
+            shape.file_name.removesuffix(".json"),
+            gpu,
+            measured_gpu,
+            measured.file_name,
+            _RETUNE,
+        )
+    return ExpertTable.from_json((tables / measured_gpu / measured.file_name).read_bytes())
+
+
+@cache
+def _list_tables(tables: Path) -> list[tuple[str, ExpertShape]]:
+    """Lists the GPU and the shape of every table."""
+    return [
+        (path.parent.name, ExpertShape(int(name[1]), int(name[2]), int(name[3]), name[4]))
+        for path in sorted(tables.glob("*/*.json"))
+        if (name := _FILE_NAME.fullmatch(path.name))
+    ]

@@ -16,12 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.device import gpu_name
 from tandem_kernels.expert_rows import sort_pairs
 from tandem_kernels.expert_tuning import (
     FIXED,
     MAX_SEARCHED_PAIRS,
+    ExpertShape,
     ExpertTuning,
     expert_tuning,
+    weight_format,
 )
 
 
@@ -204,10 +207,9 @@ def fused_experts(
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
+    shape = ExpertShape(num_experts, doubled // 2, hidden_size, weight_format(w13.dtype))
     first, second = (
-        FIXED
-        if fixed_order
-        else expert_tuning(num_pairs, num_experts, x.element_size(), gated=gated)
+        FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
         for gated in (True, False)
     )
     order = counts = None

@@ -284,7 +284,8 @@ def expert_cases(capability: int) -> Iterator[Case]:
     yield Case(fused_experts.sum_pairs_kernel, "", types, {"TOP_K": 8, "BLOCK": 1024})
     many = capability >= 90
     for num_pairs, gated in itertools.product((8, 256, 8192, 65536) if many else (65536,), (1, 0)):
-        tuning = expert_tuning.expert_tuning(num_pairs, 128, 2, gated=bool(gated))
+        shape = expert_tuning.ExpertShape(128, 768, 2048)
+        tuning = expert_tuning.expert_tuning(shape, num_pairs, "NVIDIA_H200", gated=bool(gated))
         is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
         yield Case(
             fused_experts.expert_gemm_kernel,

@@ -1,0 +1,120 @@
+"""Tables of experts' tiles: those that are shipped can be read, and a shape without one takes the
+nearest and says so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from bench.engine.experts import ranges
+from tandem_kernels.expert_tuning import (
+    TABLES,
+    ExpertShape,
+    ExpertTable,
+    ExpertTuning,
+    Range,
+    expert_tuning,
+    nearest_table,
+    weight_format,
+)
+
+QWEN3_30B = ExpertShape(128, 768, 2048)
+SHIPPED = sorted(TABLES.glob("*/*.json"))
+SMALL, LARGE = ExpertTuning(16, 32, 128, 4, 3), ExpertTuning(128, 128, 64, 8, 4, 8)
+FP8 = ExpertTuning(64, 64, 128, 4, 4)
+
+
+def write(folder: Path, gpu: str, shape: ExpertShape, tuning: ExpertTuning) -> None:
+    table = ExpertTable(gate_up=(Range(None, tuning),), down=(Range(None, tuning),))
+    (folder / gpu).mkdir(exist_ok=True)
+    (folder / gpu / shape.file_name).write_bytes(table.to_json())
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shipped_tables(path: Path) -> None:
+    table = ExpertTable.from_json(path.read_bytes())
+    assert table.to_json() == path.read_bytes(), "as the tuner writes it"
+    for part in (*table.gate_up, *table.down):
+        tuning = part.tuning
+        for size in (tuning.rows, tuning.cols, tuning.depth):
+            assert size >= 16 and size & (size - 1) == 0, "a tile that tl.dot takes"
+        assert tuning.num_warps in (4, 8) and tuning.num_stages >= 1 and tuning.group >= 1
+
+
+def test_a_measured_shape_has_its_own_table(caplog: pytest.LogCaptureFixture) -> None:
+    nearest_table.cache_clear()
+    assert {path.parent.name for path in SHIPPED} >= {"NVIDIA_H200"}
+    rows = [
+        expert_tuning(QWEN3_30B, pairs, "NVIDIA_H200", gated=gated).rows
+        for pairs in (8, 8 * 128, 9 * 128, 64 * 128, 65 * 128)
+        for gated in (True, False)
+    ]
+    assert rows == [16, 16, 16, 16, 32, 32, 64, 64, 128, 128]
+    assert not caplog.records
+
+
+def test_a_shape_without_a_table_takes_the_nearest_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "NVIDIA_H200", ExpertShape(128, 384, 2048), SMALL)
+    write(tmp_path, "NVIDIA_H200", ExpertShape(8, 14336, 4096), LARGE)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert chosen(tmp_path, QWEN3_30B) == SMALL
+            assert chosen(tmp_path, ExpertShape(16, 8192, 4096)) == LARGE
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "E128-N768-K2048-bf16 on NVIDIA_H200" in messages[0]
+    assert "NVIDIA_H200/E128-N384-K2048-bf16.json" in messages[0] and "--tune" in messages[0]
+
+
+def chosen(tables: Path, shape: ExpertShape, gpu: str = "NVIDIA_H200") -> ExpertTuning:
+    return expert_tuning(shape, 64, gpu, gated=True, tables=tables)
+
+
+def test_the_format_counts_before_the_gpu_and_the_gpu_before_the_sizes(tmp_path: Path) -> None:
+    fp8 = msgspec.structs.replace(QWEN3_30B, weights="fp8")
+    other = ExpertShape(8, 14336, 4096)
+    write(tmp_path, "NVIDIA_H200", QWEN3_30B, SMALL)
+    write(tmp_path, "NVIDIA_L40S", other, LARGE)
+    write(tmp_path, "NVIDIA_A100", msgspec.structs.replace(other, weights="fp8"), FP8)
+    assert chosen(tmp_path, QWEN3_30B, "NVIDIA_L40S") == LARGE
+    assert chosen(tmp_path, QWEN3_30B, "NVIDIA_B200") == SMALL, "a GPU without tables"
+    assert chosen(tmp_path, fp8) == FP8
+    mxfp4 = msgspec.structs.replace(QWEN3_30B, weights="mxfp4")
+    assert chosen(tmp_path, mxfp4) == SMALL, "a format without tables"
+
+
+def test_formats_of_plain_weights() -> None:
+    assert weight_format(torch.bfloat16) == weight_format(torch.float16) == "bf16"
+    exact = msgspec.structs.replace(QWEN3_30B, weights=weight_format(torch.float32))
+    small, large = (expert_tuning(exact, n, "NVIDIA_H200", gated=True) for n in (8, 1 << 16))
+    assert small == large, "no table is asked"
+
+
+@pytest.mark.parametrize(
+    "ends", [[8, 4, None], [8, 8, None], [4, 8], [None, 8], []], ids=lambda ends: str(ends)
+)
+def test_ranges_must_rise_and_end_open(ends: list[float | None]) -> None:
+    parts = [{"up_to": end, **msgspec.structs.asdict(SMALL)} for end in ends]
+    with pytest.raises(msgspec.ValidationError, match="up_to must rise"):
+        ExpertTable.from_json(msgspec.json.encode({"gate_up": parts, "down": parts}))
+
+
+def test_a_misspelt_field_is_refused() -> None:
+    part = {"up_to": None, **msgspec.structs.asdict(SMALL), "num_warp": 8}
+    with pytest.raises(msgspec.ValidationError, match="num_warp"):
+        ExpertTable.from_json(msgspec.json.encode({"gate_up": [part], "down": [part]}))
+
+
+def test_the_tuner_takes_the_fastest_and_puts_borders_between() -> None:
+    times = {
+        1: [(5.0, LARGE), (3.0, SMALL)],
+        4: [(4.0, SMALL), (9.0, LARGE)],
+        64: [(30.0, LARGE), (31.0, SMALL)],
+    }
+    assert ranges(times, rows_per_token=0.5) == (Range(8.0, SMALL), Range(None, LARGE))
