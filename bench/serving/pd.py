@@ -33,7 +33,7 @@ from rich.console import Console
 
 from bench.engine.offline import SHAPES
 from bench.record import RESULTS, write_result
-from bench.serving.load import load as serving
+from bench.serving import load as serving
 from bench.serving.pd_client import Client, interference, stages
 from bench.serving.pd_cluster import model_folder, running
 from bench.serving.pd_report import plot_points, plot_rates, print_tables
