@@ -113,8 +113,10 @@ class ModelRunner:
             [group.window for group in self._groups],
         )
         self._result_copier = ResultCopier(device)
-        rare_attention = spec_of(config.model).rare_attention
-        self._attention = choose_attention(config, device, rare_attention=rare_attention)
+        spec = spec_of(config.model)
+        self._attention = choose_attention(
+            config, device, rare_attention=spec.rare_attention, has_sinks=spec.has_sinks
+        )
         self._graphs: CudaGraphManager | None = None
         self.drafter: Drafter | None = None
         """Asked after each step, if decodes have more than one token."""

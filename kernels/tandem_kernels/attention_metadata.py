@@ -46,3 +46,9 @@ class AttentionMetadata:
     def num_decode_tokens(self) -> int:
         """Returns the number of leading query rows that belong to decodes."""
         return self.num_decodes * self.decode_query_len
+
+    def strides(self, q: Tensor, kv_cache: Tensor) -> tuple[int, ...]:
+        """Returns the steps from a token of `q` to the next, and in `kv_cache` [N, 2, Hkv, B, D]
+        from a block, from keys to values and from a head, and from a block table."""
+        block, value, head = kv_cache.stride()[:3]
+        return q.stride(0), block, value, head, self.block_tables.stride(0)

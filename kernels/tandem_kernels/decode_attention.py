@@ -14,6 +14,9 @@ state in its slot 0 (a run that begins inside a head) or slot 1 (a run that ends
 are fewer cuts than programs, so `merge_kernel` has a program for each run that ends in a cut. The
 query heads that share a KV head are the rows of one tile: each byte of the cache is read once.
 
+With a window the line has only the tiles that the window reaches. A sink joins where a softmax
+state is complete: in the program that owns a whole head, or in the merge.
+
 On Hopper both kernels launch before their predecessor has drained (programmatic dependent
 launch) and wait for its writes where they first need them.
 """
@@ -29,6 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.attention_sink import with_sink
 from tandem_kernels.device import num_programs, supports_pdl
 from tandem_kernels.soft_cap import soft_capped
 
@@ -66,17 +70,26 @@ def decode_tuning(num_units: int, head_dim: int, dtype: torch.dtype) -> DecodeTu
 
 
 @triton.jit
+def _skipped(seq_len: tl.tensor, TILE: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """Returns the number of tiles before the one where the window begins."""
+    if WINDOW > 0:
+        return tl.maximum(seq_len - WINDOW, 0) // TILE
+    return seq_len * 0
+
+
+@triton.jit
 def _line(
     seq_lens: tl.tensor,
     num_reqs: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     REQS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tl.tensor:
     """Lengths [REQS], ends of the requests' stretches of the line [REQS], its whole length."""
     r = tl.arange(0, REQS)
     seq_len = tl.load(seq_lens + r, mask=r < num_reqs, other=0)
-    tiles = tl.cdiv(seq_len, TILE) * NUM_KV_HEADS
+    tiles = (tl.cdiv(seq_len, TILE) - _skipped(seq_len, TILE, WINDOW)) * NUM_KV_HEADS
     return seq_len, tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
 
 
@@ -104,6 +117,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
@@ -120,6 +134,8 @@ def _attend(
     for tile in range(first_tile, last_tile):
         start = tile * TILE
         inside = start + lane < seq_len
+        if WINDOW > 0:
+            inside &= start + lane >= seq_len - WINDOW
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
             place = block * block_stride + (start % BLOCK_SIZE + lane) * HEAD_DIM
@@ -152,6 +168,7 @@ def decode_attention_kernel(
     kv_cache: tl.tensor,
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     partial_acc: tl.tensor,
     partial_state: tl.tensor,
@@ -171,7 +188,9 @@ def decode_attention_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     REQS: tl.constexpr,
+    WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -180,7 +199,7 @@ def decode_attention_kernel(
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
-    _, ends, line = _line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS)
+    _, ends, line = _line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     run = tl.cdiv(line, tl.num_programs(0))
     here = program * run
     end = tl.minimum(here + run, line)
@@ -190,7 +209,8 @@ def decode_attention_kernel(
     while here < end:
         r, begin = _find(ends, here)
         seq_len = tl.load(seq_lens + r)
-        tiles = tl.cdiv(seq_len, TILE)
+        skipped = _skipped(seq_len, TILE, WINDOW)
+        tiles = tl.cdiv(seq_len, TILE) - skipped
         head = (here - begin) // tiles
         first_tile = (here - begin) % tiles
         last_tile = tl.minimum(tiles, first_tile + end - here)
@@ -200,8 +220,8 @@ def decode_attention_kernel(
             tl.load(q + place, mask=real, other=0.0),
             kv_cache + head.to(tl.int64) * head_stride,
             block_tables + r.to(tl.int64) * table_stride,
-            first_tile,
-            last_tile,
+            skipped + first_tile,
+            skipped + last_tile,
             seq_len,
             block_stride,
             value_stride,
@@ -212,10 +232,13 @@ def decode_attention_kernel(
             BLOCK_SIZE,
             ROWS,
             TILE,
+            WINDOW,
             CAPPED,
             PRECISION,
         )
         if (first_tile == 0) & (last_tile == tiles):
+            if HAS_SINKS:
+                total = with_sink(total, peak, sinks, head * GROUP + row, row < GROUP)
             to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim[None, :]
             tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
         else:
@@ -231,6 +254,7 @@ def decode_attention_kernel(
 @triton.jit(do_not_specialize=["num_reqs"])
 def merge_kernel(
     seq_lens: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     partial_acc: tl.tensor,
     partial_state: tl.tensor,
@@ -241,6 +265,8 @@ def merge_kernel(
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
     REQS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -252,7 +278,7 @@ def merge_kernel(
     g = tl.program_id(1)
     dim = tl.arange(0, BLOCK_DIM)
     kind = out.dtype.element_ty
-    seq_len, ends, line = _line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS)
+    seq_len, ends, line = _line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     request = tl.arange(0, REQS)
     own = (request % tl.num_programs(0) == program) & (request < num_reqs)
     if tl.sum((own & (seq_len == 0)).to(tl.int32), axis=0) > 0:
@@ -270,7 +296,8 @@ def merge_kernel(
     if end >= line:
         return
     r, begin = _find(ends, end - 1)
-    tiles = tl.cdiv(tl.sum(tl.where(request == r, seq_len, 0), axis=0), TILE)
+    own_len = tl.sum(tl.where(request == r, seq_len, 0), axis=0)
+    tiles = tl.cdiv(own_len, TILE) - _skipped(own_len, TILE, WINDOW)
     head = (end - 1 - begin) // tiles
     begin += head * tiles
     if (begin + tiles == end) | (begin < end - run):
@@ -295,7 +322,10 @@ def merge_kernel(
         total = total * shrink + tl.sum(part_total * part_shrink, axis=0)
         acc = acc * shrink + tl.sum(parts * part_shrink[:, None], axis=0)
         peak = higher
-    to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
+    query_head = head * GROUP + g
+    if HAS_SINKS:
+        total = with_sink(total, peak, sinks, query_head, g < GROUP)
+    to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim
     tl.store(out + to, (acc / total).to(kind), mask=dim < HEAD_DIM)
 
 
@@ -307,17 +337,19 @@ def decode_attention(
     out: Tensor,
     tuning: DecodeTuning | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attends for one query token of each request.
 
     Args:
         q: [R, Hq, D], row r belongs to request r of `metadata`; heads of a token adjacent.
         kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent.
-        metadata: Only block tables and sequence lengths are read.
+        metadata: Only block tables, sequence lengths and the window are read.
         scale: Multiplies the scores.
         out: [R, Hq, D] contiguous, written completely.
         tuning: None: the choice for this shape.
         softcap: Bound of the scores; 0: none.
+        sinks: [Hq] float32, or None.
     """
     num_reqs, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[2]
@@ -333,6 +365,8 @@ def decode_attention(
         "BLOCK_DIM": triton.next_power_of_2(head_dim),
         "TILE": tuning.tile,
         "REQS": max(16, triton.next_power_of_2(num_reqs)),
+        "WINDOW": metadata.window or 0,
+        "HAS_SINKS": sinks is not None,
         **({"OVERLAP": True, "launch_pdl": True} if supports_pdl(q.device) else {"OVERLAP": False}),
     }
     decode_attention_kernel[(programs,)](
@@ -340,15 +374,12 @@ def decode_attention(
         kv_cache,
         metadata.block_tables,
         metadata.seq_lens,
+        sinks,
         out,
         partial_acc,
         partial_state,
         num_reqs,
-        q.stride(0),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        metadata.block_tables.stride(0),
+        *metadata.strides(q, kv_cache),
         scale * LOG2_E,
         softcap / scale,
         BLOCK_SIZE=kv_cache.shape[3],
@@ -361,6 +392,7 @@ def decode_attention(
     )
     merge_kernel[(programs, group)](
         metadata.seq_lens,
+        sinks,
         out,
         partial_acc,
         partial_state,

@@ -11,30 +11,52 @@ from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.decode_attention import decode_attention
 from tandem_kernels.prefill_attention import fixed_tuning, prefill_attention
 
+_UNCUT_WINDOW = 256
+"""Up to so many positions a window is walked by one program: cutting it would take a merge, and
+there is little to walk."""
+
 
 def paged_attention(
-    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float = 0.0
+    q: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `reference.attention.paged_attention`. The heads of one query token must be adjacent.
 
     In fixed order all queries go through the kernel of long ones with one size of tiles: it walks
-    a context from its beginning, and what lies behind a query's own position adds nothing. With a
-    window they do so too: there is too little to see to share it out over programs. So do decodes
-    with drafts.
+    a context from its beginning, and what lies behind a query's own position adds nothing. So do
+    decodes with drafts, and those whose window is small, with tiles of their own.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if metadata.fixed_order:
-        tuning = fixed_tuning(q.shape[-1], kv_cache.dtype)
-        prefill_attention(
-            q, kv_cache, replace(metadata, num_decodes=0), scale, out, tuning, softcap
-        )
+    num_decodes = metadata.num_decodes
+    if metadata.fixed_order or metadata.decode_query_len > 1:
+        tuning = fixed_tuning(q.shape[-1], kv_cache.dtype) if metadata.fixed_order else None
+        together = replace(metadata, num_decodes=0)
+        prefill_attention(q, kv_cache, together, scale, out, tuning, softcap, sinks)
         return out
-    if metadata.window is not None or metadata.decode_query_len > 1:
-        prefill_attention(q, kv_cache, replace(metadata, num_decodes=0), scale, out, None, softcap)
-        return out
-    if metadata.num_decodes > 0:
-        decodes = q[: metadata.num_decodes]
-        decode_attention(decodes, kv_cache, metadata, scale, out, None, softcap)
-    if metadata.num_decodes < metadata.seq_lens.shape[0]:
-        prefill_attention(q, kv_cache, metadata, scale, out, None, softcap)
+    if num_decodes > 0:
+        queries, attended = q[:num_decodes], out[:num_decodes]
+        if metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
+            alone = _decodes_alone(metadata)
+            prefill_attention(queries, kv_cache, alone, scale, attended, None, softcap, sinks)
+        else:
+            decode_attention(queries, kv_cache, metadata, scale, attended, None, softcap, sinks)
+    if num_decodes < metadata.seq_lens.shape[0]:
+        prefill_attention(q, kv_cache, metadata, scale, out, None, softcap, sinks)
     return out
+
+
+def _decodes_alone(metadata: AttentionMetadata) -> AttentionMetadata:
+    """Returns the decodes of a step as queries of one token."""
+    count = metadata.num_decodes
+    return replace(
+        metadata,
+        block_tables=metadata.block_tables[:count],
+        query_start_loc=metadata.query_start_loc[: count + 1],
+        seq_lens=metadata.seq_lens[:count],
+        num_decodes=0,
+        max_query_len=1,
+    )

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.attention_sink import with_sink
 from tandem_kernels.device import has_copy_engine
 from tandem_kernels.soft_cap import soft_capped
 
@@ -171,6 +172,7 @@ def prefill_attention_kernel(
     block_tables: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     first_req: tl.tensor,
     num_reqs: tl.tensor,
@@ -193,6 +195,7 @@ def prefill_attention_kernel(
     DESCRIBED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     """Computes, in program (h, i), the i-th tile from the end of KV head h; spare programs end at
     once.
@@ -262,10 +265,10 @@ def prefill_attention_kernel(
             queries, peak, total, acc, keys, values, start + lane, own_position, scale, cap,
             True, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
-    if WINDOW > 0:
-        # Requests without a context may come this way as decodes: theirs is zero.
-        total = tl.where(total > 0.0, total, 1.0)
-    attended = acc / total[:, None]
+    if HAS_SINKS:
+        total = with_sink(total, peak, sinks, head * GROUP + row % GROUP, row >= 0)
+    # Requests without a context may come this way as decodes: theirs is zero.
+    attended = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     to = (query_row * (NUM_KV_HEADS * GROUP) + query_head) * HEAD_DIM + dim[None, :]
     tl.store(out + to, attended.to(out.dtype.element_ty), mask=real)
 
@@ -278,6 +281,7 @@ def prefill_attention(
     out: Tensor,
     tuning: PrefillTuning | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attends for the requests of `metadata` behind its decodes.
 
@@ -289,6 +293,7 @@ def prefill_attention(
         out: [T, Hq, D] contiguous; rows of the requests behind the decodes are written.
         tuning: None: the choice for this shape.
         softcap: Bound of the scores; 0: none.
+        sinks: [Hq] float32, or None.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -315,14 +320,11 @@ def prefill_attention(
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
+        sinks,
         out,
         first_req,
         num_reqs,
-        q.stride(0),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        metadata.block_tables.stride(0),
+        *metadata.strides(q, kv_cache),
         scale * LOG2_E,
         softcap / scale,
         NUM_KV_HEADS=num_kv_heads,
@@ -337,6 +339,7 @@ def prefill_attention(
         DESCRIBED=described,
         WINDOW=metadata.window or 0,
         CAPPED=softcap > 0,
+        HAS_SINKS=sinks is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

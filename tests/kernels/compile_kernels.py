@@ -197,7 +197,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
         types = {
             **named(f"*{dtype}", "q", "kv_cache", "out"),
             **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
-            **named("*fp32", "partial_acc", "partial_state"),
+            **named("*fp32", "partial_acc", "partial_state", "sinks"),
             **named("fp32", "scale", "cap"),
         }
         shape = {
@@ -210,6 +210,8 @@ def attention_cases(capability: int) -> Iterator[Case]:
         label = f"{dtype} head_dim={head_dim}"
         vary = (head_dim, capability) == (128, 90)
         decode = decode_attention.decode_tuning(8 * 64, head_dim, DTYPES[dtype])
+        plain = {"WINDOW": 0, "HAS_SINKS": False, "sinks": None}
+        rare = {"WINDOW": 1024, "HAS_SINKS": True}
         shape_of_tile = {**shape, "TILE": decode.tile, "OVERLAP": capability >= 90}
         for block_size in (16, 64) if vary else (64,):
             yield Case(
@@ -222,10 +224,12 @@ def attention_cases(capability: int) -> Iterator[Case]:
                     "ROWS": 16,
                     "PRECISION": "tf32",
                     "CAPPED": False,
+                    **(rare if block_size == 16 else plain),
                 },
                 {"num_warps": decode.num_warps, "num_stages": decode.num_stages},
             )
-        yield Case(decode_attention.merge_kernel, label, types, {**shape_of_tile, "PARTS": 16})
+        merge = {**shape_of_tile, "PARTS": 16, **(rare if vary else plain)}
+        yield Case(decode_attention.merge_kernel, label, types, merge)
         more = ((16, 64), (8192, 16)) if vary else ()
         for max_rows, block_size in ((8192, 128), *more):
             prefill = prefill_attention.prefill_tuning(
@@ -246,7 +250,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
                     "BLOCK_SIZE": block_size,
                     "PRECISION": "tf32",
                     "DESCRIBED": described,
-                    "WINDOW": 0,
+                    **(rare if vary and block_size == 16 else plain),
                     "CAPPED": vary and block_size == 16,
                     **({} if described else {"tiles_of_blocks": None}),
                 },

@@ -117,6 +117,26 @@ def test_paged_attention_through_a_window(window: int, fixed_order: bool) -> Non
     check.paged_attention(ops.paged_attention.kernel, batch)
 
 
+def test_decodes_through_a_large_window() -> None:
+    """It is cut into parts, as whole contexts are."""
+    lengths = [5, 300, 0, 257, 520, 700]
+    shape = {"num_kv_heads": 2, "group": 3, "head_dim": 16, "window": 300}
+    for block_size, page_padding in ((16, 32), (128, 0)):
+        more = {"block_size": block_size, "page_padding": page_padding}
+        batch = oracle.paged_batch(lengths, [1] * 6, **shape, **more)  # type: ignore[arg-type]
+        check.paged_attention(ops.paged_attention.kernel, batch)
+
+
+@pytest.mark.parametrize(
+    ("window", "fixed_order"), [(None, False), (None, True), (16, False), (300, False), (50, True)]
+)
+def test_paged_attention_with_sinks(window: int | None, fixed_order: bool) -> None:
+    lengths = [5, 400, 0, 33, 70, 120], [1, 1, 1, 1, 7, 90]
+    shape = {"num_kv_heads": 2, "group": 3, "head_dim": 16, "block_size": 16, "window": window}
+    kernel = ops.paged_attention.kernel
+    check.attention_with_sinks(kernel, *lengths, fixed_order=fixed_order, **shape)
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_paged_attention_with_bounded_scores(window: int | None) -> None:
     batch = oracle.paged_batch(

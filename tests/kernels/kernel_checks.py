@@ -170,9 +170,33 @@ def rope_and_cache(
 
 
 def paged_attention(op: Op, batch: oracle.PagedBatch) -> None:
-    out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale, batch.softcap)
+    out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale, batch.softcap, batch.sinks)
     assert out.dtype == batch.q.dtype
     assert oracle.relative_error(out, batch.expected()) < ATTENTION[out.dtype]
+
+
+def attention_with_sinks(
+    op: Op,
+    seq_lens: list[int],
+    query_lens: list[int],
+    *,
+    device: str = "cpu",
+    fixed_order: bool = False,
+    **shape: Any,
+) -> None:
+    """A sink may take nearly all or nothing of a head, and it takes its share once."""
+    batch = oracle.paged_batch(seq_lens, query_lens, device=device, **shape)
+    num_heads = batch.q.shape[1]
+    sinks = torch.linspace(-3, 6, num_heads, device=device)
+    sinks[-1] = -math.inf
+    batch.sinks = sinks
+    batch.metadata = replace(batch.metadata, fixed_order=fixed_order)
+    paged_attention(op, batch)
+    if num_heads > 1:
+        batch.sinks = sinks.clone()
+        batch.sinks[0] = 1000.0
+        out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale, 0.0, batch.sinks)
+        assert not out[:, 0].any()
 
 
 def attention_in_fixed_order(

@@ -50,6 +50,7 @@ class PagedBatch:
     values: list[Tensor]
     scale: float
     softcap: float = 0.0
+    sinks: Tensor | None = None
 
     def expected(self, width: int | None = None) -> Tensor:
         """Computes [T, Hq, D] float64 by softmax over each query token's own context; `width`: of
@@ -72,8 +73,13 @@ class PagedBatch:
                 scores = queries @ keys[head // group].double().T * self.scale
                 if self.softcap:
                     scores = self.softcap * (scores / self.softcap).tanh()
-                weights = scores.masked_fill_(unseen, -math.inf).softmax(-1)
-                out[start:end, head] = weights @ values[head // group].double()
+                scores = scores.masked_fill_(unseen, -math.inf)
+                peak = scores.max(-1, keepdim=True).values
+                weights = (scores - peak).exp()
+                total = weights.sum(-1, keepdim=True)
+                if self.sinks is not None:
+                    total += (self.sinks[head].double() - peak).exp()
+                out[start:end, head] = weights / total @ values[head // group].double()
         return out
 
 

@@ -51,6 +51,15 @@ def test_bounded_scores(window: int | None, fixed_order: bool) -> None:
     check.paged_attention(ops.paged_attention, batch)
 
 
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("window", [None, 16, 40])
+def test_sinks(window: int | None, fixed_order: bool) -> None:
+    torch.manual_seed(4)
+    shape = {"num_kv_heads": 2, "group": 3, "head_dim": 24, "block_size": 16, "window": window}
+    lengths = [5, 0, 70, 16, 17, 64, 20], [1, 1, 1, 1, 1, 7, 20]
+    check.attention_with_sinks(ops.paged_attention, *lengths, fixed_order=fixed_order, **shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fixed_order(dtype: torch.dtype) -> None:
     torch.manual_seed(1)

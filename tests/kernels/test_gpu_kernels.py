@@ -74,7 +74,8 @@ def test_attention_in_fixed_order(dtype: torch.dtype, block_size: int) -> None:
 def test_attention_through_a_window(dtype: torch.dtype, window: int, block_size: int) -> None:
     shape = {"num_kv_heads": 2, "group": 4, "head_dim": 128, "dtype": dtype, "window": window}
     padded = {**shape, "block_size": block_size, "page_padding": 1024}
-    _attention([1, 127, 128, 129, 1000], [1] * 5, **padded)
+    _attention([1, 127, 128, 129, 1000, 0], [1] * 6, **padded)
+    _attention([6000], [1], **padded)
     _attention([300, 700, 2500], [1, 129, 2400], **padded)
 
 
@@ -89,6 +90,26 @@ def test_attention_with_bounded_scores(
     batch = oracle.paged_batch(*lengths, **shape, window=window, device="cuda")  # type: ignore[arg-type]
     batch.softcap = 0.7
     check.paged_attention(ops.paged_attention, batch)
+
+
+@halves
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("window", [None, 128, 1024])
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(8, 8), (4, 8), (2, 3)])
+def test_attention_with_sinks(
+    dtype: torch.dtype, num_kv_heads: int, group: int, window: int | None, fixed_order: bool
+) -> None:
+    shape = {
+        "num_kv_heads": num_kv_heads, "group": group, "head_dim": 64, "dtype": dtype,
+        "window": window, "block_size": 64, "fixed_order": fixed_order, "device": "cuda",
+    }  # fmt: skip
+    op = ops.paged_attention
+    for lengths in (
+        ([1, 127, 128, 129, 1000, 0, 9000], [1] * 7),
+        ([5000], [1]),
+        ([300, 0, 700, 2500], [1, 1, 129, 2400]),
+    ):
+        check.attention_with_sinks(op, *lengths, **shape)  # type: ignore[arg-type]
 
 
 @halves

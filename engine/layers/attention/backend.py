@@ -13,7 +13,7 @@ its own `attend` reads it, apart from the fields of `AttentionMetadata`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -88,6 +88,7 @@ class AttentionSpec:
         num_heads, num_kv_heads: Of this rank.
         scale: Factor of the scores.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; 0: none.
+        sinks: [num_heads] float32 or None: scores without a value, which the softmax counts.
     """
 
     num_heads: int
@@ -95,6 +96,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     softcap: float = 0.0
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 class AttentionBackend(ABC):

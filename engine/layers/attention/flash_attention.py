@@ -41,11 +41,16 @@ def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> boo
 
 
 def flash_attention(
-    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Does what `tandem_kernels.reference.attention.paged_attention` does. Rows of requests with
     `seq_lens` 0 are anything."""
     keys, values = kv_cache.transpose(2, 3).unbind(1)
+    more = {} if sinks is None else {"return_softmax_lse": True}
     attended = importlib.import_module(PACKAGE).flash_attn_with_kvcache(
         q,
         keys,
@@ -56,8 +61,18 @@ def flash_attention(
         max_seqlen_q=metadata.max_query_len,
         softmax_scale=scale,
         causal=True,
+        **more,
     )
+    if sinks is not None:
+        return _with_sinks(attended[0], attended[1], sinks)
     return cast(Tensor, attended)
+
+
+def _with_sinks(attended: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Returns [T, Hq, D] as it is where the softmax has counted `sinks` [Hq] as well. Without them
+    it has divided by exp(`log_sums`), [Hq, T] float32."""
+    share = torch.sigmoid(log_sums.t() - sinks)
+    return attended.mul_(share[..., None])
 
 
 class FlashPrefill(DensePrefill):
@@ -65,6 +80,7 @@ class FlashPrefill(DensePrefill):
     others: what its interface does on the host, 80 us a layer, would take longer than the GPU."""
 
     name = "FlashAttention 3"
+    has_sinks = True
 
     def __init__(self, package: str, min_tokens: int = 1024) -> None:
         """Raises `ImportError` or `OSError` when the package does not load."""
@@ -88,7 +104,7 @@ class FlashPrefill(DensePrefill):
         q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         first = metadata.num_decodes
         bounds = metadata.query_start_loc[first : first + len(lengths) + 1]
-        return self._attend(q, k, v, bounds, max(lengths), spec.scale)
+        return self._attend(q, k, v, bounds, max(lengths), spec.scale, spec.sinks)
 
     def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
         """Loads its kernels onto the device: any length has the same."""
@@ -103,9 +119,19 @@ class FlashPrefill(DensePrefill):
         self._attend(q, k, v, bounds, self.min_tokens, head_dim**-0.5)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        longest: int,
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        more = {} if sinks is None else {"return_attn_probs": True}
         attended = self._varlen(
-            q, k, v, bounds, bounds, longest, longest, softmax_scale=scale, causal=True
+            q, k, v, bounds, bounds, longest, longest, softmax_scale=scale, causal=True, **more
         )
+        if sinks is not None:
+            return _with_sinks(attended[0], attended[1], sinks)
         return cast(Tensor, attended[0] if isinstance(attended, tuple) else attended)

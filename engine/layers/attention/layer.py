@@ -36,7 +36,7 @@ class Attention(nn.Module):
     Args:
         num_heads, num_kv_heads: Of this rank.
         scale: Factor of the scores; None: head_dim ** -0.5.
-        softcap: See `AttentionSpec`.
+        softcap, sinks: See `AttentionSpec`.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class Attention(nn.Module):
         head_dim: int,
         scale: float | None = None,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
         super().__init__()
         scale = head_dim**-0.5 if scale is None else scale
-        self.spec = AttentionSpec(num_heads, num_kv_heads, head_dim, scale, softcap)
+        self.spec = AttentionSpec(num_heads, num_kv_heads, head_dim, scale, softcap, sinks)
 
     def forward(
         self,

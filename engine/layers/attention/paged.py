@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 PagedKernel = Callable[..., Tensor]
-"""See `tandem_kernels.reference.attention.paged_attention`; not all have its soft bound."""
+"""See `tandem_kernels.reference.attention.paged_attention`; not all have its soft bound and its
+sinks."""
 
 _LONGEST_DECODE_BESIDE_PROMPTS = 4096
 """A recorded step with prompts attends decodes without cutting their contexts: one program walks
@@ -58,5 +60,7 @@ class PagedBackend(AttentionBackend):
         self, spec: AttentionSpec, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         queries = heads[:, : spec.num_heads]
-        bound = (spec.softcap,) if spec.softcap else ()
-        return self.kernel(queries, kv_cache, metadata, spec.scale, *bound)
+        rare: dict[str, Any] = {"softcap": spec.softcap} if spec.softcap else {}
+        if spec.sinks is not None:
+            rare["sinks"] = spec.sinks
+        return self.kernel(queries, kv_cache, metadata, spec.scale, **rare)

@@ -24,32 +24,37 @@ class AttentionBackendError(CannotStartError):
 
 
 def choose_attention(
-    config: EngineConfig, device: torch.device, *, rare_attention: str = ""
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    rare_attention: str = "",
+    has_sinks: bool = False,
 ) -> AttentionBackend:
     """Returns the backend that the setting and this device ask for.
 
     Args:
         rare_attention: Names what only our own kernels know of this model's attention.
+        has_sinks: Its heads have attention sinks.
 
     Raises:
         AttentionBackendError: The kernels that the setting wants are not here.
     """
     wanted = config.device.attention_backend
-    has_window = any(group.window is not None for group in config.kv_layout.groups)
-    needs_own = "a sliding window" if has_window else rare_attention
+    has_window = [group.window is not None for group in config.kv_layout.groups]
+    needs_own = "a sliding window" if any(has_window) else rare_attention
     if needs_own and wanted == "flash-attn":
         raise AttentionBackendError(
             f"attention_backend flash-attn does not have {needs_own}, which "
             f"{config.model.architecture} needs; choose auto or triton"
         )
-    if config.device.deterministic or needs_own:
+    if config.device.deterministic or rare_attention or all(has_window):
         wanted = "triton"
     shape = getattr(torch, config.model.dtype), config.model.head_dim, device
     if wanted == "flash-attn":
         _check_flash_attention(*shape)
         logger.info("attention: FlashAttention 3")
         return PagedBackend(flash_attention.flash_attention)
-    dense = _dense_prefill(*shape) if wanted == "auto" else None
+    dense = _dense_prefill(*shape, has_sinks=has_sinks) if wanted == "auto" else None
     if dense is None:
         logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
         return PagedBackend(fixed_order=config.device.deterministic)
@@ -57,7 +62,9 @@ def choose_attention(
     return UncachedPrefillBackend(dense)
 
 
-def _dense_prefill(dtype: torch.dtype, head_dim: int, device: torch.device) -> DensePrefill | None:
+def _dense_prefill(
+    dtype: torch.dtype, head_dim: int, device: torch.device, *, has_sinks: bool
+) -> DensePrefill | None:
     """Returns the fastest that is there. A library that is installed and does not load is no
     reason not to start: it may have been built for another torch."""
     package = FlashPrefill.package(dtype, head_dim, device)
@@ -66,6 +73,8 @@ def _dense_prefill(dtype: torch.dtype, head_dim: int, device: torch.device) -> D
             return FlashPrefill(package)
         except (ImportError, OSError) as error:
             logger.warning("%s is installed but does not load: %s", package, error)
+    if has_sinks and not CudnnPrefill.has_sinks:
+        return None
     return CudnnPrefill() if CudnnPrefill.is_available(dtype, head_dim, device) else None
 
 

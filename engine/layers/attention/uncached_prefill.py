@@ -6,13 +6,15 @@ projection, by a library whose kernels are faster than ours there, but cannot re
                  |  paged   |  `DensePrefill`           |  paged          |
 
 Long uncached prompts come first among those that end, and first among those that leave a rest; the
-ones that lie together behind the decodes are attended apart.
+ones that lie together behind the decodes are attended apart. Layers with a window are paged: little
+of a prompt is seen through it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -54,10 +56,12 @@ class DensePrefill(ABC):
     Attributes:
         name: In logs.
         min_tokens: Shorter prompts take less time together with the rest of the batch.
+        has_sinks: It computes `AttentionSpec.sinks`.
     """
 
     name: str
     min_tokens: int
+    has_sinks: ClassVar[bool] = False
 
     @abstractmethod
     def attend(
@@ -100,7 +104,7 @@ class UncachedPrefillBackend(AttentionBackend):
 
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
         metadata = self.paged.metadata(batch)
-        prompt_lens = self._prompt_lens(batch.order)
+        prompt_lens = () if batch.window is not None else self._prompt_lens(batch.order)
         return split_metadata(metadata, prompt_lens) if prompt_lens else metadata
 
     def reads_new_keys(self, metadata: AttentionMetadata) -> bool:

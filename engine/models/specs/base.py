@@ -63,6 +63,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the name of what only our own attention kernels know; empty: nothing."""
         return ""
 
+    @property
+    def has_sinks(self) -> bool:
+        """Returns whether each query head has an attention sink."""
+        return False
+
     @abstractmethod
     def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:
         """Returns everything but the weights that the KV depends on, in a fixed order."""

@@ -24,6 +24,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes the causal attention of the step's query tokens over their requests' contexts.
 
@@ -34,6 +35,9 @@ def paged_attention(
         metadata: The ragged batch.
         scale: Multiplies the scores, usually `D ** -0.5`.
         softcap: Bounds them softly, to `softcap * tanh(score / softcap)`; 0: not.
+        sinks: [Hq] float32 or None: a score of each query head, neither scaled nor bounded, that
+            the softmax counts and that has no value (Xiao et al., Efficient Streaming Language
+            Models with Attention Sinks, 2023).
 
     Returns:
         [T, Hq, D] in the dtype of `q`. Rows of requests with `seq_lens` 0 are zero.
@@ -42,7 +46,7 @@ def paged_attention(
     seq_lens = metadata.seq_lens.tolist()
     window = metadata.window
     alone = metadata.fixed_order or window is not None or metadata.decode_query_len > 1
-    num_decodes = 0 if alone or softcap else metadata.num_decodes
+    num_decodes = 0 if alone or softcap or sinks is not None else metadata.num_decodes
     for requests in _similar_lengths(seq_lens[:num_decodes], kv_cache.shape[3]):
         _decode(out, q, kv_cache, metadata, requests, scale)
     if num_decodes < len(seq_lens):
@@ -53,7 +57,7 @@ def paged_attention(
                 first = 0 if window is None else max(0, seq_lens[r] - (end - start) - window + 1)
                 k, v = _context(kv_cache, metadata.block_tables[r], first, seq_lens[r])
                 attend = _one_by_one if metadata.fixed_order else _prefill
-                out[start:end] = attend(q[start:end], k, v, scale, softcap, window)
+                out[start:end] = attend(q[start:end], k, v, scale, softcap, window, sinks)
     return out
 
 
@@ -132,7 +136,13 @@ def _context(
 
 
 def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attends for `q` [T, Hq, D] over one context [Hkv, L, D]; query i sits at position L -
     T + i.
@@ -144,8 +154,8 @@ def _prefill(
         mask = mask.tril_(seq_len - num_tokens)
         if window is not None:
             mask = mask.triu_(seq_len - num_tokens - window + 1)
-    if softcap:
-        return _soft_capped(q, k, v, scale, softcap, mask)
+    if softcap or sinks is not None:
+        return _by_scores(q, k, v, scale, softcap, mask, sinks)
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.unsqueeze(0),
@@ -158,27 +168,44 @@ def _prefill(
     return attended[0].transpose(0, 1)
 
 
-def _soft_capped(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None
+def _by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    mask: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Computes what `_prefill` does, with bounded scores."""
+    """Computes what `_prefill` does, with bounded scores or sinks, by what the softmax is."""
     if mask is None:
         mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_()
     group = q.shape[1] // k.shape[0]
     keys, values = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
     scores = torch.einsum("thd,hld->htl", q.float(), keys) * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill_(~mask, float("-inf")).softmax(-1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill_(~mask, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., : mask.shape[1]]
     return torch.einsum("htl,hld->thd", weights, values).to(q.dtype)
 
 
 def _one_by_one(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Computes what `_prefill` does, each token on nothing but what it sees."""
     rows = []
     for row, end in zip(q, range(k.shape[1] - len(q) + 1, k.shape[1] + 1), strict=True):
         seen = slice(0 if window is None else max(0, end - window), end)
         k_seen, v_seen = k[:, seen].contiguous(), v[:, seen].contiguous()
-        rows.append(_prefill(row[None], k_seen, v_seen, scale, softcap, None))
+        rows.append(_prefill(row[None], k_seen, v_seen, scale, softcap, None, sinks))
     return torch.cat(rows)

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import DeviceConfig, EngineConfig
+from engine.config import DeviceConfig, EngineConfig, KVLayers
 from engine.layers.attention import flash_attention
+from engine.layers.attention.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.flash_attention import PREFILL_PACKAGE, FlashPrefill
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.selection import AttentionBackendError, choose_attention
 from engine.layers.attention.uncached_prefill import UncachedPrefillBackend
+from kv_transfer.layout import Plane
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tests.engine.worker.conftest import tiny_config
@@ -36,13 +38,15 @@ def flash_attn_with_kvcache(
     max_seqlen_q: int,
     softmax_scale: float,
     causal: bool,
-) -> Tensor:
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attends: [T, Hq, D] over pages [N, B, Hkv, D]; a request's queries are the last of its
-    context.
+    context. Also returns the log of the softmax's sums, [Hq, T], if asked.
     """
     assert causal and k_cache.stride(-1) == v_cache.stride(-1) == 1
     assert {cache_seqlens.dtype, page_table.dtype, cu_seqlens_q.dtype} == {torch.int32}
     out = torch.full_like(q, torch.nan)
+    log_sums = torch.full((q.shape[1], len(q)), torch.nan)
     for r, length in enumerate(cache_seqlens.tolist()):
         start, end = cu_seqlens_q[r : r + 2].tolist()
         assert end - start <= max_seqlen_q
@@ -52,8 +56,10 @@ def flash_attn_with_kvcache(
         k, v = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (k, v))
         scores = q[start:end].transpose(0, 1) @ k.mT * softmax_scale
         hidden = torch.ones(scores.shape[1:]).triu(length - (end - start) + 1).bool()
-        out[start:end] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
-    return out
+        scores = scores.masked_fill(hidden, -torch.inf)
+        out[start:end] = (scores.softmax(-1) @ v).transpose(0, 1)
+        log_sums[:, start:end] = scores.logsumexp(-1)
+    return (out, log_sums) if return_softmax_lse else out
 
 
 @pytest.fixture
@@ -81,9 +87,10 @@ def test_gets_our_cache_and_metadata_as_it_wants_them(installed) -> None:
         max_seq_len=33,
     )
     q = torch.randn(sum(query_lens), 6, 16)
-    expected = ops.paged_attention(q, kv_cache, metadata, 0.25)
-    found = flash_attention.flash_attention(q, kv_cache, metadata, 0.25)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for sinks in (None, torch.linspace(-2, 5, 6)):
+        expected = ops.paged_attention(q, kv_cache, metadata, 0.25, sinks=sinks)
+        found = flash_attention.flash_attention(q, kv_cache, metadata, 0.25, sinks)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_choice_is_logged_and_says_what_is_missing(tmp_path, caplog) -> None:
@@ -116,6 +123,34 @@ def test_is_taken_where_it_can_be_had(installed, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
     wanted = config(tmp_path, attention_backend="flash-attn")
     assert choose_attention(wanted, CPU) == PagedBackend(flash_attention.flash_attention)
+
+
+def test_sinks_and_windows_of_some_layers_leave_it_the_others(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's interface does not tell the sums that sinks need."""
+    package = ModuleType(PREFILL_PACKAGE)
+    package.__spec__ = sys.__spec__
+    package.flash_attn_varlen_func = print
+    wanted = config(tmp_path)
+    planes = Plane("k", 2, 32), Plane("v", 2, 32)
+    full = KVLayers(layers=(0,), planes=planes)
+    layers = full, KVLayers(layers=(1,), planes=planes, window=8)
+    bf16 = replace(wanted, model=replace(wanted.model, dtype="bfloat16", kv_layers=layers))
+    monkeypatch.setattr(CudnnPrefill, "is_available", staticmethod(lambda *shape: True))
+    cudnn = choose_attention(bf16, CPU)
+    assert isinstance(cudnn, UncachedPrefillBackend) and isinstance(cudnn.dense, CudnnPrefill)
+    assert choose_attention(bf16, CPU, has_sinks=True) == PagedBackend()
+    assert choose_attention(bf16, CPU, rare_attention="what is rare") == PagedBackend()
+    monkeypatch.setitem(sys.modules, PREFILL_PACKAGE, package)
+    monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
+    flash = choose_attention(bf16, CPU, has_sinks=True)
+    assert isinstance(flash, UncachedPrefillBackend) and isinstance(flash.dense, FlashPrefill)
+    all_windows = replace(bf16, model=replace(bf16.model, kv_layers=(replace(full, window=8),)))
+    assert choose_attention(all_windows, CPU) == PagedBackend()
+    everything = replace(bf16, device=DeviceConfig(attention_backend="flash-attn"))
+    with pytest.raises(AttentionBackendError, match="does not have a sliding window"):
+        choose_attention(everything, CPU)
 
 
 def test_uncached_prefill_is_its_where_its_forward_kernels_are_installed(

@@ -54,8 +54,10 @@ def test_flash_attention_equals_paged_attention(head_dim: int) -> None:
     if package is None:
         pytest.skip("no package with FlashAttention 3 is installed")
     dense = FlashPrefill(package)
-    for difference in _differences(dense, LENGTHS, torch.bfloat16, head_dim, 128):
-        assert difference < 5e-3
+    for sinks in (None, torch.linspace(-2, 5, HEADS, device="cuda")):
+        found = _differences(dense, LENGTHS, torch.bfloat16, head_dim, 128, sinks=sinks)
+        for difference in found:
+            assert difference < 5e-3
 
 
 def test_cudnn_way_equals_paged_attention_on_cpu() -> None:
@@ -71,8 +73,19 @@ def test_flash_way_equals_paged_attention_on_cpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, PREFILL_PACKAGE, package)
     lengths = [256, 150, 100]
     dense = FlashPrefill(PREFILL_PACKAGE)
-    for difference in _differences(dense, lengths, torch.float32, 32, 16, "cpu"):
-        assert difference < 1e-5
+    for sinks in (None, torch.linspace(-2, 5, HEADS)):
+        for difference in _differences(dense, lengths, torch.float32, 32, 16, "cpu", sinks):
+            assert difference < 1e-5
+
+
+def test_layers_with_a_window_are_paged() -> None:
+    batch = _Batch([(1, 9), (300, 300)], 1, torch.float32, 16, 16, "cpu")
+    backend = UncachedPrefillBackend(CudnnPrefill(min_tokens=100))
+    assert backend.reads_new_keys(backend.metadata(batch))
+    batch.window = 32
+    metadata = backend.metadata(batch)
+    assert metadata.window == 32 and not backend.reads_new_keys(metadata)
+    assert torch.equal(batch.attended(backend), batch.attended(PagedBackend()))
 
 
 def _flash_attn_varlen(
@@ -86,11 +99,14 @@ def _flash_attn_varlen(
     *,
     softmax_scale: float,
     causal: bool,
-) -> Tensor:
-    """Attends [T, Hq, D]; what lies outside of the sequences is left as it is."""
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attends [T, Hq, D], and gives the log of the softmax's sums [Hq, T] if asked; what lies
+    outside of the sequences is left as it is."""
     assert causal and cu_seqlens_q.dtype == torch.int32 and q.stride(-1) == k.stride(-1) == 1
     assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
+    log_sums = torch.full((q.shape[1], len(q)), torch.nan)
     for start, end in pairwise(cu_seqlens_q.tolist()):
         assert end - start <= max_seqlen_q
         parts = (part[start:end].transpose(0, 1) for part in (q, k, v))
@@ -98,7 +114,11 @@ def _flash_attn_varlen(
             *parts, is_causal=True, scale=softmax_scale, enable_gqa=True
         )
         out[start:end] = attended.transpose(0, 1)
-    return out
+        keys = k[start:end].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * softmax_scale
+        unseen = torch.ones(scores.shape[1:]).triu(1).bool()
+        log_sums[:, start:end] = scores.masked_fill(unseen, -torch.inf).logsumexp(-1)
+    return (out, log_sums) if return_attn_probs else out
 
 
 def _differences(
@@ -108,6 +128,7 @@ def _differences(
     head_dim: int,
     block_size: int,
     device: str = "cuda",
+    sinks: Tensor | None = None,
 ) -> Iterator[float]:
     """Returns how far this way is from the paged one: three uncached prompts alone; one alone; with
     two decodes before them and a chunk with a cached beginning behind, also with two drafts each;
@@ -124,7 +145,7 @@ def _differences(
         (2, [(3, length) for _, length in decodes] + whole + cached, lengths),
         (2, decodes + whole[:2] + short + whole[2:] + cached, lengths[:2]),
     ):
-        batch = _Batch(chunks, num_decodes, dtype, head_dim, block_size, device)
+        batch = _Batch(chunks, num_decodes, dtype, head_dim, block_size, device, sinks)
         metadata = backend.metadata(batch)
         assert isinstance(metadata, UncachedPrefillMetadata)
         assert metadata.prompt_lens == tuple(apart) and not backend.graph_ok(batch.order)
@@ -136,7 +157,7 @@ def _differences(
 class _Batch:
     """A batch of (query, context) lengths. The cache around them is full of others' keys."""
 
-    window = None
+    window: int | None = None
 
     def __init__(
         self,
@@ -146,6 +167,7 @@ class _Batch:
         head_dim: int,
         block_size: int,
         device: str,
+        sinks: Tensor | None = None,
     ) -> None:
         generator = torch.Generator(device).manual_seed(head_dim + block_size)
 
@@ -174,7 +196,7 @@ class _Batch:
         self.qkv = randn(len(self.positions), (HEADS + 2 * KV_HEADS) * head_dim)
         self.kv_cache = randn(num_blocks, 2, KV_HEADS, block_size, head_dim)
         self.rotary = cos_sin_cache(head_dim, MAX_LEN, Rotary(theta=1e4, dim=head_dim)).to(device)
-        self.layer = Attention(HEADS, KV_HEADS, head_dim)
+        self.layer = Attention(HEADS, KV_HEADS, head_dim, sinks=sinks)
 
     def attended(self, backend: AttentionBackend) -> Tensor:
         metadata = backend.metadata(self)
