@@ -66,3 +66,20 @@ class Shard:
             raise ValueError(f"{total} cannot be shared by {self.tp.size} ranks")
         count = total // self.tp.size
         return self.tp.rank * count, count
+
+    def part_of_units(self, total: int, unit: int) -> tuple[int, int]:
+        """Returns (start, count) of this rank's part, cut at multiples of `unit`: parts are equal,
+        or else as equal as whole units allow, the larger ones first.
+
+        Raises:
+            ValueError: There is not a unit for each rank.
+        """
+        size, rank = self.tp.size, self.tp.rank
+        if total % (size * unit) == 0 or unit == 1:
+            return self.part(total)
+        units = -(-total // unit)
+        if units < size:
+            raise ValueError(f"{total} in units of {unit} cannot be shared by {size} ranks")
+        each, more = divmod(units, size)
+        start = (rank * each + min(rank, more)) * unit
+        return start, min((each + (rank < more)) * unit, total - start)

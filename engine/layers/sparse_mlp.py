@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.layers.expert_methods.base import PROJECTIONS, ExpertLayer, ExpertPart, ExpertSizes
+from engine.layers.expert_methods.choice import expert_method
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
@@ -79,34 +81,30 @@ class Router(nn.Module):
             yield CheckpointWeight(bias, self.bias, tuple(self.bias.shape))
 
 
-class Experts(nn.Module):
-    """This rank's slice of every expert: `w13` [E, 2 I, H], gate before up, and `w2` [E, H, I]."""
+class Experts(ExpertLayer):
+    """This rank's units of every expert; which tensors they are is the method's matter."""
 
     def __init__(
         self, num_experts: int, hidden_size: int, intermediate_size: int, shard: Shard
     ) -> None:
         super().__init__()
-        self.shapes = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
-        self.start, self.width = shard.part(intermediate_size)
+        self.method = expert_method(shard)
         self.fixed_order = shard.gemms.deterministic
-        self.w13 = shard.parameter(num_experts, 2 * self.width, hidden_size)
-        self.w2 = shard.parameter(num_experts, hidden_size, self.width)
+        start, width = shard.part_of_units(intermediate_size, self.method.unit)
+        self.sizes = ExpertSizes(num_experts, hidden_size, intermediate_size, start, width)
+        self.method.create(self, shard)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return ops.fused_experts(x, self.w13, self.w2, weights, experts, self.fixed_order)
+        return self.method.apply(self, x, weights, experts)
 
     def checkpoint_weights(
         self, prefix: str, names: tuple[str, str, str]
     ) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `names` are those of gate, up and down."""
-        across, down = self.shapes
-        gate, up, back = (f"{name}.weight" for name in names)
-        for index in range(len(self.w13)):
-            of_expert = f"{prefix}.{index}."
-            w1, w3 = torch.split(self.w13[index], self.width)
-            yield CheckpointWeight(of_expert + gate, w1, across, 0, self.start)
-            yield CheckpointWeight(of_expert + up, w3, across, 0, self.start)
-            yield CheckpointWeight(of_expert + back, self.w2[index], down, 1, self.start)
+        for index in range(self.sizes.count):
+            for name, projection in zip(names, PROJECTIONS, strict=True):
+                part = ExpertPart(f"{prefix}.{index}.{name}", index, projection)
+                yield from self.method.checkpoint_weights(self, part)
 
 
 class SharedExpert(nn.Module):

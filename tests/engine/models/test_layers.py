@@ -158,3 +158,24 @@ def test_llama3_scaling_leaves_fast_pairs_and_slows_slow_ones() -> None:
     between = (turns > 1.0) & (turns < 4.0)
     assert between.any()
     assert ((scaled < plain) & (scaled > plain / 8.0))[between].all()
+
+
+@given(
+    units=st.integers(1, 60),
+    unit=st.integers(1, 128),
+    less=st.integers(0, 127),
+    size=st.integers(1, 8),
+)
+def test_units_that_stay_together_are_shared_in_whole(
+    units: int, unit: int, less: int, size: int
+) -> None:
+    total = units * unit - less % unit
+    if (unit == 1 and total % size) or (unit > 1 and units < size):
+        with pytest.raises(ValueError, match="cannot be shared"):
+            shard(size - 1, size).part_of_units(total, unit)
+        return
+    parts = [shard(rank, size).part_of_units(total, unit) for rank in range(size)]
+    assert [i for start, count in parts for i in range(start, start + count)] == list(range(total))
+    assert all(start % unit == 0 for start, _ in parts)
+    widths = [-(-count // unit) for _, count in parts]
+    assert max(widths) - min(widths) <= 1

@@ -1,0 +1,103 @@
+"""The interface of expert methods: which tensors a layer's experts are, and how they compute.
+
+    1. `create`                once: the layer gets its parameters, not yet loaded
+    2. `checkpoint_weights`    names the checkpoint's tensors that fill one projection of an expert
+    3. `apply`                 each step
+
+A method keeps nothing of a layer. A new format is a method beside `plain.py`, chosen in
+`choice.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+
+from engine.layers.shard import CheckpointWeight, Shard
+
+Projection = Literal["gate", "up", "down"]
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """The sizes of a layer's experts, and which units of each this rank has.
+
+    Attributes:
+        count: Experts.
+        hidden: Numbers of a token.
+        whole: Units of one expert, on all ranks together.
+        start, width: This rank has units [start, start + width) of every expert.
+    """
+
+    count: int
+    hidden: int
+    whole: int
+    start: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """One projection of one expert, and where the checkpoint has it.
+
+    Attributes:
+        prefix: The checkpoint's name without a suffix, like
+            "model.layers.0.mlp.experts.3.up_proj".
+        expert: Its number.
+    """
+
+    prefix: str
+    expert: int
+    projection: Projection
+
+
+class ExpertLayer(nn.Module):
+    """Holds what methods give it.
+
+    Attributes:
+        sizes: Of the experts.
+        fixed_order: A token gets the same bits whatever the others are.
+    """
+
+    sizes: ExpertSizes
+    fixed_order: bool
+    w13: Tensor
+    w2: Tensor
+
+
+class ExpertMethod(ABC):
+    """Computes a layer's experts in one way.
+
+    Attributes:
+        unit: So many units of an expert stay together: ranks are given multiples of it.
+    """
+
+    unit: ClassVar[int] = 1
+
+    @abstractmethod
+    def create(self, layer: ExpertLayer, shard: Shard) -> None:
+        """Gives the layer, which knows its sizes, its parameters, uninitialised."""
+
+    @abstractmethod
+    def checkpoint_weights(
+        self, layer: ExpertLayer, part: ExpertPart
+    ) -> Iterator[CheckpointWeight]:
+        """Yields all tensors of the checkpoint that one projection of one expert is filled from."""
+
+    @abstractmethod
+    def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Returns the weighted sum of each token's experts, of this rank's units alone.
+
+        Args:
+            x: [T, H].
+            weights: [T, k] float32.
+            experts: [T, k] int32; -1: none.
+
+        Returns:
+            [T, H].
+        """

@@ -1,0 +1,47 @@
+"""Experts in the model's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod, ExpertPart
+from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
+
+
+class PlainExperts(ExpertMethod):
+    """Holds `w13` [E, 2 I, H], gate before up, and `w2` [E, H, I]."""
+
+    def create(self, layer: ExpertLayer, shard: Shard) -> None:
+        sizes = layer.sizes
+        layer.w13 = shard.parameter(sizes.count, 2 * sizes.width, sizes.hidden)
+        layer.w2 = shard.parameter(sizes.count, sizes.hidden, sizes.width)
+
+    def checkpoint_weights(
+        self, layer: ExpertLayer, part: ExpertPart
+    ) -> Iterator[CheckpointWeight]:
+        name = part.prefix + ".weight"
+        target = target_of(layer, part)
+        yield CheckpointWeight(name, target, *slice_of(layer, part))
+
+    def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return ops.fused_experts(x, layer.w13, layer.w2, weights, experts, layer.fixed_order)
+
+
+def target_of(layer: ExpertLayer, part: ExpertPart) -> Tensor:
+    """Returns the rows of `w13`, or the expert of `w2`, that hold one projection."""
+    if part.projection == "down":
+        return layer.w2[part.expert]
+    start = layer.sizes.width if part.projection == "up" else 0
+    return layer.w13[part.expert].narrow(0, start, layer.sizes.width)
+
+
+def slice_of(layer: ExpertLayer, part: ExpertPart) -> tuple[tuple[int, int], int, int]:
+    """Returns (shape, dim, start) of one projection in the checkpoint, as `CheckpointWeight` has
+    them."""
+    sizes = layer.sizes
+    if part.projection == "down":
+        return (sizes.hidden, sizes.whole), 1, sizes.start
+    return (sizes.whole, sizes.hidden), 0, sizes.start
