@@ -1,7 +1,7 @@
 """The experts' feed-forward blocks, for all tokens of a step.
 
-    1. gate·up of each (token, expert) pair, with the activation      [pairs, I]
-    2. down, times the pair's weight                                  [pairs, H]
+    1. gate·up of each (token, expert) pair, bias, activation         [pairs, I]
+    2. down, bias, times the pair's weight                            [pairs, H]
     3. the sum over a token's pairs                                   [T, H]
 
 Grids depend on shapes alone, so all of it can be recorded: programs without work end at once. With
@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.clamped_gate import ClampedGate
 from tandem_kernels.device import gpu_name
+from tandem_kernels.expert_gate import activated
 from tandem_kernels.expert_rows import sort_pairs
 from tandem_kernels.expert_tuning import (
     FIXED,
@@ -85,6 +87,7 @@ def _sorted_rows(
 def expert_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     pair_weights: tl.tensor,
     experts: tl.tensor,
     order: tl.tensor,
@@ -96,6 +99,8 @@ def expert_gemm_kernel(
     inner: tl.tensor,
     x_stride: tl.tensor,
     num_row_tiles: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -107,13 +112,15 @@ def expert_gemm_kernel(
     GATED: tl.constexpr,
     SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Computes one tile of pairs times one tile of outputs in each program.
 
-    GATED: x [T, H], weight [E, 2 * num_outputs, H], silu(gate) * up. Else x [pairs, I], weight
-    [E, num_outputs, I], times the pair's weight.
+    GATED: x [T, H], weight [E, 2 * num_outputs, H], activated. Else x [pairs, I], weight
+    [E, num_outputs, I], times the pair's weight. A bias has a number for each row of the weight.
     """
     program = tl.program_id(0)
     num_col_tiles = tl.cdiv(num_outputs, COLS)
@@ -162,8 +169,14 @@ def expert_gemm_kernel(
             else:
                 by = tl.load(places + up + k[:, None], mask=inside, other=0.0)
             second = tl.dot(given, by, second, input_precision=PRECISION)
+    if HAS_BIAS:
+        of_col = bias + expert.to(tl.int64) * width + col
+        acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
+            second += of_up.to(tl.float32)[None, :]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * second
+        acc = activated(acc, second, limit, alpha, CLAMPED)
     else:
         acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
     to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
@@ -198,6 +211,9 @@ def fused_experts(
     weights: Tensor,
     experts: Tensor,
     fixed_order: bool = False,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate: ClampedGate | None = None,
 ) -> Tensor:
     """See `reference.experts.fused_experts`."""
     num_tokens, hidden_size = x.shape
@@ -217,8 +233,9 @@ def fused_experts(
         order, counts = sort_pairs(experts, num_experts)
     hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    expert_gemm(x, w13, weights, experts, order, counts, hidden, first, gated=True)
-    expert_gemm(hidden, w2, weights, experts, order, counts, parts, second, gated=False)
+    pairs = weights, experts, order, counts
+    expert_gemm(x, w13, *pairs, hidden, first, gated=True, bias=b13, gate=gate)
+    expert_gemm(hidden, w2, *pairs, parts, second, gated=False, bias=b2)
     block = min(1024, triton.next_power_of_2(hidden_size))
     grid = (num_tokens, triton.cdiv(hidden_size, block))
     sum_pairs_kernel[grid](parts, experts, out, hidden_size, TOP_K=top_k, BLOCK=block)
@@ -236,6 +253,8 @@ def expert_gemm(
     tuning: ExpertTuning,
     *,
     gated: bool,
+    bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
 ) -> None:
     """Computes one of the two GEMMs.
 
@@ -245,6 +264,8 @@ def expert_gemm(
         pair_weights, experts: [T, k].
         order, counts: As `sort_pairs` gives them; None where programs find their own rows.
         out: [T * k, I], or [T * k, H].
+        bias: [E, 2 I], or [E, H]; None: none.
+        gate: None: SiLU.
     """
     num_pairs, num_outputs = out.shape
     num_experts, _, inner = weight.shape
@@ -259,6 +280,7 @@ def expert_gemm(
     expert_gemm_kernel[grid](
         x,
         weight,
+        bias,
         pair_weights,
         experts,
         order,
@@ -270,6 +292,7 @@ def expert_gemm(
         inner,
         x.stride(0),
         row_tiles,
+        *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
         TOP_K=top_k,
         ROWS=tuning.rows,
         COLS=tuning.cols,
@@ -281,6 +304,8 @@ def expert_gemm(
         GATED=gated,
         SORTED=counts is not None,
         BY_PAIR=by_pair,
+        HAS_BIAS=bias is not None,
+        CLAMPED=gate is not None,
         EVEN=inner % tuning.depth == 0 and num_outputs % tuning.cols == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,

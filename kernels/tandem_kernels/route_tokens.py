@@ -23,6 +23,7 @@ def route_tokens_kernel(
     logits: tl.tensor,
     slot_mapping: tl.tensor,
     bias: tl.tensor,
+    logit_bias: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
     logits_stride: tl.tensor,
@@ -36,6 +37,7 @@ def route_tokens_kernel(
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Routes one token in each program."""
@@ -47,6 +49,8 @@ def route_tokens_kernel(
     real = lane < NUM_EXPERTS
     lowest = float("-inf")
     given = tl.load(logits + token * logits_stride + lane, mask=real, other=lowest)
+    if HAS_LOGIT_BIAS:
+        given += tl.load(logit_bias + lane, mask=real, other=0.0)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-given))
     else:
@@ -100,6 +104,7 @@ def route_tokens(
     scaling: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
+    logit_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.experts.route_tokens`."""
     num_tokens, num_experts = logits.shape
@@ -111,6 +116,7 @@ def route_tokens(
             logits,
             slot_mapping,
             bias,
+            logit_bias,
             weights,
             experts,
             logits.stride(0),
@@ -124,6 +130,7 @@ def route_tokens(
             NUM_GROUPS=num_groups,
             TOP_GROUPS=top_groups,
             HAS_BIAS=bias is not None,
+            HAS_LOGIT_BIAS=logit_bias is not None,
             OVERLAP=overlap,
             num_warps=1,
             **({"launch_pdl": True} if overlap else {}),

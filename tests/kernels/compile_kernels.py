@@ -261,9 +261,9 @@ def attention_cases(capability: int) -> Iterator[Case]:
 def expert_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "weight", "out", "parts"),
-        **named("*fp32", "pair_weights", "weights", "bias", "logits"),
+        **named("*fp32", "pair_weights", "weights", "bias", "logit_bias", "logits"),
         **named("*i32", "experts", "order", "counts"),
-        **named("fp32", "scaling"),
+        **named("fp32", "scaling", "limit", "alpha"),
         "slot_mapping": "*i64",
     }
     route = {"NUM_EXPERTS": 60, "LANES": 64, "TOP_K": 6, "K_LANES": 8, "TOP_GROUPS": 2}
@@ -278,6 +278,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "RENORMALISE": has_bias,
                 "NUM_GROUPS": 4 if has_bias else 1,
                 "HAS_BIAS": has_bias,
+                "HAS_LOGIT_BIAS": not has_bias,
                 "OVERLAP": capability >= 90,
             },
             {"num_warps": 1},
@@ -307,7 +308,9 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "GATED": bool(gated),
                 "SORTED": is_sorted,
                 "BY_PAIR": num_pairs <= 128,
-                "EVEN": True,
+                "HAS_BIAS": num_pairs == 8192,
+                "CLAMPED": num_pairs == 8192 and bool(gated),
+                "EVEN": num_pairs != 8192,
                 "PRECISION": "tf32",
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},

@@ -168,6 +168,7 @@ def test_routers(name: str) -> None:
 )
 def test_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     check.fused_experts(ops.fused_experts.kernel, shape, dtype)
+    check.fused_experts(ops.fused_experts.kernel, shape, dtype, clamped=True)
 
 
 def test_write_into_the_latent_cache() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem_kernels import ops
 from tandem_kernels.batch_tables import RowTables, StepInputs
+from tandem_kernels.clamped_gate import ClampedGate
 
 Op = Callable[..., Any]
 
@@ -517,6 +518,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "top_k": 8, "sigmoid": True, "scaling": 2.5, "num_groups": 8, "top_groups": 4, "bias": True,
     },
     "glm": {"top_k": 8, "sigmoid": True, "bias": True},
+    "gpt_oss": {"top_k": 4, "logit_bias": True},
 }  # fmt: skip
 """Variants of the router, by who uses them."""
 
@@ -524,12 +526,14 @@ ROUTERS: dict[str, dict[str, Any]] = {
 def route_tokens(op: Op, name: str, num_experts: int, device: str = "cpu") -> None:
     """One token at a time, in float64; token 1 is padding."""
     options = dict(ROUTERS[name])
-    has_bias = options.pop("bias", False)
+    has_bias, has_logit_bias = options.pop("bias", False), options.pop("logit_bias", False)
     logits = torch.randn(7, num_experts, device=device) * 3
     bias = torch.randn(num_experts, device=device) if has_bias else None
     slots = torch.arange(7, device=device)
     slots[1] = -1
-    weights, experts = op(logits, slots, bias, **options)
+    of_logits = torch.randn(num_experts, device=device) * 2 if has_logit_bias else None
+    weights, experts = op(logits, slots, bias, **options, logit_bias=of_logits)
+    logits = logits if of_logits is None else logits + of_logits
     assert weights.dtype == torch.float32 and experts.dtype == torch.int32
     assert experts[1].tolist() == [-1] * options["top_k"] and not weights[1].any()
     for token in (0, *range(2, 7)):
@@ -546,9 +550,12 @@ def fused_experts(
     shape: tuple[int, int, int, int, int],
     dtype: torch.dtype,
     device: str = "cpu",
+    *,
+    clamped: bool = False,
 ) -> None:
     """Checks the experts of a step. `shape` is (T, k, E, H, I). Some pairs go nowhere; in fixed
-    order rows have the same bits in any company."""
+    order rows have the same bits in any company. `clamped`: with gpt-oss' gate, whose limit is
+    reached, and with biases."""
     num_tokens, top_k, num_experts, hidden, width = shape
     x = torch.randn(num_tokens, hidden, device=device).to(dtype)
     w13 = (torch.randn(num_experts, 2 * width, hidden, device=device) * hidden**-0.5).to(dtype)
@@ -556,15 +563,25 @@ def fused_experts(
     weights = torch.rand(num_tokens, top_k, device=device)
     chosen = torch.rand(num_tokens, num_experts, device=device).argsort(-1)[:, :top_k].int()
     chosen[num_tokens // 3] = -1
+    more: dict[str, Any] = {}
     expected = oracle.experts(x, w13, w2, weights, chosen)
-    found = op(x, w13, w2, weights, chosen)
+    if clamped:
+        b13, b2 = (
+            torch.randn(num_experts, size, device=device).to(dtype) for size in (2 * width, hidden)
+        )
+        more = {"b13": b13, "b2": b2, "gate": ClampedGate(limit=1.25, alpha=1.702)}
+        expected = oracle.experts(x, w13, w2, weights, chosen, b13, b2, (1.25, 1.702))
+        without_b2 = op(x, w13, w2, weights, chosen, **{**more, "b2": None})
+        apart = oracle.experts(x, w13, w2, weights, chosen, b13, None, (1.25, 1.702))
+        assert oracle.relative_error(without_b2, apart) < 2 * ELEMENTWISE[dtype]
+    found = op(x, w13, w2, weights, chosen, **more)
     assert found.dtype == dtype
     assert not found[num_tokens // 3].any()
     assert oracle.relative_error(found, expected) < 2 * ELEMENTWISE[dtype]
-    fixed = op(x, w13, w2, weights, chosen, True)
+    fixed = op(x, w13, w2, weights, chosen, True, **more)
     assert oracle.relative_error(fixed, expected) < 2 * ELEMENTWISE[dtype]
     for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
-        alone = op(x[start:end], w13, w2, weights[start:end], chosen[start:end], True)
+        alone = op(x[start:end], w13, w2, weights[start:end], chosen[start:end], True, **more)
         assert torch.equal(alone, fixed[start:end])
 
 

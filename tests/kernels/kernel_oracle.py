@@ -237,13 +237,31 @@ def route_token(
     return {e: scores[e] / total * scaling for e in chosen}
 
 
-def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Computes [T, H] float64, one pair at a time."""
+def experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """Computes [T, H] float64, one pair at a time; `clamp`: limit and alpha of gpt-oss' gate."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, of_token in enumerate(chosen.tolist()):
         for place, expert in enumerate(of_token):
             if expert >= 0:
-                gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
-                hidden = gate / (1 + (-gate).exp()) * up
-                out[token] += weights[token, place].double() * (w2[expert].double() @ hidden)
+                both = w13[expert].double() @ x[token].double()
+                if b13 is not None:
+                    both += b13[expert].double()
+                gate, up = both.chunk(2)
+                alpha = 1.0
+                if clamp is not None:
+                    limit, alpha = clamp
+                    gate, up = gate.clip(None, limit), up.clip(-limit, limit) + 1
+                down = w2[expert].double() @ (gate / (1 + (-alpha * gate).exp()) * up)
+                if b2 is not None:
+                    down += b2[expert].double()
+                out[token] += weights[token, place].double() * down
     return out

@@ -22,7 +22,8 @@ def test_of_equal_scores_the_lowest_expert_is_chosen() -> None:
     assert experts.tolist() == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts(dtype: torch.dtype) -> None:
+def test_experts(dtype: torch.dtype, clamped: bool) -> None:
     torch.manual_seed(4)
-    check.fused_experts(ops.fused_experts, (13, 3, 8, 48, 24), dtype)
+    check.fused_experts(ops.fused_experts, (13, 3, 8, 48, 24), dtype, clamped=clamped)

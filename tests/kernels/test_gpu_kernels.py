@@ -142,6 +142,15 @@ def test_experts(dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int
 
 
 @halves
+@pytest.mark.parametrize("num_tokens", [1, 16, 70, 2100])
+@pytest.mark.parametrize("sizes", [(4, 32, 2880, 2880), (4, 128, 2880, 1440), (4, 32, 320, 360)])
+def test_experts_with_biases_and_a_clamped_gate(
+    dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int, int]
+) -> None:
+    check.fused_experts(ops.fused_experts, (num_tokens, *sizes), dtype, "cuda", clamped=True)
+
+
+@halves
 @head_dims
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 16), (2, 7), (8, 4), (12, 1)])
 @pytest.mark.parametrize("num_tokens", [1, 33, 600])

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.clamped_gate import ClampedGate
+
 
 def route_tokens(
     logits: Tensor,
@@ -22,6 +24,7 @@ def route_tokens(
     scaling: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
+    logit_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token, and how much each counts.
 
@@ -35,10 +38,13 @@ def route_tokens(
         scaling: Multiplies the weights in the end.
         num_groups, top_groups: Only experts of the best `top_groups` of `num_groups` groups may be
             chosen. A group counts as much as its best expert, or with a bias as its best two.
+        logit_bias: [E] float32 or None, added to the logits.
 
     Returns:
         (weights [T, k] float32, experts [T, k] int32); -1 and 0.0 for padding.
     """
+    if logit_bias is not None:
+        logits = logits + logit_bias
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     chosen_by = scores if bias is None else scores + bias
     if num_groups > 1:
@@ -66,6 +72,9 @@ def fused_experts(
     weights: Tensor,
     experts: Tensor,
     fixed_order: bool = False,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate: ClampedGate | None = None,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts.
 
@@ -76,6 +85,8 @@ def fused_experts(
         weights: [T, k] float32.
         experts: [T, k] int32; -1: none.
         fixed_order: A token gets the same bits whatever the others are.
+        b13, b2: [E, 2 I] and [E, H], biases of both projections, or None.
+        gate: None: silu(gate) * up.
 
     Returns:
         [T, H] in the dtype of `x`: the sum over k of weight * w2(silu(gate) * up).
@@ -84,12 +95,29 @@ def fused_experts(
     for expert in sorted(set(experts.flatten().tolist()) - {-1}):
         token, place = torch.where(experts == expert)
         rows = torch.split(token, 1) if fixed_order else (token,)
-        parts = [_one_expert(x[row], w13[expert], w2[expert]) for row in rows]
+        up_bias, down_bias = (None if bias is None else bias[expert] for bias in (b13, b2))
+        parts = [
+            _one_expert(x[row], w13[expert], w2[expert], up_bias, down_bias, gate) for row in rows
+        ]
         out.index_add_(0, token, torch.cat(parts) * weights[token, place, None])
     return out.to(x.dtype)
 
 
-def _one_expert(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+def _one_expert(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    gate: ClampedGate | None,
+) -> Tensor:
     """Computes [n, H] -> [n, H] float32, as halves round it."""
-    gate, up = F.linear(x, w13).float().chunk(2, dim=-1)
-    return F.linear((F.silu(gate) * up).to(x.dtype), w2).float()
+    gates, ups = F.linear(x, w13, b13).float().chunk(2, dim=-1)
+    return F.linear(_activated(gates, ups, gate).to(x.dtype), w2, b2).float()
+
+
+def _activated(gates: Tensor, ups: Tensor, gate: ClampedGate | None) -> Tensor:
+    if gate is None:
+        return F.silu(gates) * ups
+    gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+    return (ups + 1) * gates * torch.sigmoid(gate.alpha * gates)
