@@ -24,6 +24,7 @@ from cli.memory_check import check_memory
 from cli.node_args import NodeArgs, UsageError, read_args
 from cli.supervisor import ServiceFailed, Supervisor
 from engine.errors import CannotStartError
+from engine.models.checkpoint import check_architecture
 from engine.node.command_line import parse_settings
 from kv_transfer.memory.device import DeviceError
 
@@ -140,5 +141,6 @@ def main(args: list[str]) -> int:
 async def _checked_up(settings: UpSettings, node_args: NodeArgs, console: Console) -> None:
     """Finds what cannot work before anything is started."""
     await node_args.check()
+    check_architecture(settings.model)
     check_memory(settings)
     await _up(settings, node_args, console)

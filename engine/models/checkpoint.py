@@ -25,7 +25,13 @@ from engine.models.registry import MODELS, find_architecture, spec_of
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.weight_files import WeightFiles
 
-__all__ = ["CheckpointError", "check_tensor_parallel", "load_model_config", "resolve_model"]
+__all__ = [
+    "CheckpointError",
+    "check_architecture",
+    "check_tensor_parallel",
+    "load_model_config",
+    "resolve_model",
+]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
@@ -58,6 +64,7 @@ def resolve_model(
     if not folder.is_dir():
         folder = _download(name_or_path, folder, load_format)
     folder = folder.resolve()
+    check_architecture(folder)
     for name in ("config.json", "tokenizer.json") if load_format != "dummy" else ("config.json",):
         if not (folder / name).is_file():
             raise CheckpointError(
@@ -68,6 +75,14 @@ def resolve_model(
     if report is not None:
         report(1.0)
     return folder
+
+
+def check_architecture(folder: Path | str) -> None:
+    """Raises `CheckpointError` when a checkpoint's config.json names no architecture that is here.
+    Without a config.json nothing is said."""
+    path = Path(folder).expanduser() / "config.json"
+    if path.is_file():
+        find_architecture(path)
 
 
 def _refuse_gguf(name: str, folder: Path) -> None:
@@ -93,6 +108,8 @@ def _download(name: str, folder: Path, load_format: LoadFormat) -> Path:
         )
     patterns = _HUB_FILES if load_format == "safetensors" else _HUB_FILES[:-1]
     try:
+        # Weights that nothing here can compute with are not worth hours of downloading.
+        check_architecture(snapshot_download(name, allow_patterns=["config.json"]))
         return Path(snapshot_download(name, allow_patterns=patterns))
     except RepositoryNotFoundError as error:
         raise CheckpointError(
@@ -129,8 +146,8 @@ def load_model_config(
     """
     folder = Path(folder)
     path = folder / "config.json"
+    architecture = find_architecture(path)
     file = read_json(path, ConfigFile)
-    architecture = find_architecture(path, file.architectures or [])
     length = _max_model_len(folder, file, max_model_len)
     kind = MODELS[architecture].spec
     spec = _read_spec(path, file, kind, length)

@@ -43,6 +43,24 @@ class RopeFields(msgspec.Struct):
         return self.rope_type or self.type or "default"
 
 
+class ConfigHead(msgspec.Struct):
+    """Holds what says whose `config.json` this is: the rest of it differs between kinds of models.
+
+    Attributes:
+        text_config: Of the text part, where a model has several.
+    """
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    text_config: ConfigHead | None = None
+
+    @property
+    def model_types(self) -> list[str]:
+        """Returns `model_type`, then that of the text part."""
+        inner = [] if self.text_config is None else self.text_config.model_types
+        return [*([self.model_type] if self.model_type else []), *inner]
+
+
 class ConfigFile(msgspec.Struct):
     """Holds what `config.json` says, with the defaults that transformers gives absent keys where
     these are the same for all architectures."""
@@ -53,7 +71,6 @@ class ConfigFile(msgspec.Struct):
     num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
-    architectures: list[str] | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6

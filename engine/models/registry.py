@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from engine.config import ModelConfig
-from engine.models.errors import CheckpointError
+from engine.models.config_file import ConfigHead, read_json
+from engine.models.foreign import foreign_architecture
 from engine.models.specs.base import ModelSpec
 from engine.models.specs.deepseek import DeepseekV2Spec, DeepseekV3Spec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
@@ -59,16 +60,15 @@ MODELS: dict[str, Entry] = {
 }
 
 
-def find_architecture(path: Path, names: list[str]) -> str:
-    """Returns the first of `names` that is here. Raises `CheckpointError` about `path`."""
+def find_architecture(path: Path) -> str:
+    """Returns the architecture of a config.json. Raises `CheckpointError`: it has none that is
+    here."""
+    head = read_json(path, ConfigHead)
+    names = head.architectures or []
     for name in names:
         if name in MODELS:
             return name
-    raise CheckpointError(
-        path,
-        f"names architecture {', '.join(names) or 'none'}, which tandem does not have",
-        f"use a checkpoint of {', '.join(MODELS)}",
-    )
+    raise foreign_architecture(path, names, head.model_types, MODELS)
 
 
 def spec_of(model: ModelConfig) -> ModelSpec:
