@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.layout import KVGroup, KVLayout, Plane, attention_group, share_page_size
+from kv_transfer.layout import (
+    STATE_SPAN,
+    KVGroup,
+    KVLayout,
+    Plane,
+    attention_group,
+    share_page_size,
+)
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
@@ -29,11 +36,14 @@ class KVLayers:
         layers: Their numbers, ascending.
         planes: What a layer keeps of each token.
         window: A token sees itself and the `window - 1` before it; None: all before it.
+        is_state: A layer keeps one state of all tokens so far instead. Such groups come behind
+            those that keep rows of tokens.
     """
 
     layers: tuple[int, ...]
     planes: tuple[Plane, ...]
     window: int | None = None
+    is_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +207,7 @@ class EngineConfig:
 
 
 def kv_groups(model: ModelConfig, block_size: int) -> list[KVGroup]:
-    """Returns the groups of the model's layers, all with blocks of `block_size` tokens."""
+    """Returns the groups of the model's layers, with blocks of `block_size` tokens or a state."""
     if not model.kv_layers:
         return [
             attention_group(
@@ -212,7 +222,7 @@ def kv_groups(model: ModelConfig, block_size: int) -> list[KVGroup]:
         KVGroup(
             layers=kv.layers,
             planes=kv.planes,
-            block_size=block_size,
+            block_size=STATE_SPAN if kv.is_state else block_size,
             dtype=model.dtype,
             window=kv.window,
         )

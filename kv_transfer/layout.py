@@ -5,6 +5,7 @@ Layers that are cached alike form a group. What a layer keeps of each token is a
     Llama                 one group, planes k and v
     latent attention      one group, one plane that every rank has whole
     window + full         two groups, each with a block table of its own
+    linear attention      one block a request, whose pages hold one state of all tokens so far
 
 Memory of a rank. All groups share one pool of block ids and one page size, and a block belongs to
 one group at a time. Layer i of a group lies in slot i, so slots are shared as well:
@@ -37,6 +38,10 @@ PROTOCOL_VERSION = 2
 
 MAX_BLOCK_SIZE = 1 << 14
 """Tokens. More is no block of a peer, but a mistake that would cost memory."""
+
+STATE_SPAN = 1 << 30
+"""The `block_size` of a group whose layers keep no row for each token but one state of all tokens
+so far: more tokens than any sequence has, so a request has one block, with one row."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -159,8 +164,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         layers: Numbers of these layers in the model, ascending.
-        block_size: Tokens in one block. Nodes may differ in it.
-        dtype: Of the numbers in the planes.
+        block_size: Tokens in one block. Nodes may differ in it. `STATE_SPAN`: it holds a state.
+        dtype: Of the numbers in the planes; those of a state may differ from it.
         window: A token sees itself and the `window - 1` before it; None: all before it.
     """
 
@@ -170,12 +175,25 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     dtype: str
     window: int | None = None
 
+    @property
+    def is_state(self) -> bool:
+        """Returns whether a block holds one state, right for the token behind those that it has
+        taken in and for no other."""
+        return self.block_size == STATE_SPAN
+
+    @property
+    def rows_per_block(self) -> int:
+        return 1 if self.is_state else self.block_size
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns how many blocks `num_tokens` tokens reach into."""
         return -(-num_tokens // self.block_size)
 
     def first_token_seen(self, num_tokens: int) -> int:
-        """Returns the first token that token `num_tokens`, the next one, still sees."""
+        """Returns the first token that token `num_tokens`, the next one, still sees. The state that
+        it sees is that behind the last one."""
+        if self.is_state:
+            return max(0, num_tokens - 1)
         return 0 if self.window is None else max(0, num_tokens - self.window + 1)
 
     def first_block_seen(self, num_tokens: int) -> int:
@@ -187,14 +205,19 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         `first_token` and computes none of it: those that a window still needs."""
         return range(max(first_token, self.first_token_seen(num_tokens)), num_tokens)
 
+    def rows_to_pull(self, first_token: int, num_tokens: int) -> range:
+        """Returns the same as rows, counted through the request's blocks."""
+        tokens = self.tokens_to_pull(first_token, num_tokens)
+        return range(min(1, len(tokens))) if self.is_state else tokens
+
     def page(self, heads: Sequence[HeadRange]) -> PageShape:
         """Returns a page with these heads of each plane."""
         shapes: list[PlaneShape] = []
         offset = 0
         for plane, held in zip(self.planes, heads, strict=True):
-            shapes.append(PlaneShape(held, plane.row_bytes, self.block_size, offset))
+            shapes.append(PlaneShape(held, plane.row_bytes, self.rows_per_block, offset))
             offset += shapes[-1].num_bytes
-        return PageShape(self.block_size, tuple(shapes))
+        return PageShape(self.rows_per_block, tuple(shapes))
 
     def page_of_rank(self, rank: int, tp_size: int) -> PageShape:
         """Returns a page as `rank` of `tp_size` stores it."""
@@ -304,11 +327,11 @@ def attention_group(
 def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, ...]:
     """Returns the groups with block sizes at which they share pages best: a group that needs less
     than the largest gets 2, 4, ... times its block size, as long as that fits. What is left of its
-    pages is unused."""
+    pages is unused. A state is of one size, often larger than others are to begin with."""
     page_bytes = max(group.bytes_needed(tp_size) for group in groups)
     grown = []
     for group in groups:
-        factor = page_bytes // group.bytes_needed(tp_size)
+        factor = 1 if group.is_state else page_bytes // group.bytes_needed(tp_size)
         block_size = group.block_size << (factor.bit_length() - 1)
         grown.append(msgspec.structs.replace(group, block_size=block_size))
     return tuple(grown)
@@ -320,7 +343,7 @@ def _check_equal(field: str, ours: object, theirs: object) -> None:
 
 
 def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
-    for field in ("layers", "dtype", "window"):
+    for field in ("layers", "dtype", "window", "is_state"):
         _check_equal(f"{name}.{field}", getattr(ours, field), getattr(theirs, field))
     _check_equal(f"len({name}.planes)", len(ours.planes), len(theirs.planes))
     for index, (plane, other) in enumerate(zip(ours.planes, theirs.planes, strict=True)):
@@ -328,5 +351,5 @@ def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
             _check_equal(
                 f"{name}.planes[{index}].{field}", getattr(plane, field), getattr(other, field)
             )
-    if not 1 <= theirs.block_size <= MAX_BLOCK_SIZE:
+    if not (ours.is_state or 1 <= theirs.block_size <= MAX_BLOCK_SIZE):
         raise HandshakeMismatch(f"{name}.block_size", ours.block_size, theirs.block_size)

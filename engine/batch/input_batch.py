@@ -32,6 +32,7 @@ from engine.batch.row_states import RowStates
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
 from tandem_kernels.batch_tables import RowTables, StepInputs
+from tandem_kernels.state_metadata import StateMetadata
 
 _NO_ROW = -1
 _ALIGNED_INTS = 4
@@ -138,6 +139,20 @@ class InputBatch:
         of_decodes = torch.arange(order.num_decode_tokens, device=self.query_start_loc.device)
         ends = self.query_start_loc[order.num_decodes + 1 : order.num_sampled + 1] - 1
         return torch.cat([of_decodes.int(), ends])
+
+    def state_metadata(self) -> StateMetadata:
+        """Returns the batch as layers see it that keep a state of each request."""
+        order = self.order
+        is_recorded = len(order.rows) > 0 and int(order.rows[0]) == _NO_ROW
+        return StateMetadata(
+            blocks=self.block_tables[:, 0],
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            num_decodes=order.num_decodes,
+            query_lens=None
+            if is_recorded
+            else tuple(order.query_lens[order.num_decodes :].tolist()),
+        )
 
     def places(self) -> Places:
         """Returns where the step chooses tokens."""

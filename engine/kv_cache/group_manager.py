@@ -4,6 +4,7 @@ A request has one table a group; entry i is the block of the tokens from `i * bl
 
     full      [ b0 ][ b1 ][ b2 ][ b3 ]     every token sees all before it: all blocks stay
     window    [null][null][ b2 ][ b3 ]     blocks that no later token sees are given back
+    state     [            b0            ]     one block, written in place by every step
 
 Tables keep their length, so a logical block has the same index for ever.
 """
@@ -154,11 +155,21 @@ class WindowGroupManager(GroupManager):
             table[start:stop] = [NULL_BLOCK] * (stop - start)
 
 
+class StateGroupManager(GroupManager):
+    """Keeps the block of a state, which is right for one token only: the next one. A block comes as
+    it was left, because whoever computes a sequence's first tokens begins with zeros.
+    """
+
+    def can_continue(self, num_tokens: int, num_received: int) -> bool:
+        return num_tokens == num_received
+
+
 def create_group_managers(groups: Sequence[KVGroup], pool: BlockPool) -> list[GroupManager]:
     """Returns one manager for each group, over one pool."""
-    return [
-        GroupManager(index, group, pool)
-        if group.window is None
-        else WindowGroupManager(index, group, pool)
-        for index, group in enumerate(groups)
-    ]
+    return [_manager_class(group)(index, group, pool) for index, group in enumerate(groups)]
+
+
+def _manager_class(group: KVGroup) -> type[GroupManager]:
+    if group.is_state:
+        return StateGroupManager
+    return GroupManager if group.window is None else WindowGroupManager

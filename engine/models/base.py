@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.shard import CheckpointWeight
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.state_metadata import StateMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,11 @@ class GroupInputs:
 
     Attributes:
         slot_mapping: [T] int64, block * B + offset; -1: nowhere.
-        metadata: The ragged batch, as the backend made it.
+        metadata: The ragged batch, as the backend made it, or as layers with a state take it.
     """
 
     slot_mapping: Tensor
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata | StateMetadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM
+from engine.models.errors import CheckpointError
 from engine.models.registry import MODELS, spec_of
 from engine.parallel import ParallelPlace
 
@@ -21,11 +22,17 @@ def create_model(
     """Returns one rank's share, allocated on `device`, not yet loaded.
 
     Raises:
-        CheckpointError: So many ranks cannot share the model.
+        CheckpointError: So many ranks cannot share the model, or it cannot take drafts.
     """
     model, device = config.model, torch.device(device)
     spec = spec_of(model)
     spec.check_parallel(model, place.tp.size)
+    if config.decode_query_len > 1 and any(group.is_state for group in config.kv_layout.groups):
+        raise CheckpointError(
+            model.path,
+            "has layers that keep one state of all tokens, which a wrong draft would spoil",
+            "choose decode_query_len 1",
+        )
     gemms = GemmPolicy.choose(config.device, device, place.tp.size)
     shard = Shard(place, getattr(torch, model.dtype), device, gemms)
     module, _, name = MODELS[model.architecture].model.partition(":")

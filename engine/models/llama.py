@@ -23,6 +23,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
+from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 class LlamaForCausalLM(CausalLM):
@@ -71,9 +72,9 @@ class LlamaForCausalLM(CausalLM):
     @staticmethod
     def _inputs(step: ForwardInputs, group_index: int, table: Tensor) -> AttentionInputs:
         group = step.groups[group_index]
-        return AttentionInputs(
-            step.positions, table, group.slot_mapping, group.metadata, step.backend
-        )
+        metadata = group.metadata
+        assert isinstance(metadata, AttentionMetadata)
+        return AttentionInputs(step.positions, table, group.slot_mapping, metadata, step.backend)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

@@ -69,8 +69,10 @@ def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
     """Returns what the cache of one rank holds, for the log."""
     layout = config.kv_layout
     block_size, num_bytes = layout.groups[0].block_size, num_blocks * layout.block_bytes
+    states = sum(group.is_state for group in layout.groups)
+    besides = f" ({states} a request for its states)" if states else ""
     return (
-        f"{num_blocks} blocks of {block_size} tokens, {format_bytes(num_bytes)}: "
+        f"{num_blocks} blocks of {block_size} tokens{besides}, {format_bytes(num_bytes)}: "
         f"{tokens_that_fit(layout.groups, num_blocks)} tokens, or "
         f"{num_blocks / blocks_per_sequence(config):.1f} requests of {config.model.max_model_len}"
     )
@@ -92,7 +94,8 @@ def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
     """Returns the cache of every layer of the model, as views of `memory`, the bytes of all slots.
 
     `[num_blocks, planes, heads, block_size, numbers of a row]` where the planes of the group are
-    alike, else `[num_blocks, numbers of a page]`. All ranks have the same shapes.
+    alike, else `[num_blocks, numbers of a page]`; `[num_blocks, bytes of a page]` of uint8 where it
+    holds states, whose planes differ in dtype. All ranks have the same shapes.
     """
     num_blocks = memory.numel() // layout.block_bytes
     slots = memory.view(layout.num_slots, num_blocks, layout.page_bytes)
@@ -100,6 +103,9 @@ def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
     for index, group in enumerate(layout.groups):
         page = layout.page(index, rank=0)
         first, *others = page.planes
+        if group.is_state:
+            views |= {at: slots[i, :, : page.num_bytes] for i, at in enumerate(group.layers)}
+            continue
         numbers = slots[:, :, : page.num_bytes].view(getattr(torch, group.dtype))
         shape: tuple[int, ...] = (num_blocks, -1)
         if all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others):

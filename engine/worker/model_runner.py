@@ -195,7 +195,8 @@ class ModelRunner:
         longest = min(max_model_len, limits.max_num_batched_tokens)
         steps = warm_up_steps(limits.max_num_seqs, longest, max_model_len)
         num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
-        self._attention.prepare(num_heads, self.kv_caches[0], longest)
+        attended = self.kv_caches[self._groups[0].layers[0]]
+        self._attention.prepare(num_heads, attended, longest)
         for index, step in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(step)
@@ -350,8 +351,15 @@ class ModelRunner:
                 batch.input_ids,
                 batch.positions,
                 tuple(
-                    GroupInputs(of_group.slot_mapping, self._attention.metadata(of_group))
-                    for of_group in self._input_buffers.by_group(batch)
+                    GroupInputs(
+                        of_group.slot_mapping,
+                        of_group.state_metadata()
+                        if group.is_state
+                        else self._attention.metadata(of_group),
+                    )
+                    for group, of_group in zip(
+                        self._groups, self._input_buffers.by_group(batch), strict=True
+                    )
                 ),
                 self.kv_caches,
                 self._attention,

@@ -49,8 +49,8 @@ class GroupTarget:
         self._group = group
         self._cache = cache
         self._page = cache.pages[group]
-        self._tokens = theirs.tokens_to_pull(meta.first_token, meta.num_tokens)
-        self._source_size = theirs.block_size
+        self._rows = theirs.rows_to_pull(meta.first_token, meta.num_tokens)
+        self._source_size = theirs.rows_per_block
         self._block_ids = meta.block_ids[group]
         self._block_array = np.array(self._block_ids, np.int64)
 
@@ -58,7 +58,7 @@ class GroupTarget:
         """Returns the blocks of ours that the payload fills exactly; None: it has to be copied."""
         size = self._source_size
         start, stop = header.first_block, header.first_block + header.num_blocks
-        is_wanted = self._tokens.start <= start * size and stop * size <= self._tokens.stop
+        is_wanted = self._rows.start <= start * size and stop * size <= self._rows.stop
         if not is_wanted or self.share != self._page:
             return None
         return views.of(self._group, header.layer, self._block_ids[start:stop])
@@ -85,7 +85,7 @@ class GroupTarget:
             self._cache.write_runs(copy, self._wanted_runs(blocks))
             return
         first = blocks.numbers * size
-        is_whole = (first >= self._tokens.start) & (first + size <= self._tokens.stop)
+        is_whole = (first >= self._rows.start) & (first + size <= self._rows.stop)
         if not is_whole.all():
             whole = blocks.where(is_whole)
             self._cache.write_runs(copy, self._wanted_runs(blocks.where(~is_whole)))
@@ -95,11 +95,11 @@ class GroupTarget:
     def _wanted_runs(self, blocks: NamedBlocks) -> Iterator[tuple[int, TokenRun, int]]:
         """Yields tokens of these blocks that were asked for, as `KVCacheView.write_runs` takes
         them."""
-        size, tokens = self._source_size, self._tokens
+        size, wanted = self._source_size, self._rows
         columns = blocks.layers.tolist(), blocks.numbers.tolist(), blocks.places.tolist()
         for layer, number, source in zip(*columns, strict=True):
-            start = max(number * size, tokens.start)
-            stop = min((number + 1) * size, tokens.stop)
+            start = max(number * size, wanted.start)
+            stop = min((number + 1) * size, wanted.stop)
             for run in token_runs(start, stop, size, self._page.block_size):
                 target = self._cache.address_of(layer, self._block_ids[run.target_block])
                 yield source, run, target

@@ -14,6 +14,7 @@ from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import (
     DTYPE_BYTES,
+    STATE_SPAN,
     BlockIds,
     HeadRange,
     KVGroup,
@@ -106,6 +107,21 @@ def scaled_and_latent(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
     return KVLayout(groups=groups, tp_size=tp_size, model_hash="model")
 
 
+def states_and_full(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
+    """Full attention in every third layer, in the others a state whose planes have other numbers of
+    heads, and which is larger than a block of 16 tokens."""
+    full = attention_group(
+        layers=[2, 5], heads=2, head_dim=4, dtype="bfloat16", block_size=block_size
+    )
+    planes = (Plane("state", 8, 160), Plane("q", 4, 12), Plane("k", 4, 12), Plane("v", 8, 10))
+    states = [
+        KVGroup(layers=layers, planes=planes, block_size=STATE_SPAN, dtype="bfloat16")
+        for layers in ((0, 3), (1, 4))
+    ]
+    groups = share_page_size([full, *states], tp_size)
+    return KVLayout(groups=groups, tp_size=tp_size, model_hash="model")
+
+
 def plane_rows(
     seed: int, group: int, layer: int, plane: int, heads: HeadRange, tokens: range, row_bytes: int
 ) -> ByteArray:
@@ -167,10 +183,12 @@ class RankCache:
         """Writes as a worker does in one layer of one step; where a window has let go of a token's
         block, there is nowhere to write it."""
         for group, slot in self._slots_of(layer):
+            kind = self.layout.groups[group]
             for plane, lies in enumerate(self.layout.page(group, self.rank).planes):
                 values = plane_rows(seed, group, layer, plane, lies.heads, tokens, lies.row_bytes)
                 for i, token in enumerate(tokens):
-                    number, offset = divmod(token, lies.block_size)
+                    number, offset = divmod(token, kind.block_size)
+                    offset %= kind.rows_per_block  # Every token overwrites a state.
                     block = by_group(block_ids)[group][number]
                     if block != NO_BLOCK:
                         page = self.pages[slot, block, lies.offset : lies.offset + lies.num_bytes]
@@ -188,6 +206,7 @@ class RankCache:
         self, seed: int, layer: int, group: int, slot: int, tokens: range, block_ids: list[int]
     ) -> None:
         kind, page = self.layout.groups[group], self.layout.page(group, self.rank)
+        wanted = kind.rows_to_pull(tokens.start, tokens.stop)
         tokens = kind.tokens_to_pull(tokens.start, tokens.stop)
         first = tokens.start // kind.block_size
         found = self.pages_of(slot, block_ids[first:])
@@ -197,8 +216,8 @@ class RankCache:
             )
             flat = np.moveaxis(rows, 0, 1).reshape(lies.heads.count, -1, lies.row_bytes)
             expected = np.full_like(flat, UNTOUCHED)
-            skip = first * kind.block_size
-            expected[:, tokens.start - skip : tokens.stop - skip] = plane_rows(
+            skip = first * kind.rows_per_block
+            expected[:, wanted.start - skip : wanted.stop - skip] = plane_rows(
                 seed, group, layer, plane, lies.heads, tokens, lies.row_bytes
             )
             np.testing.assert_array_equal(flat, expected)

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from kv_caches import Blocks, RankCache
 
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.layout import BlockIds, KVGroup, KVLayout, Plane, share_page_size
+from kv_transfer.layout import (
+    STATE_SPAN,
+    BlockIds,
+    KVGroup,
+    KVLayout,
+    Plane,
+    share_page_size,
+)
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
 from kv_transfer.memory.staging import StagingPool
@@ -72,19 +79,25 @@ def cases(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(1, 3))):
         count = draw(st.integers(1, 1 if groups else 3))
         names = [f"plane{i}" for i in range(draw(st.integers(1, 3)))]
+        is_state = draw(st.booleans())
         groups.append(
             KVGroup(
                 layers=tuple(sorted(next(layers) for _ in range(count))),
                 planes=tuple(plane(name) for name in names),
-                block_size=4,
+                block_size=STATE_SPAN if is_state else 4,
                 dtype="bfloat16",
-                window=draw(st.none() | st.integers(1, 40)),
+                window=None if is_state else draw(st.none() | st.integers(1, 40)),
             )
         )
 
     def node() -> KVLayout:
         tp_size = draw(tp_sizes)
-        own = [KVGroup(**{**_fields(group), "block_size": draw(block_sizes)}) for group in groups]
+        own = [
+            group
+            if group.is_state
+            else KVGroup(**{**_fields(group), "block_size": draw(block_sizes)})
+            for group in groups
+        ]
         return KVLayout(groups=share_page_size(own, tp_size), tp_size=tp_size, model_hash="m")
 
     num_tokens = draw(st.integers(1, 70))

@@ -14,6 +14,7 @@ from kv_caches import (
     full_and_window,
     latent,
     scaled_and_latent,
+    states_and_full,
 )
 from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, new_transfer_id, until
 from kv_nodes import KVNode, until_empty
@@ -33,7 +34,9 @@ NODES = [(1, 1, 16, 16), (2, 1, 16, 64), (1, 2, 64, 16), (2, 2, 16, 64), (1, 2, 
 """TP sizes of prefill and decode, then their block sizes."""
 
 same_nodes = pytest.mark.parametrize("nodes", NODES, ids=str)
-all_layouts = pytest.mark.parametrize("make", [full_and_window, latent, scaled_and_latent])
+all_layouts = pytest.mark.parametrize(
+    "make", [full_and_window, latent, scaled_and_latent, states_and_full]
+)
 
 
 def both(make: MakeLayout, nodes: tuple[int, int, int, int]) -> tuple[KVLayout, KVLayout]:
@@ -189,6 +192,14 @@ async def test_what_is_kept_of_a_part_has_all_groups() -> None:
     assert await part_kept(shape, 150, 2 * full) == 0
 
 
+async def test_a_part_without_its_state_is_nothing() -> None:
+    """All that is computed of full attention has come; a state is sent behind the last token."""
+    shape = states_and_full()
+    full = len(shape.groups[0].layers) * shape.page(0, 0).num_bytes
+    assert shape.groups[0].block_size == 32
+    assert await part_kept(shape, 150, full) == 0
+
+
 @pytest.fixture
 def make_node() -> Iterator[Callable[..., KVNode]]:
     with ExitStack() as nodes:
@@ -213,6 +224,7 @@ def make_node() -> Iterator[Callable[..., KVNode]]:
     [
         (full_and_window, (2, 1, 16, 64), "stream"),
         (scaled_and_latent, (1, 2, 64, 16), "cuda_ipc,stream"),
+        (states_and_full, (4, 1, 16, 64), "stream"),
     ],
 )
 def test_whole_nodes_with_real_processes(

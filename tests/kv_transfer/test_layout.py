@@ -6,13 +6,21 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_caches import WINDOW, full_and_window, latent, layout, scaled_and_latent
+from kv_caches import (
+    WINDOW,
+    full_and_window,
+    latent,
+    layout,
+    scaled_and_latent,
+    states_and_full,
+)
 
+from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.layout import HeadRange, KVGroup, KVLayout, Plane, share_page_size
 from kv_transfer.metadata import KVPeer, RecvMeta, SendMeta
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 
-LAYOUTS = [layout, full_and_window, latent, scaled_and_latent]
+LAYOUTS = [layout, full_and_window, latent, scaled_and_latent, states_and_full]
 
 
 def test_keys_and_values_lie_as_one_tensor_of_a_layer() -> None:
@@ -50,6 +58,33 @@ def test_a_group_with_small_pages_gets_larger_blocks() -> None:
     large, third, quarter = share_page_size([group(0, 48), group(1, 16), group(2, 12)], 1)
     assert (large.block_size, third.block_size, quarter.block_size) == (16, 32, 64)
     assert KVLayout(groups=(large, third, quarter), tp_size=1, model_hash="").page_bytes == 16 * 48
+
+
+def test_a_state_has_one_row_and_blocks_of_tokens_grow_to_its_size() -> None:
+    for tp_size, block_size in ((1, 32), (2, 32), (4, 16)):
+        shape = states_and_full(tp_size=tp_size)
+        full, *states = shape.groups
+        assert full.block_size == block_size
+        assert all(group.is_state for group in states) and not full.is_state
+        assert [group.num_blocks_for(n) for group in states for n in (1, 10**6)] == [1] * 4
+        assert shape.page(1, 0).block_size == 1
+        assert shape.page_bytes == (8 * 160 + 2 * 4 * 12 + 8 * 10) // tp_size
+
+
+@given(first=st.integers(0, 80), length=st.integers(1, 80))
+def test_of_a_state_the_last_token_s_is_pulled(first: int, length: int) -> None:
+    group = states_and_full().groups[1]
+    assert group.tokens_to_pull(first, first + length) == range(first + length - 1, first + length)
+    assert group.rows_to_pull(first, first + length) == range(1)
+    assert not group.rows_to_pull(first, first)
+
+
+def test_peers_agree_on_which_groups_are_states() -> None:
+    ours = states_and_full()
+    changed = msgspec.structs.replace(ours.groups[1], block_size=16)
+    theirs = msgspec.structs.replace(ours, groups=(ours.groups[0], changed, ours.groups[2]))
+    with pytest.raises(HandshakeMismatch, match=r"groups\[1\]\.is_state"):
+        ours.check_compatible(theirs)
 
 
 def test_a_replicated_plane_grows_against_one_that_is_split() -> None:

@@ -42,6 +42,8 @@ def choose_attention(
     wanted = config.device.attention_backend
     has_window = [group.window is not None for group in config.kv_layout.groups]
     needs_own = "a sliding window" if any(has_window) else rare_attention
+    if any(group.is_state for group in config.kv_layout.groups):
+        needs_own = "pages that may hold a former state, whose bytes are no keys and values"
     if needs_own and wanted == "flash-attn":
         raise AttentionBackendError(
             f"attention_backend flash-attn does not have {needs_own}, which "

@@ -28,6 +28,16 @@ def kv_layers(*windows: int | None, heads: int = 1) -> tuple[KVLayers, ...]:
     )
 
 
+def with_states(layers: tuple[KVLayers, ...], row_bytes: int = 4) -> tuple[KVLayers, ...]:
+    """Adds two groups of a layer each that keep a state. Above 16 bytes it is larger than a block
+    of four tokens is to begin with."""
+    first = len(layers)
+    return layers + tuple(
+        KVLayers(layers=(first + i,), planes=(Plane("s", 1, row_bytes),), is_state=True)
+        for i in range(2)
+    )
+
+
 def make_config(
     *,
     block_size: int = BLOCK_SIZE,

@@ -86,7 +86,7 @@ class PagedMemory:
 
     def __init__(self, num_blocks: int, groups: tuple[KVGroup, ...]) -> None:
         self.groups = groups
-        size = max(group.block_size for group in groups)
+        size = max(group.rows_per_block for group in groups)
         self.slots: list[list[tuple[int, int] | None]] = [[None] * size for _ in range(num_blocks)]
 
     def write(
@@ -98,7 +98,7 @@ class PagedMemory:
         for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
             if num_received is not None and position < group.first_token_seen(num_received):
                 continue
-            logical, offset = divmod(position, group.block_size)
+            logical, offset = _place(group, position)
             self.slots[table[logical]][offset] = (index, state)
 
     def check(self, block_ids: BlockIds, states: list[int], num_tokens: int, seen_by: int) -> None:
@@ -107,9 +107,15 @@ class PagedMemory:
         """
         for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
             for position in range(group.first_token_seen(seen_by), num_tokens):
-                logical, offset = divmod(position, group.block_size)
+                logical, offset = _place(group, position)
                 found = self.slots[table[logical]][offset]
                 assert found == (index, states[position]), f"wrong KV at {position} of {index}"
+
+
+def _place(group: KVGroup, position: int) -> tuple[int, int]:
+    """Returns (logical block, row in it). A state has one row, which every token overwrites."""
+    logical, offset = divmod(position, group.block_size)
+    return logical, offset % group.rows_per_block
 
 
 Drafter = Callable[[list[int]], list[int]]

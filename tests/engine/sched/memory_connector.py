@@ -196,6 +196,8 @@ class MemoryConnector(KVConnectorScheduler):
                 begin = max(job.position // group.block_size, group.first_block_seen(num_tokens))
                 for block_id in table[begin:]:
                     self.memory.slots[block_id][-1] = _GARBAGE
+                    if group.is_state:
+                        self.memory.slots[block_id][0] = _GARBAGE
             if self._rng.random() < 0.5:
                 self._end(transfer_id)
                 self._events.aborted.append(transfer_id)

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import SchedulerConfig
+from engine.config import KVLayers, SchedulerConfig
 from engine.worker.kv_cache import (
     KVCache,
     KVCacheMemoryError,
     blocks_per_sequence,
     blocks_that_fit,
     check_one_sequence_fits,
+    describe_capacity,
 )
 from host.memory_file import MemoryFile
+from kv_transfer.layout import Plane
 from kv_transfer.memory.cache_handle import handle_of_tensor
 
 CPU = torch.device("cpu")
@@ -94,3 +96,26 @@ def test_closing_gives_the_memory_back(make_config) -> None:
 
 def _mappings() -> str:
     return Path("/proc/self/maps").read_text(encoding="ascii")
+
+
+def test_states_are_bytes_of_pages_that_tokens_may_have_later(make_config) -> None:
+    config = make_config()
+    planes = (Plane("state", 2, 96), Plane("conv", 2, 12))
+    model = replace(
+        config.model,
+        kv_layers=(
+            KVLayers(layers=(1,), planes=(Plane("k", 2, 16), Plane("v", 2, 16))),
+            KVLayers(layers=(0,), planes=planes, is_state=True),
+            KVLayers(layers=(2,), planes=planes, is_state=True),
+        ),
+    )
+    config = replace(config, model=model)
+    assert config.kv_layout.groups[0].block_size == 8
+    with closing(KVCache(config.kv_layout, 5, CPU)) as cache:
+        assert [layer.shape for layer in cache.layers] == [(5, 216), (5, 2, 2, 8, 4), (5, 216)]
+        cache.layers[0][3] = 7
+        assert torch.equal(cache.layers[2][3], cache.layers[0][3])
+        assert bool((cache.pages[0, 3, :216] == 7).all()) and not cache.pages[0, 3, 216:].any()
+    # One block of tokens for each 8, and two for the states of a sequence.
+    assert blocks_per_sequence(config) == 12 + 2
+    assert "(2 a request for its states)" in describe_capacity(config, 14)

@@ -1,0 +1,196 @@
+"""A scheduler of a model whose linear layers keep a state of each request, beside full attention.
+
+The fake worker computes a token only if the state in its request's block is that of the token
+before, so a state that somebody else has written, or that is applied twice, is seen at once.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from tests.engine.sched.factories import (
+    kv_layers,
+    make_config,
+    make_request,
+    remote_decode,
+    remote_prefill,
+    with_states,
+)
+from tests.engine.sched.step_machine import StepMachine
+from tests.engine.sched.test_random_steps import Traffic
+
+
+def hybrid(**config: object) -> EngineConfig:
+    return make_config(kv_layers=with_states(kv_layers(None)), **config)  # type: ignore[arg-type]
+
+
+def blocks_of(machine: StepMachine, request_id: str) -> list[int]:
+    """Returns by group how many blocks the request has."""
+    return [len(table) for table in machine.scheduler._kv_cache.get_blocks(request_id).tables]
+
+
+def test_a_state_takes_one_block_however_long_the_request() -> None:
+    machine = StepMachine(hybrid(max_num_batched_tokens=16), 40, depth=2)
+    machine.add(make_request("a", list(range(1, 38)), max_tokens=60))
+    for _ in range(40):
+        machine.step()
+        assert blocks_of(machine, "a")[1:] == [1, 1]
+    assert blocks_of(machine, "a")[0] > 15
+    machine.finish()
+    machine.check_all_done()
+
+
+def test_blocks_of_tokens_grow_to_the_size_of_a_state() -> None:
+    config = make_config(kv_layers=with_states(kv_layers(None), row_bytes=37))
+    attention, *states = config.kv_layout.groups
+    assert attention.block_size == 8
+    assert all(group.is_state and group.rows_per_block == 1 for group in states)
+    assert config.kv_layout.page_bytes == 37
+    machine = StepMachine(config, 12, depth=2)
+    for name in "abc":
+        machine.add(make_request(name, [ord(name)] * 19, max_tokens=12))
+    machine.finish()
+    machine.check_all_done()
+
+
+def test_a_preempted_request_computes_its_state_anew() -> None:
+    machine = StepMachine(hybrid(), 15, depth=2)
+    for name in ("a", "b"):
+        machine.add(make_request(name, [ord(name)] * 14, max_tokens=20))
+    machine.finish()
+    assert machine.scheduler.stats().num_preemptions > 0
+    machine.check_all_done()
+
+
+def test_the_next_owner_of_a_block_is_not_touched_by_a_step_of_the_last() -> None:
+    """A request ends by a stop token while its next step is on its way; its blocks come back only
+    behind that step."""
+    machine = StepMachine(hybrid(max_num_seqs=2), 12, depth=3)
+    for index in range(12):
+        prompt = [20 + index] * (3 + index % 5)
+        machine.add(make_request(f"r{index}", prompt, max_tokens=9, ignore_eos=index % 2 == 0))
+        machine.step()
+        if index % 4 == 3:
+            machine.abort(f"r{index}")
+    machine.finish()
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize("prompt_len", [3, 8, 9])
+def test_every_choice_has_a_state_of_its_own(prompt_len: int) -> None:
+    machine = StepMachine(hybrid(), 40, depth=2)
+    machine.add(make_request("a", list(range(1, prompt_len + 1)), num_choices=4, max_tokens=12))
+    machine.finish()
+    machine.check_all_done()
+    # All but one copy both states, and the last block of tokens if it is partial.
+    assert machine.worker.num_copies == 3 * (2 + (prompt_len % 4 > 0))
+
+
+def test_a_pulled_state_is_continued_behind_the_last_prompt_token() -> None:
+    machine = StepMachine(hybrid(), 60)
+    machine.add(make_request("a", list(range(1, 41)), kv=remote_prefill("t")))
+    machine.step()
+    assert blocks_of(machine, "a") == [11, 1, 1]
+    machine.connector.finish("t")
+    machine.poll_connector()
+    machine.supply_first_token("a")
+    machine.finish()
+    assert machine.scheduler.stats().prompt_tokens_computed == 0
+    machine.check_all_done()
+
+
+def test_a_state_behind_the_last_token_cannot_give_that_token_s_logits() -> None:
+    """All has come, but nobody gives the first token: the last prompt token would be taken in
+    twice, so the prompt is computed anew."""
+    machine = StepMachine(hybrid(), 60)
+    machine.add(make_request("a", list(range(1, 41)), kv=remote_prefill("t")))
+    machine.step()
+    machine.connector.finish("t")
+    machine.poll_connector()
+    machine.take(machine.scheduler.prefill_locally("a"))
+    machine.finish()
+    assert machine.scheduler.stats().prompt_tokens_computed == 40
+    machine.check_all_done()
+
+
+def test_part_of_a_pull_is_of_use_only_to_the_next_pull() -> None:
+    for goes_on_here in (True, False):
+        machine = StepMachine(hybrid(), 60)
+        machine.add(make_request("a", list(range(1, 41)), kv=remote_prefill("t")))
+        machine.step()
+        while machine.connector.pulls["t"].position < 16:
+            machine.connector.advance("t")
+        machine.connector.fail("t")
+        machine.poll_connector()
+        if goes_on_here:
+            machine.take(machine.scheduler.prefill_locally("a"))
+        else:
+            machine.take(machine.scheduler.retry_remote("a", remote_prefill("t", 1)))
+            machine.supply_first_token("a")
+        machine.finish()
+        expected = 40 if goes_on_here else 0
+        assert machine.scheduler.stats().prompt_tokens_computed == expected
+        machine.check_all_done()
+
+
+def test_an_export_s_state_stays_until_it_is_sent() -> None:
+    machine = StepMachine(hybrid(max_num_batched_tokens=8), 60, depth=2)
+    machine.add(make_request("a", list(range(1, 41)), kv=remote_decode("t"), max_tokens=1))
+    for number in range(6):
+        machine.add(make_request(f"b{number}", [50 + number] * 20))
+    machine.finish()
+    machine.check_all_done()
+
+
+_SHAPES = (
+    with_states(kv_layers(None)),
+    with_states(kv_layers(None, heads=2), row_bytes=40),
+    with_states(kv_layers(None, 6)),
+    with_states(kv_layers(None), row_bytes=70),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    depth=st.integers(1, 3),
+    layers=st.sampled_from(_SHAPES),
+    kinds=st.sampled_from(
+        [["local"], ["local", "pull"], ["export", "local"], ["choices", "pull", "local"]]
+    ),
+)
+def test_random_traffic(
+    seed: int, depth: int, layers: tuple[object, ...], kinds: list[str]
+) -> None:
+    rng = random.Random(seed)
+    config = make_config(
+        kv_layers=layers,  # type: ignore[arg-type]
+        policy=rng.choice(["fcfs", "priority"]),
+        max_num_seqs=rng.choice([1, 3, 6]),
+        max_num_batched_tokens=rng.choice([6, 16, 64]),
+        long_prefill_token_threshold=rng.choice([0, 5]),
+        enable_prefix_caching=rng.random() < 0.8,
+        max_model_len=64,
+    )
+    machine = StepMachine(config, rng.choice([22, 30, 48]), depth=depth, seed=seed)
+    Traffic(machine, seed, kinds).run()
+
+
+def test_the_traffic_is_rough_enough() -> None:
+    config = make_config(
+        kv_layers=_SHAPES[0], max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64
+    )
+    totals = {"preemptions": 0, "transferred": 0, "copies": 0}
+    for seed in range(12):
+        machine = StepMachine(config, 20, depth=2, seed=seed)
+        Traffic(machine, seed, ["local", "pull", "choices"]).run()
+        stats = machine.scheduler.stats()
+        totals["preemptions"] += stats.num_preemptions
+        totals["transferred"] += stats.prompt_tokens_transferred
+        totals["copies"] += machine.worker.num_copies
+    assert min(totals.values()) >= 20, totals
