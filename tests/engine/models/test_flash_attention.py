@@ -131,7 +131,7 @@ def test_sinks_and_windows_of_some_layers_leave_it_the_others(
     """cuDNN's interface does not tell the sums that sinks need."""
     package = ModuleType(PREFILL_PACKAGE)
     package.__spec__ = sys.__spec__
-    package.flash_attn_varlen_func = print
+    monkeypatch.setattr(flash_attention, "forward_kernel", lambda package: print)
     wanted = config(tmp_path)
     planes = Plane("k", 2, 32), Plane("v", 2, 32)
     full = KVLayers(layers=(0,), planes=planes)
@@ -158,7 +158,7 @@ def test_uncached_prefill_is_its_where_its_forward_kernels_are_installed(
 ) -> None:
     package = ModuleType(PREFILL_PACKAGE)
     package.__spec__ = sys.__spec__
-    package.flash_attn_varlen_func = print
+    monkeypatch.setattr(flash_attention, "forward_kernel", lambda package: print)
     monkeypatch.setitem(sys.modules, PREFILL_PACKAGE, package)
     monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
     wanted = config(tmp_path)

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.batch.input_batch import BatchOrder
+from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from engine.layers.attention.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.flash_attention import PREFILL_PACKAGE, FlashPrefill
@@ -68,9 +67,7 @@ def test_cudnn_way_equals_paged_attention_on_cpu() -> None:
 
 def test_flash_way_equals_paged_attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in computes by the meaning of the library's arguments."""
-    package = ModuleType(PREFILL_PACKAGE)
-    package.flash_attn_varlen_func = _flash_attn_varlen
-    monkeypatch.setitem(sys.modules, PREFILL_PACKAGE, package)
+    monkeypatch.setattr(flash_attention, "forward_kernel", lambda package: _forward_kernel)
     lengths = [256, 150, 100]
     dense = FlashPrefill(PREFILL_PACKAGE)
     for sinks in (None, torch.linspace(-2, 5, HEADS)):
@@ -88,22 +85,27 @@ def test_layers_with_a_window_are_paged() -> None:
     assert torch.equal(batch.attended(backend), batch.attended(PagedBackend()))
 
 
-def _flash_attn_varlen(
+def _forward_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
     softmax_scale: float,
-    causal: bool,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attends [T, Hq, D], and gives the log of the softmax's sums [Hq, T] if asked; what lies
-    outside of the sequences is left as it is."""
-    assert causal and cu_seqlens_q.dtype == torch.int32 and q.stride(-1) == k.stride(-1) == 1
+    is_causal: bool,
+    num_splits: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attends [T, Hq, D], and gives the log of the softmax's sums [Hq, T]; what lies outside of the
+    sequences is left as it is."""
+    assert (
+        is_causal
+        and num_splits == 1
+        and cu_seqlens_q.dtype == torch.int32
+        and q.stride(-1) == k.stride(-1) == 1
+    )
     assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
     log_sums = torch.full((q.shape[1], len(q)), torch.nan)
@@ -118,7 +120,7 @@ def _flash_attn_varlen(
         scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * softmax_scale
         unseen = torch.ones(scores.shape[1:]).triu(1).bool()
         log_sums[:, start:end] = scores.masked_fill(unseen, -torch.inf).logsumexp(-1)
-    return (out, log_sums) if return_attn_probs else out
+    return out, log_sums, out[:0], log_sums[:0]
 
 
 def _differences(
