@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.quantization import Quantization
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import (
     STATE_SPAN,
@@ -62,6 +63,7 @@ class ModelConfig:
         model_hash: Equal exactly for nodes that compute the same KV.
         kv_layers: One entry a group of layers; empty: all layers keep keys and values of
             `num_kv_heads` heads, and see all tokens.
+        quantization: How weights are quantised; None: they are plain.
     """
 
     path: str
@@ -79,6 +81,7 @@ class ModelConfig:
     model_hash: str
     spec: dict[str, Any]
     kv_layers: tuple[KVLayers, ...] = ()
+    quantization: Quantization | None = None
     served_aliases: tuple[str, ...] = ()
 
     @property

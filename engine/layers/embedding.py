@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.layers.methods.base import LinearPart
+from engine.layers.methods.registry import format_of
+from engine.layers.methods.weight_format import WeightFormat, matrix_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
@@ -24,6 +27,8 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         weight: Another table's rows to share; None: its own.
     """
+
+    form: WeightFormat | None = None
 
     def __init__(
         self, vocab_size: int, hidden_size: int, shard: Shard, weight: nn.Parameter | None = None
@@ -49,11 +54,18 @@ class VocabParallelEmbedding(nn.Module):
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         rows = self.weight[: self.num_filled]
         start = min(self.start, self.shape[0])
-        yield CheckpointWeight(prefix + ".weight", rows, self.shape, 0, start)
+        yield matrix_weight(self.form, rows, LinearPart(prefix, self.shape, 0, start))
 
 
 class LMHead(VocabParallelEmbedding):
-    """[S, H] -> float32 logits [S, vocabulary], whole on every rank."""
+    """[S, H] -> float32 logits [S, vocabulary], whole on every rank. Computed with plain weights,
+    however the checkpoint has them."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, shard: Shard, weight: nn.Parameter | None = None
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, shard, weight)
+        self.form = format_of(shard.scheme(), shard.prefix)
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.group.all_gather(self._local_logits(hidden))

@@ -11,12 +11,18 @@ computes, and which tensors it holds, is its method's matter (`engine.layers.met
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.layers.methods.base import LinearLayer, LinearPart
+from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.methods.base import (
+    ColumnPart,
+    LinearLayer,
+    LinearMethod,
+    LinearPart,
+    LinearShare,
+)
 from engine.layers.methods.choice import column_method, gate_up_method, row_method
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
@@ -25,35 +31,38 @@ from kv_transfer.layout import HeadRange
 from tandem_kernels import ops
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnPart:
-    """Outputs [start, start + count) of a projection that has `total`; `order` as in
-    `LinearPart`."""
-
-    start: int
-    count: int
-    total: int
-    order: Tensor | None = None
-
-
 class MergedColumnParallelLinear(LinearLayer):
     """[T, in] -> [T, sum of the parts' counts]: one GEMM for several projections.
 
     Args:
         parts: In the order of the outputs.
+        shard: Of the layer, or with `names` of the module around it.
         bias: All parts have one.
+        names: Of the parts' modules inside that one, as far as quantisation tells them apart.
     """
 
-    choose_method = staticmethod(column_method)
+    method_for = staticmethod(column_method)
 
     def __init__(
-        self, input_size: int, parts: tuple[ColumnPart, ...], shard: Shard, *, bias: bool = False
+        self,
+        input_size: int,
+        parts: tuple[ColumnPart, ...],
+        shard: Shard,
+        *,
+        bias: bool = False,
+        names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.parts = parts
         self.input_size = input_size
+        self.scheme = shard.scheme(*names)
+        self.share = LinearShare(shard.prefix, parts, (0, input_size))
         self.method = self.choose_method(shard.gemms)
         self.method.create(self, sum(part.count for part in parts), input_size, bias, shard)
+
+    def choose_method(self, policy: GemmPolicy) -> LinearMethod:
+        """Returns how this layer is computed under a policy."""
+        return self.method_for(policy, self.scheme, self.share)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(self, x)
@@ -80,13 +89,13 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     """[T, hidden] -> [T, I / ranks]: activation(gate) * up, where the activation is SiLU, or GELU
     by its tanh formula."""
 
-    choose_method = staticmethod(gate_up_method)
+    method_for = staticmethod(gate_up_method)
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, shard: Shard, *, is_gelu: bool = False
     ) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
-        super().__init__(hidden_size, (part, part), shard)
+        super().__init__(hidden_size, (part, part), shard, names=("gate_proj", "up_proj"))
         self.is_gelu = is_gelu
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +138,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             part(*kv, head_order),
             part(*kv, None),
         )
-        super().__init__(hidden_size, parts, shard, bias=bias)
+        names = ("q_proj", "k_proj", "v_proj")
+        super().__init__(hidden_size, parts, shard, bias=bias, names=names)
 
 
 def repeated(order: Tensor, num_heads: int) -> Tensor:
@@ -141,15 +151,20 @@ def repeated(order: Tensor, num_heads: int) -> Tensor:
 class RowParallelLinear(LinearLayer):
     """[T, in / ranks] -> [T, out], the sum over ranks."""
 
-    choose_method = staticmethod(row_method)
-
     def __init__(self, input_size: int, output_size: int, shard: Shard) -> None:
         super().__init__()
         self.group = shard.tp
         self.start, count = shard.part(input_size)
         self.shape = (output_size, input_size)
+        outputs = ColumnPart(0, output_size, output_size)
+        self.scheme = shard.scheme()
+        self.share = LinearShare(shard.prefix, (outputs,), (self.start, count))
         self.method = self.choose_method(shard.gemms)
         self.method.create(self, output_size, count, False, shard)
+
+    def choose_method(self, policy: GemmPolicy) -> LinearMethod:
+        """Returns how this layer is computed under a policy."""
+        return row_method(policy, self.scheme, self.share)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.reduce(self.method.apply(self, x), self.group)

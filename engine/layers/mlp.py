@@ -33,7 +33,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = GateUpParallelLinear(
             hidden_size, intermediate_size, shard, is_gelu=is_gelu
         )
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard.at("down_proj"))
         self.norm = norm
 
     def forward(self, x: Tensor, stream: ResidualStream) -> None:

@@ -7,7 +7,8 @@ what it names must be. The loader only carries it out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,31 @@ from torch import Tensor, nn
 from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.parallel import ParallelPlace
+from engine.quantization import Quantization, Scheme
+
+FLOATS = frozenset({"F32", "F16", "BF16"})
+"""Types of numbers, as safetensors names them, that weights may be stored in."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A tensor of the checkpoint, or a slice of it.
+
+    Attributes:
+        shape: The whole tensor's, as the checkpoint must have it.
+        dim: The dimension that is sliced; None: the whole tensor.
+        start, count: Of the slice.
+        stored: Types of numbers that the checkpoint may have it in.
+        dummy: What every element of dummy weights is; None: random numbers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    count: int = 0
+    stored: frozenset[str] = FLOATS
+    dummy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +53,11 @@ class CheckpointWeight:
         start: First index of the slice. `target` says how many there are.
         order: [rows of `target`] int64 or None: row i is row `order[i]` of the slice.
         offset: Added to what the checkpoint holds.
+        stored: Types of numbers that the checkpoint may have it in.
+        companions: Other tensors that are read with it, like scales.
+        count: Indices of the slice where the target does not say it: `fill` changes the shape.
+        fill: Fills the target instead of a copy; it is given the slice and those of the companions,
+            as stored, on the target's device. `order` and `offset` are left to it.
     """
 
     name: str
@@ -36,16 +67,50 @@ class CheckpointWeight:
     start: int = 0
     order: Tensor | None = None
     offset: float = 0.0
+    stored: frozenset[str] = FLOATS
+    companions: tuple[TensorSlice, ...] = ()
+    count: int | None = None
+    fill: Callable[..., None] | None = None
+
+    @property
+    def slices(self) -> tuple[TensorSlice, ...]:
+        """Returns what is read of the checkpoint: the tensor itself, then its companions."""
+        count = self.count
+        if count is None:
+            count = 0 if self.dim is None else self.target.shape[self.dim]
+        own = TensorSlice(self.name, self.shape, self.dim, self.start, count, self.stored)
+        return (own, *self.companions)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Describes one rank's share, and where it lives, to the layers that allocate it."""
+    """Describes one rank's share, and where it lives, to the layers that allocate it.
+
+    Attributes:
+        prefix: The checkpoint's name of the module that is being built.
+    """
 
     place: ParallelPlace
     dtype: torch.dtype
     device: torch.device
     gemms: GemmPolicy = field(default_factory=GemmPolicy)
+    quantization: Quantization | None = None
+    prefix: str = ""
+
+    def at(self, name: str) -> Shard:
+        """Returns the share of a module inside this one."""
+        return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
+
+    def scheme(self, *names: str) -> Scheme | None:
+        """Returns how the modules inside this one, or without names itself, are quantised.
+
+        Raises:
+            MixedSchemes: They do not share a scheme.
+        """
+        if self.quantization is None:
+            return None
+        full = [self.at(name).prefix for name in names] or [self.prefix]
+        return self.quantization.scheme_of(*full)
 
     @property
     def tp(self) -> ParallelGroup:

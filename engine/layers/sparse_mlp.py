@@ -81,14 +81,27 @@ class Router(nn.Module):
             yield CheckpointWeight(bias, self.bias, tuple(self.bias.shape))
 
 
+PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
 class Experts(ExpertLayer):
-    """This rank's units of every expert; which tensors they are is the method's matter."""
+    """This rank's units of every expert; which tensors they are is the method's matter.
+
+    Args:
+        names: The checkpoint's names of gate, up and down.
+    """
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, shard: Shard
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        shard: Shard,
+        names: tuple[str, str, str] = PROJECTION_NAMES,
     ) -> None:
         super().__init__()
-        self.method = expert_method(shard)
+        self.names = names
+        self.method = expert_method(shard, shard.scheme(*(f"0.{name}" for name in names)))
         self.fixed_order = shard.gemms.deterministic
         start, width = shard.part_of_units(intermediate_size, self.method.unit)
         self.sizes = ExpertSizes(num_experts, hidden_size, intermediate_size, start, width)
@@ -97,12 +110,9 @@ class Experts(ExpertLayer):
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return self.method.apply(self, x, weights, experts)
 
-    def checkpoint_weights(
-        self, prefix: str, names: tuple[str, str, str]
-    ) -> Iterator[CheckpointWeight]:
-        """Lists the checkpoint's tensors; `names` are those of gate, up and down."""
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         for index in range(self.sizes.count):
-            for name, projection in zip(names, PROJECTIONS, strict=True):
+            for name, projection in zip(self.names, PROJECTIONS, strict=True):
                 part = ExpertPart(f"{prefix}.{index}.{name}", index, projection)
                 yield from self.method.checkpoint_weights(self, part)
 

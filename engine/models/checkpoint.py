@@ -8,7 +8,8 @@ folder is named in the first second.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -21,8 +22,9 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Repo
 from engine.config import Dtype, LoadFormat, ModelConfig
 from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
 from engine.models.errors import CheckpointError
+from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
-from engine.models.specs.base import ModelSpec, UnsupportedField
+from engine.models.specs.base import UnsupportedField
 from engine.models.weight_files import WeightFiles
 
 __all__ = [
@@ -150,7 +152,9 @@ def load_model_config(
     file = read_json(path, ConfigFile)
     length = _max_model_len(folder, file, max_model_len)
     kind = MODELS[architecture].spec
-    spec = _read_spec(path, file, kind, length)
+    with _named(path):
+        spec = kind.from_config(file, length)
+        quantization = read_quantization(folder, file.quantization_config)
     weights = WeightFiles(folder) if load_format == "safetensors" else None
     names = _names(served_model_name or "") or [_name_of(folder.resolve())]
     config = ModelConfig(
@@ -169,10 +173,12 @@ def load_model_config(
         load_format=load_format,
         model_hash="",
         spec=msgspec.to_builtins(spec),
+        quantization=quantization,
     )
+    facts = spec.hash_facts(config) + (() if quantization is None else (quantization,))
     return replace(
         config,
-        model_hash=_model_hash(spec.hash_facts(config), weights),
+        model_hash=_model_hash(facts, weights),
         kv_layers=spec.kv_layers(config),
     )
 
@@ -196,9 +202,11 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     spec_of(model).check_parallel(model, size)
 
 
-def _read_spec(path: Path, file: ConfigFile, kind: type[ModelSpec], length: int) -> ModelSpec:
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Refuses the checkpoint of this config.json where a field asks for what is not here."""
     try:
-        return kind.from_config(file, length)
+        yield
     except UnsupportedField as refusal:
         raise CheckpointError(
             path,
@@ -233,8 +241,8 @@ def _eos_token_ids(folder: Path, file: ConfigFile) -> tuple[int, ...]:
 def _stored_dtype(folder: Path, file: ConfigFile, weights: WeightFiles | None) -> Dtype:
     named = file.dtype or file.torch_dtype
     if named is None and weights is not None:
-        stored = {_STORED_DTYPES.get(tensor.dtype) for tensor in weights.tensors.values()}
-        named = next((dtype for dtype in stored if dtype and len(stored) == 1), None)
+        plain = {tensor.dtype for tensor in weights.tensors.values()} & _STORED_DTYPES.keys()
+        named = _STORED_DTYPES[next(iter(plain))] if len(plain) == 1 else None
     dtype = _DTYPES.get(named or "bfloat16")
     if dtype is not None:
         return dtype

@@ -11,6 +11,8 @@ from engine.models.specs.experts import ExpertNames, ExpertSpec
 
 def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
     """Returns one layer's block, not yet loaded."""
+    names = spec.names
+    shard = shard.at(names.block)
     options = RouterOptions(
         top_k=spec.top_k,
         sigmoid=spec.sigmoid,
@@ -22,10 +24,18 @@ def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
     )
     shared = None
     if spec.shared_size:
-        shared = SharedExpert(hidden_size, spec.shared_size, shard, has_gate=spec.shared_gate)
+        shared = SharedExpert(
+            hidden_size, spec.shared_size, shard.at(names.shared), has_gate=spec.shared_gate
+        )
     return SparseMLP(
         Router(hidden_size, spec.count, options, shard),
-        Experts(spec.count, hidden_size, spec.intermediate_size, shard),
+        Experts(
+            spec.count,
+            hidden_size,
+            spec.intermediate_size,
+            shard.at("experts"),
+            (names.gate, names.up, names.down),
+        ),
         shared,
         shard,
     )
@@ -37,9 +47,7 @@ def expert_weights(block: SparseMLP, names: ExpertNames, prefix: str) -> Iterato
     yield from block.router.checkpoint_weights(
         f"{own}.{names.router}", f"{own}.{names.choice_bias}"
     )
-    yield from block.experts.checkpoint_weights(
-        f"{own}.experts", (names.gate, names.up, names.down)
-    )
+    yield from block.experts.checkpoint_weights(f"{own}.experts")
     if block.shared is not None:
         yield from block.shared.checkpoint_weights(
             f"{own}.{names.shared}", f"{own}.{names.shared}_gate.weight"

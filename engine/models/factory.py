@@ -34,7 +34,7 @@ def create_model(
             "choose decode_query_len 1",
         )
     gemms = GemmPolicy.choose(config.device, device, place.tp.size)
-    shard = Shard(place, getattr(torch, model.dtype), device, gemms)
+    shard = Shard(place, getattr(torch, model.dtype), device, gemms, model.quantization)
     module, _, name = MODELS[model.architecture].model.partition(":")
     created = getattr(import_module(module), name)(config, spec, shard)
     return cast(CausalLM, created.eval())

@@ -33,15 +33,18 @@ class LlamaForCausalLM(CausalLM):
         super().__init__()
         model = config.model
         self.spec = spec
-        self.embed_tokens = VocabParallelEmbedding(model.vocab_size, spec.hidden_size, shard)
+        self.embed_tokens = VocabParallelEmbedding(
+            model.vocab_size, spec.hidden_size, shard.at("model.embed_tokens")
+        )
         self.layer_indices = shard.place.layers
         self.num_layers = model.num_layers
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, spec, shard, index) for index in self.layer_indices
+            LlamaDecoderLayer(config, spec, shard.at(f"model.layers.{index}"), index)
+            for index in self.layer_indices
         )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
         shared = self.embed_tokens.weight if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard, shared)
+        self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), shared)
         rotations = [spec.rotary_of(index) for index in self.layer_indices]
         tables = {
             rotary: cos_sin_cache(model.head_dim, model.max_model_len, rotary).to(shard.device)

@@ -39,7 +39,7 @@ class LlamaDecoderLayer(nn.Module):
 
         self.before_attention = norm(spec.norms.before_attention)
         self.self_attn = attention_block(
-            model, spec, index, shard, norm(spec.norms.after_attention)
+            model, spec, index, shard.at("self_attn"), norm(spec.norms.after_attention)
         )
         self.before_mlp = norm(spec.norms.before_mlp)
         self.mlp: GatedMLP | SparseMLP
@@ -49,7 +49,7 @@ class LlamaDecoderLayer(nn.Module):
             self.mlp = GatedMLP(
                 spec.hidden_size,
                 spec.intermediate_size,
-                shard,
+                shard.at("mlp"),
                 is_gelu=spec.activation == "gelu_tanh",
                 norm=norm(spec.norms.after_mlp),
             )

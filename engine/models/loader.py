@@ -7,6 +7,7 @@ just those slices, so a rank never holds more than its share plus one slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.layers.shard import CheckpointWeight
+from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
 from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
 from engine.models.weight_files import StoredTensor, WeightFiles
 
-_FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 """Older checkpoints store the rotary frequencies; they follow from config.json."""
 _DUMMY_STD = 0.02
+_TYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+"""Types of quantised weights and their scales."""
 _WRONG_CONFIG = "config.json and the weights do not belong together: download the checkpoint again"
 
 
@@ -53,16 +60,16 @@ def _load(
     unused: frozenset[str],
     report: Callable[[float], None],
 ) -> None:
-    _check_names(files, {weight.name for weight in wanted}, unused)
+    _check_names(files, {part.name for weight in wanted for part in weight.slices}, unused)
     by_file: dict[Path, list[CheckpointWeight]] = {}
     for weight in wanted:
-        stored = files.tensors[weight.name]
-        _check_stored(weight, stored)
-        by_file.setdefault(stored.file, []).append(weight)
+        for index, part in enumerate(weight.slices):
+            _check_stored(part, files.tensors[part.name], is_companion=index > 0)
+        by_file.setdefault(files.tensors[weight.name].file, []).append(weight)
     total = sum(weight.target.nbytes for weight in wanted)
     loaded = 0
     for path in sorted(by_file):
-        for weight in _fill_from(path, by_file[path]):
+        for weight in _fill_from(path, by_file[path], files):
             loaded += weight.target.nbytes
             report(loaded / total)
 
@@ -88,27 +95,47 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _check_stored(weight: CheckpointWeight, stored: StoredTensor) -> None:
-    if stored.shape != weight.shape:
+def _check_stored(part: TensorSlice, stored: StoredTensor, *, is_companion: bool) -> None:
+    """Scales of a row or of a tensor may have another dimension of one, or lack it."""
+    same = stored.shape == part.shape
+    if is_companion and not same:
+        same = _without_ones(stored.shape) == _without_ones(part.shape)
+    if not same:
         raise CheckpointError(
             stored.file,
-            f"has {weight.name} of shape {list(stored.shape)}, but config.json makes it "
-            f"{list(weight.shape)}",
+            f"has {part.name} of shape {list(stored.shape)}, but config.json makes it "
+            f"{list(part.shape)}",
             _WRONG_CONFIG,
         )
-    if stored.dtype not in _FLOAT_DTYPES:
-        raise CheckpointError(
-            stored.file,
-            f"has {weight.name} in {stored.dtype}",
-            "use a checkpoint in fp32, fp16 or bf16",
-        )
+    if stored.dtype not in part.stored:
+        cure = f"its type must be {' or '.join(sorted(part.stored))}: {_WRONG_CONFIG}"
+        if part.stored == FLOATS and stored.dtype not in _TYPES:
+            cure = "use a checkpoint in fp32, fp16 or bf16"
+        raise CheckpointError(stored.file, f"has {part.name} in {stored.dtype}", cure)
 
 
-def _fill_from(path: Path, weights: list[CheckpointWeight]) -> Iterable[CheckpointWeight]:
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape without trailing ones."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _fill_from(
+    path: Path, weights: list[CheckpointWeight], files: WeightFiles
+) -> Iterable[CheckpointWeight]:
+    """Fills weights whose first tensor is in one file. Companions are seldom in another."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with ExitStack() as stack:
+            opened = {path: stack.enter_context(safe_open(path, framework="pt"))}
             for weight in weights:
-                _fill(weight, _read(file, weight))
+                slices = []
+                for part in weight.slices:
+                    other = files.tensors[part.name].file
+                    if other not in opened:
+                        opened[other] = stack.enter_context(safe_open(other, framework="pt"))
+                    slices.append(_read(opened[other], part))
+                _fill(weight, *slices)
                 yield weight
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -116,8 +143,12 @@ def _fill_from(path: Path, weights: list[CheckpointWeight]) -> Iterable[Checkpoi
         ) from error
 
 
-def _fill(weight: CheckpointWeight, stored: Tensor) -> None:
-    """Fills the target; `stored` is its slice."""
+def _fill(weight: CheckpointWeight, stored: Tensor, *companions: Tensor) -> None:
+    """Fills the target from what is stored."""
+    if weight.fill is not None:
+        device = weight.target.device
+        weight.fill(stored.to(device), *(tensor.to(device) for tensor in companions))
+        return
     if weight.order is not None:
         stored = stored.index_select(0, weight.order.to(stored.device))
     weight.target.copy_(stored)
@@ -125,30 +156,40 @@ def _fill(weight: CheckpointWeight, stored: Tensor) -> None:
         weight.target.add_(weight.offset)
 
 
-def _read(file: Any, weight: CheckpointWeight) -> Tensor:
+def _read(file: Any, part: TensorSlice) -> Tensor:
     """Reads one slice; `file` is safetensors' open file, which has no types."""
-    stored = file.get_slice(weight.name)
-    if weight.dim is None:
-        whole: Tensor = stored[:]
+    stored = file.get_slice(part.name)
+    if part.dim is None:
+        whole: Tensor = stored[:] if part.shape else file.get_tensor(part.name)
         return whole
-    stop = weight.start + weight.target.shape[weight.dim]
-    part: Tensor = (
-        stored[weight.start : stop] if weight.dim == 0 else stored[:, weight.start : stop]
-    )
-    return part
+    index = (slice(None),) * part.dim + (slice(part.start, part.start + part.count),)
+    sliced: Tensor = stored[index]
+    return sliced
 
 
 def _fill_dummy(wanted: list[CheckpointWeight], report: Callable[[float], None]) -> None:
     """Fills in random weights that depend on names only: every rank cuts from the same tensors."""
     for index, weight in enumerate(wanted):
-        target = weight.target
-        generator = torch.Generator(target.device)
-        generator.manual_seed(xxhash.xxh3_64_intdigest(weight.name.encode()) >> 1)
-        whole = torch.empty(weight.shape, dtype=torch.float32, device=target.device)
-        whole.normal_(0.0, _DUMMY_STD, generator=generator)
-        if weight.name.endswith("norm.weight"):
-            whole += 1.0 - weight.offset
-        if weight.dim is not None:
-            whole = whole.narrow(weight.dim, weight.start, target.shape[weight.dim])
-        _fill(weight, whole)
+        _fill(weight, *(_dummy(part, weight) for part in weight.slices))
         report((index + 1) / len(wanted))
+
+
+def _dummy(part: TensorSlice, weight: CheckpointWeight) -> Tensor:
+    device = weight.target.device
+    generator = torch.Generator(device)
+    generator.manual_seed(xxhash.xxh3_64_intdigest(part.name.encode()) >> 1)
+    kind = None if part.stored & FLOATS else _TYPES[min(part.stored)]
+    if part.dummy is not None:
+        whole = torch.full(part.shape, part.dummy, dtype=kind or torch.float32, device=device)
+    elif kind is not None and not kind.is_floating_point:
+        limits = torch.iinfo(kind)
+        whole = torch.randint(
+            limits.min, limits.max, part.shape, generator=generator, device=device, dtype=kind
+        )
+    else:
+        whole = torch.empty(part.shape, dtype=torch.float32, device=device)
+        whole.normal_(0.0, _DUMMY_STD if kind is None else 1.0, generator=generator)
+        if part.name.endswith("norm.weight"):
+            whole += 1.0 - weight.offset
+        whole = whole.to(kind or torch.float32)
+    return whole if part.dim is None else whole.narrow(part.dim, part.start, part.count)

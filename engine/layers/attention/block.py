@@ -105,7 +105,7 @@ class AttentionBlock(nn.Module):
         self.attention = Attention(
             local_heads, kv_heads.count, head_dim, options.scale, options.softcap
         )
-        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, shard)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, shard.at("o_proj"))
 
     def forward(
         self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs

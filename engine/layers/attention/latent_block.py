@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.layer import AttentionInputs
-from engine.layers.linear import ColumnPart, MergedColumnParallelLinear, RowParallelLinear, repeated
+from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear, repeated
+from engine.layers.methods.base import ColumnPart, LinearPart
+from engine.layers.methods.registry import format_of
+from engine.layers.methods.weight_format import matrix_weight
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
@@ -84,17 +87,21 @@ class LatentAttentionBlock(nn.Module):
             None if q_order is None else repeated(q_order, self.num_heads),
         )
         fused = ColumnPart(0, sizes.kv_rank + sizes.rope, sizes.kv_rank + sizes.rope, key_order)
-        self.kv_a_proj = MergedColumnParallelLinear(hidden_size, (fused,), shard)
+        self.kv_a_proj = MergedColumnParallelLinear(
+            hidden_size, (fused,), shard.at("kv_a_proj_with_mqa")
+        )
         self.kv_a_norm = RMSNorm(sizes.kv_rank, LATENT_NORM_EPS, shard)
         self.q_a_proj: MergedColumnParallelLinear | None = None
         self.q_a_norm = None
         if sizes.q_rank:
             whole = ColumnPart(0, sizes.q_rank, sizes.q_rank)
-            self.q_a_proj = MergedColumnParallelLinear(hidden_size, (whole,), shard)
+            self.q_a_proj = MergedColumnParallelLinear(hidden_size, (whole,), shard.at("q_a_proj"))
             self.q_a_norm = RMSNorm(sizes.q_rank, LATENT_NORM_EPS, shard)
-        self.q_proj = MergedColumnParallelLinear(sizes.q_rank or hidden_size, (q,), shard)
+        queries = shard.at("q_b_proj" if sizes.q_rank else "q_proj")
+        self.q_proj = MergedColumnParallelLinear(sizes.q_rank or hidden_size, (q,), queries)
+        self.kv_b_format = format_of(shard.scheme("kv_b_proj"), shard.prefix)
         self.kv_b = shard.parameter(self.num_heads, sizes.nope + sizes.value, sizes.kv_rank)
-        self.o_proj = RowParallelLinear(num_heads * sizes.value, hidden_size, shard)
+        self.o_proj = RowParallelLinear(num_heads * sizes.value, hidden_size, shard.at("o_proj"))
 
     def forward(
         self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
@@ -143,13 +150,9 @@ class LatentAttentionBlock(nn.Module):
         yield from self.kv_a_proj.checkpoint_weights(f"{prefix}.kv_a_proj_with_mqa")
         yield from self.kv_a_norm.checkpoint_weights(f"{prefix}.kv_a_layernorm")
         head = sizes.nope + sizes.value
-        yield CheckpointWeight(
-            f"{prefix}.kv_b_proj.weight",
-            self.kv_b.view(-1, sizes.kv_rank),
-            (self.total_heads * head, sizes.kv_rank),
-            0,
-            self.first_head * head,
-        )
+        shape = self.total_heads * head, sizes.kv_rank
+        part = LinearPart(f"{prefix}.kv_b_proj", shape, 0, self.first_head * head)
+        yield matrix_weight(self.kv_b_format, self.kv_b.view(-1, sizes.kv_rank), part)
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
 
 

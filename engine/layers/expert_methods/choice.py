@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from engine.layers.expert_methods.base import ExpertMethod
 from engine.layers.expert_methods.plain import PlainExperts
+from engine.layers.methods.registry import format_of
 from engine.layers.shard import Shard
+from engine.quantization import Scheme
+
+ExpertFactory = Callable[[Any, Shard], ExpertMethod | None]
+"""Is given scheme and rank; returns a method for them, or None: dequantise."""
+
+EXPERTS: dict[type[Any], ExpertFactory] = {}
+"""Methods of experts that compute with quantised numbers, by scheme."""
 
 
-def expert_method(shard: Shard) -> ExpertMethod:
+def expert_method(shard: Shard, scheme: Scheme | None) -> ExpertMethod:
     """Returns the method for experts on this rank."""
-    return PlainExperts()
+    factory = None if scheme is None else EXPERTS.get(type(scheme))
+    method = None if factory is None else factory(scheme, shard)
+    return method or PlainExperts(format_of(scheme, shard.prefix))

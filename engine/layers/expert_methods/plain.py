@@ -7,12 +7,21 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod, ExpertPart
+from engine.layers.methods.base import LinearPart
+from engine.layers.methods.weight_format import WeightFormat, matrix_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
 
 class PlainExperts(ExpertMethod):
-    """Holds `w13` [E, 2 I, H], gate before up, and `w2` [E, H, I]."""
+    """Holds `w13` [E, 2 I, H], gate before up, and `w2` [E, H, I].
+
+    Args:
+        form: How the checkpoint has each expert's matrices; None: plainly.
+    """
+
+    def __init__(self, form: WeightFormat | None = None) -> None:
+        self.form = form
 
     def create(self, layer: ExpertLayer, shard: Shard) -> None:
         sizes = layer.sizes
@@ -22,9 +31,8 @@ class PlainExperts(ExpertMethod):
     def checkpoint_weights(
         self, layer: ExpertLayer, part: ExpertPart
     ) -> Iterator[CheckpointWeight]:
-        name = part.prefix + ".weight"
-        target = target_of(layer, part)
-        yield CheckpointWeight(name, target, *slice_of(layer, part))
+        source = LinearPart(part.prefix, *slice_of(layer, part))
+        yield matrix_weight(self.form, target_of(layer, part), source)
 
     def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return ops.fused_experts(x, layer.w13, layer.w2, weights, experts, layer.fixed_order)

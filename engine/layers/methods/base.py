@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.distributed import ParallelGroup
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.quantization import Scheme
 from tandem_kernels import ops
 
 
@@ -42,9 +43,41 @@ class LinearPart:
     order: Tensor | None = None
 
 
-class LinearLayer(nn.Module):
-    """Holds what methods give it: `weight` [out, in] and `bias` [out]."""
+@dataclass(frozen=True, slots=True)
+class ColumnPart:
+    """Outputs [start, start + count) of a projection that has `total`; `order` as in
+    `LinearPart`."""
 
+    start: int
+    count: int
+    total: int
+    order: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShare:
+    """A rank's share of a layer, as a choice of methods must know it.
+
+    Attributes:
+        name: Of the layer, for errors.
+        outputs: In their order; several projections of one input are one layer.
+        inputs: First index and count of the inputs.
+    """
+
+    name: str
+    outputs: tuple[ColumnPart, ...]
+    inputs: tuple[int, int]
+
+
+class LinearLayer(nn.Module):
+    """Holds what methods give it: `weight` [out, in] and `bias` [out].
+
+    Attributes:
+        scheme: How its weights are quantised; None: they are plain.
+    """
+
+    scheme: Scheme | None
+    share: LinearShare
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -97,11 +130,16 @@ class Unquantised(LinearMethod):
         yield CheckpointWeight(
             part.prefix + ".weight", weight, part.shape, part.dim, part.start, part.order
         )
-        if layer.bias is not None:
-            bias = layer.bias[part.rows]
-            yield CheckpointWeight(
-                part.prefix + ".bias", bias, part.shape[:1], 0, part.start, part.order
-            )
+        yield from bias_weights(layer, part)
+
+
+def bias_weights(layer: LinearLayer, part: LinearPart) -> Iterator[CheckpointWeight]:
+    """Yields the bias of a part, if the layer has one."""
+    if layer.bias is not None:
+        bias = layer.bias[part.rows]
+        yield CheckpointWeight(
+            part.prefix + ".bias", bias, part.shape[:1], 0, part.start, part.order
+        )
 
 
 class Wrapped(LinearMethod):

@@ -1,33 +1,38 @@
-"""The choice of a linear layer's method, from the policy of its device."""
+"""The choice of a linear layer's method, from its scheme and the policy of its device."""
 
 from __future__ import annotations
 
 from engine.layers.gemm_policy import GemmPolicy
-from engine.layers.methods.base import LinearMethod
+from engine.layers.methods.base import LinearMethod, LinearShare
 from engine.layers.methods.fused_gate_up import FusedGateUp
 from engine.layers.methods.invariant import Invariant
 from engine.layers.methods.plain import Plain
+from engine.layers.methods.registry import quantised_linear
 from engine.layers.methods.residual_gemm import ResidualGemm
 from engine.layers.methods.small_m import SmallM
+from engine.quantization import Scheme
 
 
-def column_method(policy: GemmPolicy) -> LinearMethod:
+def column_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
     """Returns the method of column layers, gate·up apart."""
-    return _small_m(_library(policy), policy)
+    plain = _small_m(_library(policy), policy)
+    return quantised_linear(scheme, plain, share, policy)
 
 
-def gate_up_method(policy: GemmPolicy) -> LinearMethod:
+def gate_up_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
     """Returns the method of gate·up and its activation."""
     method = _library(policy)
     if policy.fused_gate_up_rows > 0:
         method = FusedGateUp(method, policy.fused_gate_up_rows)
-    return _small_m(method, policy)
+    return quantised_linear(scheme, _small_m(method, policy), share, policy)
 
 
-def row_method(policy: GemmPolicy) -> LinearMethod:
+def row_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
     """Returns the method of row layers."""
     method = _library(policy)
-    return ResidualGemm(method, policy.residual_rows) if policy.residual_rows > 0 else method
+    if policy.residual_rows > 0:
+        method = ResidualGemm(method, policy.residual_rows)
+    return quantised_linear(scheme, method, share, policy)
 
 
 def _library(policy: GemmPolicy) -> LinearMethod:

@@ -244,8 +244,6 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         """Yields what config.json asks for and this family does not have."""
         yield from _size_faults(file)
-        if file.quantization_config is not None:
-            yield UnsupportedField("quantization_config", "quantised weights")
         activation = file.hidden_activation or file.hidden_act
         if ACTIVATIONS.get(activation) != cls.activation:
             yield UnsupportedField("hidden_act", repr(activation))

@@ -257,7 +257,7 @@ def test_bad_json(copy: Callable[[str], Path]) -> None:
         ({"hidden_act": "gelu"}, ("'gelu'",)),
         ({"mlp_bias": True}, ("mlp_bias",)),
         ({"num_key_value_heads": 3}, ("4 heads over 3",)),
-        ({"quantization_config": {"quant_method": "awq"}}, ("quantised",)),
+        ({"quantization_config": {"quant_method": "aqlm"}}, ("'aqlm'", "quant_method")),
         ({"layer_types": ["sliding_attention"] * 3}, ("sliding window",)),
         ({"rope_parameters": {"rope_type": "proportional"}}, ("'proportional'",)),
         ({"rope_parameters": {"rope_type": "linear"}}, ("'linear' without its factor",)),

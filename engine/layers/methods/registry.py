@@ -1,0 +1,58 @@
+"""Which quantised weights we can compute with: of each scheme its format and its methods.
+
+A new scheme is a `WeightFormat`, by which every device can serve it in plain numbers, and a line
+here. A method that computes with the quantised numbers themselves is chosen by a factory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import CannotStartError
+from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.methods.base import LinearMethod, LinearShare
+from engine.layers.methods.fp8_format import Fp8Format
+from engine.layers.methods.weight_format import Dequantised, WeightFormat
+from engine.quantization import Fp8Scheme, Scheme
+
+FORMATS: dict[type[Any], Callable[[Any], WeightFormat]] = {Fp8Scheme: Fp8Format}
+"""Formats of matrices, by scheme."""
+
+LinearFactory = Callable[[Any, LinearMethod, LinearShare, GemmPolicy], LinearMethod | None]
+"""Is given scheme, method of plain weights, share and policy of the device; returns a method for
+them, or None: dequantise."""
+
+LINEAR: dict[type[Any], LinearFactory] = {}
+"""Methods that compute with quantised numbers, by scheme."""
+
+
+class UnsupportedScheme(CannotStartError):
+    """A layer is quantised in a way that nothing here computes."""
+
+
+def weight_format(scheme: Scheme, name: str) -> WeightFormat:
+    """Returns how matrices of a scheme are stored. Raises `UnsupportedScheme` about `name`."""
+    if type(scheme) not in FORMATS:
+        kind = type(scheme).__name__.removesuffix("Scheme").upper()
+        raise UnsupportedScheme(
+            f"{name} is quantised as {kind}, which is not supported for this layer: use another "
+            "checkpoint of the model"
+        )
+    return FORMATS[type(scheme)](scheme)
+
+
+def quantised_linear(
+    scheme: Scheme | None, plain: LinearMethod, share: LinearShare, policy: GemmPolicy
+) -> LinearMethod:
+    """Returns the method of a layer; `plain` where its weights are plain."""
+    if scheme is None:
+        return plain
+    factory = LINEAR.get(type(scheme))
+    method = None if factory is None else factory(scheme, plain, share, policy)
+    return method or Dequantised(plain, weight_format(scheme, share.name))
+
+
+def format_of(scheme: Scheme | None, name: str) -> WeightFormat | None:
+    """Returns how a matrix is stored; None: plainly. Raises `UnsupportedScheme` about `name`."""
+    return None if scheme is None else weight_format(scheme, name)

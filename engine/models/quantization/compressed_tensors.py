@@ -1,0 +1,110 @@
+"""Reads `quant_method: compressed-tensors`: groups of layers, each with a scheme of its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from engine.models.quantization.fields import Fields
+from engine.quantization import Activations, Fp8Scheme, Int4Scheme, Quantization, Scheme, SchemeRule
+
+_STATES = ("compressed", "frozen")
+
+
+def read_compressed_tensors(fields: Fields) -> Quantization:
+    fields.expect("quantization_status", *_STATES)
+    fields.expect(
+        "format", "float-quantized", "pack-quantized", "naive-quantized", "mixed-precision"
+    )
+    fields.ignore("global_compression_ratio", "version")
+    for name in ("sparsity_config", "transform_config"):
+        part = fields.part(name)
+        if part is not None and part.get("format", str, name) != "dense":
+            raise fields.refused(name, "sparse or rotated weights")
+    groups = fields.get("config_groups", dict[str, dict[str, object]], {})
+    place = f"{fields.place}.config_groups"
+    rules = tuple(_rule(Fields(f"{place}.{name}", group)) for name, group in groups.items())
+    if not rules:
+        raise fields.refused("config_groups", "no group of layers")
+    return Quantization(
+        method="compressed-tensors",
+        rules=rules,
+        ignored=fields.names("ignore"),
+        kv_cache=_kv_cache(fields.part("kv_cache_scheme")),
+    )
+
+
+def _rule(group: Fields) -> SchemeRule:
+    targets = group.names("targets")
+    group.expect("format", "float-quantized", "pack-quantized", "naive-quantized")
+    weights = group.part("weights")
+    if weights is None or not targets:
+        raise group.refused("weights", "a group without weights or targets")
+    activations = _activations(group.part("input_activations"))
+    group.expect("output_activations")
+    group.finish()
+    scheme = _scheme(weights, activations)
+    weights.finish()
+    return SchemeRule(targets, scheme)
+
+
+def _scheme(weights: Fields, activations: Activations) -> Scheme:
+    bits, kind = weights.get("num_bits", int, 8), weights.get("type", str, "int")
+    strategy = weights.get("strategy", str, "")
+    symmetric = weights.get("symmetric", bool, True)
+    group_size = weights.get("group_size", int, -1)
+    block = weights.get("block_structure", list[int], [])
+    is_reordered = weights.choice("actorder", False, "weight", "static", "group", True)
+    weights.expect("dynamic", False)
+    weights.expect("zp_dtype", "torch.int8")
+    weights.expect("scale_dtype")
+    weights.ignore("observer", "observer_kwargs")
+    if (bits, kind) == (8, "float"):
+        if not symmetric:
+            raise weights.refused("symmetric", "FP8 weights with zero points")
+        if strategy == "block" and len(block) == 2:
+            return Fp8Scheme(scales="block", block=(block[0], block[1]), activations=activations)
+        if strategy == "channel":
+            return Fp8Scheme(scales="channel", activations=activations)
+        if strategy == "tensor":
+            return Fp8Scheme(scales="tensor", activations=activations)
+        raise weights.refused("strategy", f"FP8 weights with scales per {strategy!r}")
+    if (bits, kind) == (4, "int"):
+        if strategy not in ("group", "channel"):
+            raise weights.refused("strategy", f"4-bit weights with scales per {strategy!r}")
+        if activations != "none":
+            raise weights.refused("num_bits", "4-bit weights with quantised activations")
+        return Int4Scheme(
+            layout="compressed-tensors",
+            group_size=group_size if strategy == "group" else -1,
+            symmetric=symmetric,
+            ordered_by_activation=is_reordered in ("group", True),
+        )
+    raise weights.refused("num_bits", f"weights of {bits} bits, type {kind!r}")
+
+
+def _activations(fields: Fields | None) -> Activations:
+    if fields is None:
+        return "none"
+    bits, kind = fields.get("num_bits", int, 8), fields.get("type", str, "int")
+    if (bits, kind) != (8, "float"):
+        raise fields.refused("num_bits", f"activations of {bits} bits, type {kind!r}")
+    fields.expect("symmetric", True)
+    dynamic = fields.get("dynamic", bool, False)
+    fields.expect("strategy", *(("token", "group") if dynamic else ("tensor",)))
+    fields.expect("group_size", 128)
+    fields.expect("scale_dtype")
+    fields.expect("zp_dtype")
+    fields.expect("block_structure")
+    fields.expect("actorder")
+    fields.ignore("observer", "observer_kwargs")
+    fields.finish()
+    return "dynamic" if dynamic else "static"
+
+
+def _kv_cache(fields: Fields | None) -> Literal["fp8"] | None:
+    if fields is None:
+        return None
+    bits, kind = fields.get("num_bits", int, 8), fields.get("type", str, "int")
+    if (bits, kind) != (8, "float"):
+        raise fields.refused("num_bits", f"a KV cache of {bits} bits, type {kind!r}")
+    return "fp8"

@@ -1,0 +1,40 @@
+"""Reads `quant_method: fp8`: block scales of 128 x 128 (DeepSeek V3, Qwen3-FP8), or one per tensor.
+`--quantization fp8` needs nothing from the checkpoint."""
+
+from __future__ import annotations
+
+from engine.models.quantization.fields import Fields
+from engine.quantization import Activations, Fp8Scheme, Quantization, SchemeRule
+
+LM_HEAD = "lm_head"
+"""Never quantised by these methods, listed or not."""
+
+ONLINE = Quantization(
+    method="fp8",
+    rules=(SchemeRule(("Linear",), Fp8Scheme(scales="channel", online=True)),),
+    ignored=(LM_HEAD,),
+)
+
+
+def read_fp8(fields: Fields) -> Quantization:
+    fields.expect("fmt", "e4m3")
+    fields.expect("is_checkpoint_fp8_serialized", True)
+    choices: tuple[Activations, Activations] = ("dynamic", "static")
+    activations = fields.choice("activation_scheme", *choices)
+    # What the scales of activations are rounded to when a model is trained.
+    fields.ignore("scale_fmt", "dequantize")
+    block = fields.get("weight_block_size", list[int], [])
+    if block and (len(block) != 2 or min(block) < 1):
+        raise fields.refused("weight_block_size", repr(block))
+    if block and activations == "static":
+        raise fields.refused("activation_scheme", "static scales of activations beside blocks")
+    scheme = Fp8Scheme(
+        scales="block" if block else "tensor",
+        block=(block[0], block[1]) if block else (0, 0),
+        activations=activations,
+        scale_name="weight_scale_inv" if block else "weight_scale",
+    )
+    listed = fields.names("modules_to_not_convert") + fields.names("ignored_layers")
+    return Quantization(
+        method="fp8", rules=(SchemeRule(("Linear",), scheme),), ignored=(*listed, LM_HEAD)
+    )

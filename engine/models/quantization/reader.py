@@ -1,0 +1,61 @@
+"""Finds out what a checkpoint says of its quantisation, in config.json or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from engine.models.config_file import read_json
+from engine.models.quantization.compressed_tensors import read_compressed_tensors
+from engine.models.quantization.fields import SUPPORTED, Fields
+from engine.models.quantization.four_bits import read_awq, read_gptq, read_mxfp4
+from engine.models.quantization.fp8 import read_fp8
+from engine.models.quantization.modelopt import read_modelopt
+from engine.models.specs.base import UnsupportedField
+from engine.quantization import Quantization
+
+READERS: dict[str, Callable[[Fields], Quantization]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "modelopt": read_modelopt,
+    "mxfp4": read_mxfp4,
+}
+"""The only list, by `quant_method` of config.json."""
+
+_MODELOPT_FILE = "hf_quant_config.json"
+
+
+class _ModelOptFile(msgspec.Struct):
+    quantization: dict[str, object] = {}
+
+
+def read_quantization(folder: Path, values: dict[str, object] | None) -> Quantization | None:
+    """Returns the schemes of a checkpoint; None: its weights are plain.
+
+    Args:
+        values: `quantization_config` of config.json, where it has one.
+
+    Raises:
+        UnsupportedField: A field asks for what is not here, or is unknown.
+        CheckpointError: The file beside config.json cannot be read.
+    """
+    place = "quantization_config"
+    if values is None:
+        path = folder / _MODELOPT_FILE
+        values = read_json(path, _ModelOptFile).quantization if path.is_file() else {}
+        if not values:
+            return None
+        place, values = f"{_MODELOPT_FILE}: quantization", {"quant_method": "modelopt"} | values
+    fields = Fields(place, values)
+    method = fields.get("quant_method", str, "")
+    if method not in READERS:
+        raise UnsupportedField(
+            f"{place}.quant_method", f"weights quantised by {method!r}", SUPPORTED
+        )
+    quantization = READERS[method](fields)
+    fields.finish()
+    return quantization

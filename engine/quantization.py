@@ -1,0 +1,146 @@
+"""Says how the weights of a checkpoint are quantised: the scheme of each layer, by its name.
+
+Torch-free; part of `ModelConfig`. `engine.models.quantization` reads it from a checkpoint's files,
+layers ask for their scheme by name, and `engine.layers.methods.registry` says who computes it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Literal
+
+import msgspec
+
+Fp8Scales = Literal["block", "channel", "tensor"]
+Activations = Literal["none", "dynamic", "static"]
+Int4Layout = Literal["awq", "gptq", "compressed-tensors"]
+
+
+class Fp8Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="fp8"):
+    """Numbers in float8 e4m3: a weight is its number times the scale that it shares.
+
+    Attributes:
+        scales: What shares a scale: a block, an output (channel), the whole tensor.
+        block: Outputs and inputs of a block; other than blocks: (0, 0).
+        activations: How a GEMM's inputs are quantised: not at all, by the largest number of each
+            token (and each block's inputs), or by a scale that the checkpoint has (`input_scale`).
+        scale_name: The scales' suffix in the checkpoint.
+        online: The checkpoint has plain weights, which are quantised as they are loaded.
+    """
+
+    scales: Fp8Scales
+    block: tuple[int, int] = (0, 0)
+    activations: Activations = "dynamic"
+    scale_name: str = "weight_scale"
+    online: bool = False
+
+
+class Int4Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="int4"):
+    """Numbers of 4 bits, packed; those of `group_size` inputs of an output share a scale.
+
+    Attributes:
+        layout: Whose names and order of bits.
+        group_size: -1: all inputs.
+        symmetric: There are no zero points.
+        ordered_by_activation: Inputs are in groups of any order, which the checkpoint lists
+            (`g_idx`).
+    """
+
+    layout: Int4Layout
+    group_size: int
+    symmetric: bool
+    ordered_by_activation: bool = False
+
+
+class Mxfp4Scheme(msgspec.Struct, frozen=True, tag="mxfp4"):
+    """Numbers in float4 e2m1; 32 inputs of an output share an exponent of 8 bits."""
+
+
+Scheme = Fp8Scheme | Int4Scheme | Mxfp4Scheme
+
+
+class SchemeRule(msgspec.Struct, frozen=True):
+    """Layers that have one scheme; `targets` as in `Quantization`, "Linear" stands for all."""
+
+    targets: tuple[str, ...]
+    scheme: Scheme
+
+
+class MixedSchemes(ValueError):
+    """Layers that are computed together have different schemes.
+
+    Attributes:
+        names: Of the layers.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__(f"{', '.join(names)} are one GEMM here, but quantised differently")
+        self.names = names
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """The schemes of a checkpoint.
+
+    A pattern is a layer's name or any run of its components ("self_attn", "layers.3.mlp"), or a
+    regular expression behind "re:", matched from the name's beginning. Where a name's last
+    component is a part of a fused one ("q_proj" of "qkv_proj"), patterns of that match, too.
+
+    Attributes:
+        method: As config.json calls it, like "compressed-tensors".
+        rules: The first one that matches says the scheme.
+        ignored: Patterns of layers that are not quantised.
+        kv_cache: What the checkpoint recommends for the KV cache; None: nothing.
+    """
+
+    method: str
+    rules: tuple[SchemeRule, ...]
+    ignored: tuple[str, ...] = ()
+    kv_cache: Literal["fp8"] | None = None
+
+    def scheme_of(self, *names: str) -> Scheme | None:
+        """Returns the scheme that layers of these full names share; None: not quantised.
+
+        Raises:
+            MixedSchemes: They share none.
+        """
+        found = {self._scheme_of(name) for name in names}
+        if len(found) > 1:
+            raise MixedSchemes(names)
+        return next(iter(found), None)
+
+    def _scheme_of(self, name: str) -> Scheme | None:
+        if any(matches(pattern, name) for pattern in self.ignored):
+            return None
+        for rule in self.rules:
+            if any(target == "Linear" or matches(target, name) for target in rule.targets):
+                return rule.scheme
+        return None
+
+
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Returns whether a layer's full name matches a pattern of `Quantization`."""
+    if _matches_one(pattern, name):
+        return True
+    parent, _, last = name.rpartition(".")
+    return last in _FUSED and _matches_one(pattern, f"{parent}.{_FUSED[last]}")
+
+
+def _matches_one(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return _compiled(pattern[3:]).match(name) is not None
+    return f".{pattern.strip('.')}." in f".{name}."
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
