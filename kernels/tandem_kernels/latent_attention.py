@@ -1,14 +1,13 @@
 """Latent attention over a paged cache, absorbed: all heads read the same rows.
 
-A program owns ROWS query rows of one request, tokens times heads, and walks a part of the context.
-A row of the cache is loaded once and serves as key and as value. With few rows the context is cut
-into SPLITS parts, whose results `latent_merge_kernel` joins; how many depends on shapes alone, so
-steps can be recorded.
+Decodes go through `latent_decode`. For the others a program owns ROWS query rows of one request,
+tokens times heads, and walks its context. A row of the cache is loaded once and serves as key and
+as value.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -16,10 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.device import num_programs
+from tandem_kernels.latent_decode import blocks_of, latent_decode
 from tandem_kernels.prefill_attention import LOG2_E, request_of
-
-MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +29,14 @@ class LatentTuning:
     num_stages: int
 
 
-def latent_tuning(max_query_len: int, itemsize: int) -> LatentTuning:
-    """Chooses by the longest query, in tokens."""
+def latent_tuning(itemsize: int) -> LatentTuning:
+    """Chooses by the bytes of a number."""
     if itemsize > 2:
         return LatentTuning(rows=16, tile=16, num_warps=4, num_stages=1)
-    if max_query_len == 1:
-        return LatentTuning(rows=16, tile=32, num_warps=4, num_stages=3)
-    return LatentTuning(rows=64, tile=32, num_warps=8, num_stages=2)
+    return LatentTuning(rows=64, tile=32, num_warps=8, num_stages=3)
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["first_req", "num_reqs"])
 def latent_attention_kernel(
     q_latent: tl.tensor,
     q_rope: tl.tensor,
@@ -50,7 +45,7 @@ def latent_attention_kernel(
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     out: tl.tensor,
-    state: tl.tensor,
+    first_req: tl.tensor,
     num_reqs: tl.tensor,
     latent_token_stride: tl.tensor,
     latent_head_stride: tl.tensor,
@@ -68,24 +63,22 @@ def latent_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Walks, in program (i, h, s), part s of the context for tile i of the tokens and tile h of the
-    heads. Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
+    """Walks, in program (h, i), the context for tile i of the tokens, those of the requests from
+    `first_req` on, and tile h of the heads.
     """
-    q_tile = tl.program_id(0)
-    split = tl.program_id(2)
-    r = request_of(query_start_loc, q_tile, 0, num_reqs, BLOCK_Q)
+    q_tile = tl.program_id(1)
+    r = request_of(query_start_loc, q_tile, first_req, num_reqs, BLOCK_Q)
     query_start = tl.load(query_start_loc + r)
     num_tokens = tl.load(query_start_loc + r + 1) - query_start
-    first_token = (q_tile - query_start // BLOCK_Q - r) * BLOCK_Q
+    first_token = (q_tile - (query_start - first_req) // BLOCK_Q - (r - first_req)) * BLOCK_Q
     if first_token >= num_tokens:
         return
     seq_len = tl.load(seq_lens + r)
     row = tl.arange(0, BLOCK_Q * HEADS)
     token = first_token + row // HEADS
-    head = tl.program_id(1) * HEADS + row % HEADS
+    head = tl.program_id(0) * HEADS + row % HEADS
     real = (token < num_tokens) & (head < NUM_HEADS)
     own_position = seq_len - num_tokens + token
     at = (query_start + token).to(tl.int64)
@@ -102,14 +95,14 @@ def latent_attention_kernel(
     total = tl.zeros([BLOCK_Q * HEADS], tl.float32)
     acc = tl.zeros([BLOCK_Q * HEADS, BLOCK_LATENT], tl.float32)
     needed = tl.minimum(seq_len - num_tokens + first_token + BLOCK_Q, seq_len)
-    part = tl.cdiv(tl.cdiv(needed, TILE), SPLITS) * TILE
     lane = tl.arange(0, TILE)
     table = block_tables + r.to(tl.int64) * table_stride
-    for start in range(split * part, tl.minimum(split * part + part, needed), TILE):
+    block = blocks_of(table, 0, needed, lane, BLOCK_SIZE, TILE)
+    for start in range(0, needed, TILE):
         position = start + lane
         inside = position < needed
-        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        line = kv_cache + block * block_stride + (position % BLOCK_SIZE) * (LATENT + ROPE)
+        line = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
+        block = blocks_of(table, start + TILE, needed, lane, BLOCK_SIZE, TILE)
         mask = inside[:, None] & is_latent[None, :]
         latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
         mask = inside[:, None] & is_rope[None, :]
@@ -127,39 +120,9 @@ def latent_attention_kernel(
         acc = tl.dot(weights.to(latents.dtype), latents, acc, input_precision=PRECISION)
     writes = real[:, None] & is_latent[None, :]
     index = at * NUM_HEADS + head
-    if SPLITS == 1:
-        total = tl.where(total > 0.0, total, 1.0)
-        attended = (acc / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + index[:, None] * LATENT + dim[None, :], attended, mask=writes)
-    else:
-        index = index * SPLITS + split
-        tl.store(out + index[:, None] * LATENT + dim[None, :], acc, mask=writes)
-        tl.store(state + index * 2, peak, mask=real)
-        tl.store(state + index * 2 + 1, total, mask=real)
-
-
-@triton.jit
-def latent_merge_kernel(
-    parts: tl.tensor,
-    state: tl.tensor,
-    out: tl.tensor,
-    LATENT: tl.constexpr,
-    BLOCK_LATENT: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
-    """Joins the parts of one row in each program."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    dim = tl.arange(0, BLOCK_LATENT)
-    is_latent = dim < LATENT
-    of_part = row * SPLITS + split
-    peak = tl.load(state + of_part * 2)
-    share = tl.exp2(peak - tl.max(peak, axis=0))
-    total = tl.sum(share * tl.load(state + of_part * 2 + 1), axis=0)
-    place = parts + of_part[:, None] * LATENT + dim[None, :]
-    joined = tl.sum(tl.load(place, mask=is_latent[None, :], other=0.0) * share[:, None], axis=0)
-    joined = joined / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + row * LATENT + dim, joined.to(out.dtype.element_ty), mask=is_latent)
+    total = tl.where(total > 0.0, total, 1.0)
+    attended = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + index[:, None] * LATENT + dim[None, :], attended, mask=writes)
 
 
 def latent_attention(
@@ -169,38 +132,47 @@ def latent_attention(
     metadata: AttentionMetadata,
     scale: float,
 ) -> Tensor:
-    """See `reference.latent.latent_attention`."""
-    num_tokens, num_heads, latent = q_latent.shape
+    """See `reference.latent.latent_attention`.
+
+    In fixed order all queries go through the kernel of long ones: it walks a context from its
+    beginning, and what lies behind a query's own position adds nothing. So do all queries of a step
+    in which decodes with drafts come with others.
+    """
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    num_reqs = metadata.seq_lens.shape[0]
-    longest = 2 if metadata.fixed_order else metadata.max_query_len
-    tuning = latent_tuning(longest, q_latent.element_size())
+    num_others = metadata.seq_lens.shape[0] - metadata.num_decodes
+    if metadata.fixed_order or (num_others > 0 and metadata.decode_query_len > 1):
+        metadata = replace(metadata, num_decodes=0, decode_query_len=1)
+    if metadata.num_decodes > 0:
+        latent_decode(q_latent, q_rope, kv_cache, metadata, scale, out)
+    if metadata.num_decodes < metadata.seq_lens.shape[0]:
+        _attend_others(q_latent, q_rope, kv_cache, metadata, scale, out)
+    return out
+
+
+def _attend_others(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attends for the requests behind the decodes, which have one token each."""
+    num_tokens, num_heads, latent = q_latent.shape
+    first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
+    tuning = latent_tuning(q_latent.element_size())
     heads = min(tuning.rows, triton.next_power_of_2(num_heads))
     block_q = max(1, tuning.rows // heads)
-    tiles = triton.cdiv(num_tokens, block_q) + num_reqs
-    head_tiles = triton.cdiv(num_heads, heads)
-    splits = 1
-    if metadata.max_query_len == 1 and not metadata.fixed_order:
-        free = num_programs(q_latent.device, 2) // (num_tokens * head_tiles)
-        splits = min(MAX_SPLITS, 1 << max(free.bit_length() - 1, 0))
-    target, state = out, None
-    if splits > 1:
-        target, state = (
-            torch.empty(
-                (num_tokens, num_heads, splits, width), dtype=torch.float32, device=out.device
-            )
-            for width in (latent, 2)
-        )
-    shape = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
-    latent_attention_kernel[(tiles, head_tiles, splits)](
+    tiles = triton.cdiv(num_tokens - first_req, block_q) + num_reqs - first_req
+    latent_attention_kernel[(triton.cdiv(num_heads, heads), tiles)](
         q_latent,
         q_rope,
         kv_cache,
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
-        target,
-        state,
+        out,
+        first_req,
         num_reqs,
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
@@ -209,6 +181,8 @@ def latent_attention(
         scale * LOG2_E,
         NUM_HEADS=num_heads,
         HEADS=heads,
+        LATENT=latent,
+        BLOCK_LATENT=triton.next_power_of_2(latent),
         ROPE=q_rope.shape[2],
         BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
         BLOCK_SIZE=kv_cache.shape[1],
@@ -217,8 +191,4 @@ def latent_attention(
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        **shape,
     )
-    if state is not None:
-        latent_merge_kernel[(num_tokens * num_heads,)](target, state, out, num_warps=4, **shape)
-    return out

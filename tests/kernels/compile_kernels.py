@@ -32,6 +32,7 @@ from tandem_kernels import (
     fused_gate_up,
     invariant_gemm,
     latent_attention,
+    latent_decode,
     latent_rope_and_cache,
     logprobs,
     penalties,
@@ -334,28 +335,47 @@ def latent_cases(capability: int) -> Iterator[Case]:
             **shape, "NUM_HEADS": 16, "HEADS": 16, "HALF": 32, "BLOCK_HALF": 32, "BLOCK_SIZE": 64,
         },
     )  # fmt: skip
-    for longest, splits in ((1, 4), (512, 1)):
-        tuning = latent_attention.latent_tuning(longest, 2)
+    for num_rows, splits, block_size in ((16, 4, 64), (16, 1, 16), (128, 1, 64)):
+        tuning = latent_decode.latent_decode_tuning(num_rows, 2, warpgroups=capability == 90)
         yield Case(
-            latent_attention.latent_attention_kernel,
-            f"rows={tuning.rows}",
+            latent_decode.latent_decode_kernel,
+            f"rows={tuning.rows} splits={splits} block={block_size}",
             {**types, "out": "*fp32" if splits > 1 else "*bf16"},
             {
                 **shape,
-                "NUM_HEADS": 16,
-                "HEADS": 16,
+                "QUERY_LEN": 1,
+                "NUM_HEADS": tuning.rows,
+                "ROWS": tuning.rows,
                 "ROPE": 64,
                 "BLOCK_ROPE": 64,
-                "BLOCK_SIZE": 64,
-                "BLOCK_Q": tuning.rows // 16,
+                "BLOCK_SIZE": block_size,
                 "TILE": tuning.tile,
                 "SPLITS": splits,
+                "TOKENS_FIRST": tuning.tokens_first,
                 "PRECISION": "tf32",
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
     yield Case(
-        latent_attention.latent_merge_kernel, "", {**types, "out": "*bf16"}, {**shape, "SPLITS": 4}
+        latent_decode.latent_merge_kernel, "", {**types, "out": "*bf16"}, {**shape, "SPLITS": 4}
+    )
+    tuning = latent_attention.latent_tuning(2)
+    yield Case(
+        latent_attention.latent_attention_kernel,
+        f"rows={tuning.rows}",
+        {**types, "out": "*bf16"},
+        {
+            **shape,
+            "NUM_HEADS": 16,
+            "HEADS": 16,
+            "ROPE": 64,
+            "BLOCK_ROPE": 64,
+            "BLOCK_SIZE": 64,
+            "BLOCK_Q": tuning.rows // 16,
+            "TILE": tuning.tile,
+            "PRECISION": "tf32",
+        },
+        {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
     )
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tandem_kernels import gumbel, ops
+from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
 from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -186,6 +187,18 @@ def test_latent_attention(
     sizes = num_heads, 24, 8
     kernel = ops.latent_attention.kernel
     check.latent_attention(kernel, lengths, sizes, torch.float32, fixed_order=fixed_order)
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize(("tile", "programs"), [(16, 1), (32, 8)])
+@pytest.mark.parametrize(("query_len", "num_heads"), [(1, 3), (3, 7)])
+def test_latent_decode(
+    query_len: int, num_heads: int, tile: int, programs: int, tokens_first: bool
+) -> None:
+    """Tiles within a block and across blocks, whole contexts and parts, drafts."""
+    tuning = LatentDecodeTuning(16, tile, 4, 1, programs, tokens_first)
+    sizes = num_heads, 24, 8
+    check.latent_decode(latent_decode, [5, 90, 33], query_len, sizes, torch.float32, tuning=tuning)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -642,3 +642,31 @@ def latent_attention(
     out = op(q[:, :, :latent], q[:, :, latent:], cache, batch.metadata, batch.scale)
     assert out.shape == (len(q), num_heads, latent) and out.dtype == dtype
     assert oracle.relative_error(out, batch.expected(latent)) < ATTENTION[dtype]
+
+
+def latent_decode(
+    op: Op,
+    seq_lens: list[int],
+    query_len: int,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    block_size: int = 16,
+    device: str = "cpu",
+    **options: object,
+) -> None:
+    """Checks decodes of `query_len` tokens each, with `options` for the kernel. What lies behind
+    them belongs to others and stays as it is."""
+    num_heads, latent, rope = sizes
+    batch = oracle.paged_batch(
+        seq_lens, [query_len] * len(seq_lens), num_kv_heads=1, group=num_heads,
+        head_dim=latent + rope, block_size=block_size, dtype=dtype, device=device,
+    )  # fmt: skip
+    batch.values = [keys[:, :, :latent] for keys in batch.keys]
+    metadata = replace(batch.metadata, num_decodes=len(seq_lens), decode_query_len=query_len)
+    q, num_rows = batch.q, query_len * len(seq_lens)
+    out = torch.full((num_rows + 2, num_heads, latent), math.nan, dtype=dtype, device=device)
+    cache = batch.kv_cache[:, 0, 0]
+    op(q[:, :, :latent], q[:, :, latent:], cache, metadata, batch.scale, out, **options)
+    assert out[num_rows:].isnan().all()
+    assert oracle.relative_error(out[:num_rows], batch.expected(latent)) < ATTENTION[dtype]

@@ -1,0 +1,139 @@
+"""Time and tune latent attention of decodes, beside its floor.
+
+    python -m bench.engine.latent [--heads 16]     # with the tunings that are built in
+    python -m bench.engine.latent --tune           # all candidates; the fastest of each shape first
+
+The shape is DeepSeek's: rank 512, 64 that rotate, blocks of 64 tokens, bf16; 16 heads are those of
+V2-Lite, and of V3 on eight ranks. The floor is the bytes of the latents over what a copy reaches.
+`latent_decode_tuning` holds what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, rotations
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.device import has_warpgroup_mma
+from tandem_kernels.latent_decode import (
+    LatentDecodeTuning,
+    latent_decode,
+    latent_decode_tuning,
+)
+
+LATENT, ROPE, BLOCK_SIZE = 512, 64, 64
+SCALE = (128 + ROPE) ** -0.5
+SHAPES = (
+    *((batch, 1024) for batch in (1, 16, 32, 64, 128, 192, 256)),
+    *((batch, 8192) for batch in (1, 16, 64)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """A step of decodes of equal contexts in scattered blocks; one cache for each layer."""
+
+    q_latent: Tensor
+    q_rope: Tensor
+    kv_caches: list[Tensor]
+    metadata: AttentionMetadata
+    cache_bytes: int
+
+
+def decode_inputs(batch: int, context: int, num_heads: int) -> DecodeInputs:
+    blocks = -(-context // BLOCK_SIZE)
+    width = LATENT + ROPE
+    cache_bytes = 2 * batch * context * width
+    with torch.device("cuda"):
+        tables = torch.randperm(batch * blocks).int().view(batch, blocks)
+        caches = [
+            torch.randn(batch * blocks, BLOCK_SIZE, width, dtype=torch.bfloat16)
+            for _ in range(rotations(cache_bytes, 16))
+        ]
+        q = torch.randn(batch, num_heads, width, dtype=torch.bfloat16)
+        metadata = AttentionMetadata(
+            block_tables=tables,
+            query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
+            seq_lens=torch.full((batch,), context, dtype=torch.int32),
+            num_decodes=batch,
+            max_query_len=1,
+            max_seq_len=context,
+        )
+    return DecodeInputs(q[:, :, :LATENT], q[:, :, LATENT:], caches, metadata, cache_bytes)
+
+
+def decode_us(given: DecodeInputs, tuning: LatentDecodeTuning | None, replays: int = 15) -> float:
+    """Returns microseconds, or infinity where the tuning does not fit the device."""
+    out = torch.empty_like(given.q_latent, memory_format=torch.contiguous_format)
+    calls = [
+        partial(
+            latent_decode, given.q_latent, given.q_rope, cache, given.metadata, SCALE, out, tuning
+        )
+        for cache in given.kv_caches
+    ]
+    try:
+        calls[0]()
+        return graph_us(calls, replays)
+    except OutOfResources:
+        return math.inf
+
+
+def decode_tunings() -> list[LatentDecodeTuning]:
+    """Returns the candidates for few heads: queries on the left, and the context on the left."""
+    left = [
+        LatentDecodeTuning(16, tile, warps, stages)
+        for tile, warps, stages in (
+            (16, 2, 4), (16, 4, 3), (16, 4, 4), (16, 4, 6), (32, 4, 3), (32, 4, 4), (32, 8, 3),
+            (64, 4, 3), (64, 8, 3),
+        )
+    ]  # fmt: skip
+    turned = [
+        LatentDecodeTuning(16, 64, warps, stages, tokens_first=True)
+        for warps in (4, 8)
+        for stages in (1, 2, 3)
+    ]
+    return [
+        replace(tuning, programs_per_sm=programs)
+        for tuning in (*left, *turned)
+        for programs in (1, 2, 3, 4)
+    ]
+
+
+def tune(num_heads: int, bytes_per_us: float) -> None:
+    for batch, context in SHAPES:
+        given = decode_inputs(batch, context, num_heads)
+        times = {tuning: decode_us(given, tuning, 7) for tuning in decode_tunings()}
+        print(f"{batch} x {context}, floor {given.cache_bytes / bytes_per_us:.1f} us")
+        for tuning, us in sorted(times.items(), key=lambda item: item[1])[:6]:
+            print(f"   {us:.1f} us {tuning}", flush=True)
+
+
+def report(num_heads: int, bytes_per_us: float) -> None:
+    device = torch.device("cuda")
+    print(latent_decode_tuning(num_heads, 2, warpgroups=has_warpgroup_mma(device)))
+    for batch, context in SHAPES:
+        given = decode_inputs(batch, context, num_heads)
+        us, floor = decode_us(given, None), given.cache_bytes / bytes_per_us
+        print(
+            f"{batch} x {context}: {us:.1f} us, floor {floor:.1f}, {us / floor:.2f} x", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", type=int, default=16, help="query heads of a rank")
+    parser.add_argument("--tune", action="store_true", help="time all candidates")
+    given = parser.parse_args()
+    run = tune if given.tune else report
+    run(given.heads, copy_bytes_per_us())
+
+
+if __name__ == "__main__":
+    main()
