@@ -19,6 +19,7 @@ from tandem_kernels.reference import (
     elementwise,
     experts,
     gemm,
+    int4,
     latent,
     sampling,
 )
@@ -55,6 +56,9 @@ small_m_gemm = Op(gemm.small_m_gemm, "small_m_gemm")
 invariant_gemm = Op(gemm.invariant_gemm, "invariant_gemm")
 small_m_gate_up = Op(gemm.small_m_gate_up, "small_m_gemm")
 fused_gate_up = Op(gemm.fused_gate_up, "fused_gate_up")
+int4_gemm = Op(int4.int4_gemm, "int4_gemm")
+int4_gate_up = Op(int4.int4_gate_up, "int4_gemm")
+int4_dequantise = Op(int4.int4_dequantise, "int4_dequantise")
 silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")
 gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "silu_and_mul")
 route_tokens = Op(experts.route_tokens, "route_tokens")

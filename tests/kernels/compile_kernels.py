@@ -30,6 +30,9 @@ from tandem_kernels import (
     filter_floor,
     fused_experts,
     fused_gate_up,
+    int4_dequantise,
+    int4_gemm,
+    int4_tuning,
     invariant_gemm,
     latent_attention,
     latent_decode,
@@ -142,6 +145,46 @@ def fused_gate_up_cases(capability: int) -> Iterator[Case]:
                 "IN_PAIRS": True,
             },
             {"num_warps": fused_gate_up.NUM_WARPS, "num_stages": fused_gate_up.NUM_STAGES},
+        )
+
+
+def int4_cases(capability: int) -> Iterator[Case]:
+    for dtype in DTYPES if capability >= 90 else ("bf16",):
+        types = {
+            **named(f"*{dtype}", "x", "bias", "out"),
+            **named("*i32", "groups", "arrived"),
+            "packed": "*i16",
+            "parts": "*fp32",
+        }
+        many = capability >= 90 and dtype == "bf16"
+        for rows, gated in itertools.product((1, 32, 64, 256) if many else (1,), (False, True)):
+            tuning = int4_tuning.int4_tuning(rows, 4096, 4096, gated=gated)
+            yield Case(
+                int4_gemm.int4_gemm_kernel,
+                f"{dtype} rows={rows} gated={gated}",
+                types,
+                {
+                    "ROWS": tuning.rows,
+                    "COLS": tuning.cols,
+                    "BLOCK": 256,
+                    "GROUP": 128,
+                    "SPLITS": tuning.splits,
+                    "SWAPPED": tuning.swapped,
+                    "GATED": gated,
+                    "HAS_BIAS": False,
+                    "EVEN": True,
+                    "IN_PAIRS": True,
+                    "OVERLAP": capability >= 90,
+                    "bias": None,
+                    **({} if tuning.splits > 1 else {"parts": None, "arrived": None}),
+                },
+                {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+            )
+        yield Case(
+            int4_dequantise.int4_dequantise_kernel,
+            dtype,
+            types,
+            {"COLS": 32, "BLOCK": 128, "GROUP": 32, "IN_PAIRS": True},
         )
 
 
@@ -478,6 +521,7 @@ def compile_all(capability: int) -> None:
         elementwise_cases,
         small_m_cases,
         fused_gate_up_cases,
+        int4_cases,
         invariant_cases,
         rope_cases,
         attention_cases,

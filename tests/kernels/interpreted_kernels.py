@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import int4_checks as int4
 import kernel_checks as check
 import kernel_oracle as oracle
 import numpy as np
@@ -56,6 +57,22 @@ def test_products_of_few_rows() -> None:
 
 def test_fused_gate_up_of_many_rows() -> None:
     check.fused_gate_up(ops.fused_gate_up.kernel, (150, 256, 128), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size"),
+    [((3, 48, 2048), 128), ((20, 40, 320), 64), ((2, 72, 608), 32)],
+    ids=["split", "swapped", "uneven"],
+)
+def test_products_with_4_bit_weights(shape: tuple[int, int, int], group_size: int) -> None:
+    int4.int4_dequantise(ops.int4_dequantise.kernel, shape[1:], group_size, torch.float16)
+    columns = ops.int4_gemm.kernel, ops.int4_gate_up.kernel
+    int4.int4_gemm(*columns, shape, group_size, torch.float16)
+
+
+@pytest.mark.usefixtures("_rows_by_themselves")
+def test_products_with_4_bit_weights_that_do_not_depend_on_the_batch() -> None:
+    int4.int4_in_fixed_order(ops.int4_gemm.kernel, (70, 96, 256), torch.float16)
 
 
 @dtypes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import int4_checks as int4
 import kernel_checks as check
 import kernel_oracle as oracle
 import pytest
@@ -52,6 +53,23 @@ def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, i
 @pytest.mark.parametrize("shape", [(128, 256), (14336, 4096), (9472, 3584), (4864, 896)])
 def test_fused_gate_up_of_many_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
     check.fused_gate_up(ops.fused_gate_up, (rows, *shape), dtype, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (200, 1408), (4608, 3584)])
+def test_4_bit_weights(dtype: torch.dtype, shape: tuple[int, int], group_size: int) -> None:
+    int4.int4_dequantise(ops.int4_dequantise, shape, group_size, dtype, "cuda")
+    for rows in (1, 5, 16, 17, 33, 64, 65, 200):
+        columns = ops.int4_gemm, ops.int4_gate_up
+        int4.int4_gemm(*columns, (rows, *shape), group_size, dtype, "cuda")
+
+
+@halves
+def test_4_bit_weights_in_one_order(dtype: torch.dtype) -> None:
+    int4.int4_in_fixed_order(ops.int4_gemm, (300, 4096, 4096), dtype, "cuda")
+    for shape in ((1, 4096, 14336), (33, 6144, 4096)):
+        int4.int4_gemm_again(ops.int4_gemm, shape, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)

@@ -1,0 +1,235 @@
+"""GEMMs with 4-bit weights (`int4_packing`), which become half precision in registers.
+
+With few rows reading the weights is all that takes time, so a program reads a strip of them once,
+in pieces that are on their way before they are needed, and starts before its predecessor has
+drained (PDL). Where outputs are few, the inner dimension is split, too: the last program of a strip
+to arrive sums the parts, in the order of the dimension, so the result does not depend on who that
+was. Many rows are faster by `int4_dequantise` and the library.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.device import supports_pdl
+from tandem_kernels.int4_numbers import four_numbers, group_factors, weights_of
+from tandem_kernels.int4_packing import block_size, packed_group_size
+from tandem_kernels.int4_tuning import FIXED, Int4Tuning, int4_tuning
+
+MAX_STRIPS = 1 << 14
+"""More than GEMMs whose inner dimension is split have."""
+
+
+@triton.jit
+def _multiplied(
+    given: tl.tensor, weights: tl.tensor, sums: tl.tensor, SWAPPED: tl.constexpr
+) -> tl.tensor:
+    """Adds [ROWS, K] times [COLS, K] to sums [ROWS, COLS]; SWAPPED: to [COLS, ROWS]."""
+    if SWAPPED:
+        sums = tl.dot(weights, tl.trans(given), sums)
+    else:
+        sums = tl.dot(given, tl.trans(weights), sums)
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def int4_gemm_kernel(
+    x: tl.tensor,
+    packed: tl.tensor,
+    groups: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
+    arrived: tl.tensor,
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    inner: tl.tensor,
+    num_blocks: tl.tensor,
+    x_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Computes, in program (i, j, s), tile i of outputs and j of rows over part s of the blocks.
+
+    `groups` are 32-bit words. When GATED, the outputs are the gate's, and their other halves lie
+    `num_outputs` behind; `packed` then has twice as many.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real_row = row < num_rows
+    real_col = col < num_outputs
+    QUARTER: tl.constexpr = BLOCK // 4
+    lane = tl.arange(0, QUARTER)
+    kind: tl.constexpr = x.dtype.element_ty
+    inputs = x + row.to(tl.int64)[:, None] * x_stride + lane[None, :]
+    strip = packed + col.to(tl.int64)[:, None] * (num_blocks * QUARTER) + lane[None, :]
+    other_strip = strip + num_outputs.to(tl.int64) * (num_blocks * QUARTER)
+    width = num_outputs
+    if GATED:
+        width = 2 * num_outputs
+    words = groups + col
+    shape: tl.constexpr = [COLS, ROWS] if SWAPPED else [ROWS, COLS]
+    acc = tl.zeros(shape, tl.float32)
+    second = tl.zeros(shape, tl.float32)
+    first_block = tl.program_id(2) * num_blocks // SPLITS
+    last_block = (tl.program_id(2) + 1) * num_blocks // SPLITS
+    for block in range(first_block, last_block):
+        if EVEN:
+            numbers = four_numbers(tl.load(strip + block * QUARTER), kind, IN_PAIRS)
+        else:
+            places = tl.load(strip + block * QUARTER, mask=real_col[:, None], other=0)
+            numbers = four_numbers(places, kind, IN_PAIRS)
+        if GATED:
+            if EVEN:
+                others = four_numbers(tl.load(other_strip + block * QUARTER), kind, IN_PAIRS)
+            else:
+                places = tl.load(other_strip + block * QUARTER, mask=real_col[:, None], other=0)
+                others = four_numbers(places, kind, IN_PAIRS)
+        for quarter in tl.static_range(4):
+            start = block * BLOCK + quarter * QUARTER
+            if (quarter * QUARTER) % GROUP == 0:
+                of_group = words + (start // GROUP).to(tl.int64) * width
+                if EVEN:
+                    scale, zero = group_factors(tl.load(of_group), kind, IN_PAIRS)
+                else:
+                    word = tl.load(of_group, mask=real_col, other=0)
+                    scale, zero = group_factors(word, kind, IN_PAIRS)
+                if GATED:
+                    if EVEN:
+                        word = tl.load(of_group + num_outputs)
+                    else:
+                        word = tl.load(of_group + num_outputs, mask=real_col, other=0)
+                    scale2, zero2 = group_factors(word, kind, IN_PAIRS)
+            real = real_row[:, None]
+            if not EVEN:
+                real &= (start + lane < inner)[None, :]
+            given = tl.load(inputs + start, mask=real, other=0.0)
+            by = weights_of(numbers[quarter], scale[:, None], zero[:, None], kind, IN_PAIRS)
+            acc = _multiplied(given, by, acc, SWAPPED)
+            if GATED:
+                by = weights_of(others[quarter], scale2[:, None], zero2[:, None], kind, IN_PAIRS)
+                second = _multiplied(given, by, second, SWAPPED)
+    if SWAPPED:
+        acc = tl.trans(acc)
+        second = tl.trans(second)
+    real = real_row[:, None] & real_col[None, :]
+    place = row.to(tl.int64)[:, None] * num_outputs + col[None, :]
+    if SPLITS > 1:
+        size = num_rows.to(tl.int64) * num_outputs
+        tl.store(parts + tl.program_id(2) * size + place, acc, mask=real)
+        tl.debug_barrier()
+        strip_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrived + strip_index, 1) < SPLITS - 1:
+            return
+        tl.store(arrived + strip_index, 0)
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        for split in tl.static_range(SPLITS):
+            acc += tl.load(parts + split * size + place, mask=real, other=0.0, cache_modifier=".cg")
+    to_kind: tl.constexpr = out.dtype.element_ty
+    if GATED:
+        gate = acc.to(to_kind).to(tl.float32)
+        acc = gate / (1.0 + tl.exp(-gate)) * second.to(to_kind).to(tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(bias + col, mask=real_col, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place, acc.to(to_kind), mask=real)
+
+
+def int4_gemm(
+    x: Tensor, packed: Tensor, groups: Tensor, bias: Tensor | None = None, fixed_order: bool = False
+) -> Tensor:
+    """See `reference.int4.int4_gemm`; halves only."""
+    out = torch.empty((x.shape[0], packed.shape[0]), dtype=x.dtype, device=x.device)
+    launch(x, packed, groups, bias, out, None if not fixed_order else FIXED, gated=False)
+    return out
+
+
+def int4_gate_up(x: Tensor, packed: Tensor, groups: Tensor, fixed_order: bool = False) -> Tensor:
+    """See `reference.int4.int4_gate_up`; halves only."""
+    out = torch.empty((x.shape[0], packed.shape[0] // 2), dtype=x.dtype, device=x.device)
+    launch(x, packed, groups, None, out, None if not fixed_order else FIXED, gated=True)
+    return out
+
+
+def launch(
+    x: Tensor,
+    packed: Tensor,
+    groups: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tuning: Int4Tuning | None,
+    *,
+    gated: bool,
+) -> None:
+    """Computes `out` [T, N], of `packed` with N outputs, or with 2 N when `gated`.
+
+    Args:
+        tuning: None: the one of this shape.
+    """
+    num_rows, num_outputs = out.shape
+    if num_rows == 0:
+        return
+    inner = x.shape[1]
+    group_size = packed_group_size(packed, groups)
+    block = block_size(group_size)
+    num_blocks = packed.shape[1] * 4 // block
+    tuning = tuning or int4_tuning(num_rows, num_outputs, inner, gated=gated)
+    strips = triton.cdiv(num_outputs, tuning.cols), triton.cdiv(num_rows, tuning.rows)
+    parts = arrived = None
+    if tuning.splits > 1:
+        parts = torch.empty(
+            (tuning.splits, num_rows, num_outputs), dtype=torch.float32, device=x.device
+        )
+        arrived = _arrival_counts(x.device)
+    overlap = supports_pdl(x.device)
+    int4_gemm_kernel[(*strips, tuning.splits)](
+        x,
+        packed,
+        groups.view(torch.int32),
+        bias,
+        out,
+        parts,
+        arrived,
+        num_rows,
+        num_outputs,
+        inner,
+        num_blocks,
+        x.stride(0),
+        ROWS=tuning.rows,
+        COLS=tuning.cols,
+        BLOCK=block,
+        GROUP=group_size,
+        SPLITS=tuning.splits,
+        SWAPPED=tuning.swapped,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        EVEN=inner % block == 0 and num_outputs % tuning.cols == 0,
+        IN_PAIRS=x.is_cuda,
+        OVERLAP=overlap,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+
+
+@cache
+def _arrival_counts(device: torch.device) -> Tensor:
+    """Returns a counter for each strip, zero between kernels. Kernels on one stream share them."""
+    return torch.zeros(MAX_STRIPS, dtype=torch.int32, device=device)
