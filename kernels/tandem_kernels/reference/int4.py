@@ -14,10 +14,10 @@ def int4_dequantise(packed: Tensor, groups: Tensor, num_inputs: int) -> Tensor:
     """Returns the weights, [N, K], in the type of the scales: rounded once, when the difference
     of number and zero is multiplied by the scale."""
     group_size = packed_group_size(packed, groups)
-    numbers = unpack_numbers(packed, group_size).unflatten(1, (-1, group_size))
-    scales, zeros = groups.permute(2, 1, 0).unsqueeze(-1)
-    weights = (numbers.to(groups.dtype) - zeros) * scales
-    return weights.flatten(1)[:, :num_inputs].contiguous()
+    numbers = unpack_numbers(packed, group_size).to(groups.dtype)
+    scales, zeros = (part.t().repeat_interleave(group_size, 1) for part in groups.unbind(-1))
+    weights: Tensor = (numbers - zeros) * scales
+    return weights[:, :num_inputs].contiguous()
 
 
 def int4_gemm(
