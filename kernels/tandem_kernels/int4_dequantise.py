@@ -1,4 +1,4 @@
-"""4-bit weights as halves in memory, for one GEMM of the library.
+"""Writes 4-bit weights out as halves, for one GEMM of the library.
 
 With many rows a GEMM spends its time in the matrix units, and the library feeds them better than a
 kernel that unpacks each weight once for each tile of rows. Writing a layer's weights out, and

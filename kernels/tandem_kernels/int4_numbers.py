@@ -1,4 +1,4 @@
-"""4-bit numbers become half precision in registers: what kernels with such weights share.
+"""Makes half precision of 4-bit numbers in registers: what kernels with such weights share.
 
 A 32-bit register holds two neighbouring places of a block (`int4_packing`), of four numbers each.
 A shift and a mask leave two numbers, and set into the mantissas of two powers of two they are

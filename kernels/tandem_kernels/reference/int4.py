@@ -1,4 +1,4 @@
-"""4-bit weights in plain torch; their form is `int4_packing`'s."""
+"""Multiplies by 4-bit weights in plain torch; their form is `int4_packing`'s."""
 
 from __future__ import annotations
 
