@@ -1,4 +1,4 @@
-"""4-bit weights in plain torch against their definition, and their packed form."""
+"""Tests 4-bit weights in plain torch against their definition, and their packed form."""
 
 from __future__ import annotations
 
