@@ -80,7 +80,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
         reordered alike have the same scores, so any other pairing is made ours when weights are
         loaded. Elements that stay are pairs that turn by nothing.
         """
-        if self.dim == head_dim and not self.interleaved:
+        if self.dim == 0 or (self.dim == head_dim and not self.interleaved):
             return None
         turning = range(self.dim)
         first = turning[::2] if self.interleaved else turning[: self.dim // 2]
@@ -88,3 +88,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
         staying = range(self.dim, head_dim)
         middle = len(staying) // 2
         return (*first, *staying[:middle], *second, *staying[middle:])
+
+
+UNROTATED = Rotary(theta=1.0, dim=0)
+"""Leaves heads as they are."""

@@ -33,6 +33,7 @@ class RopeFields(msgspec.Struct):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float | None = None
     partial_rotary_factor: float | None = None
     full_attention: RopeFields | None = None
     """Belongs to layers that see everything, where kinds of layers differ."""
@@ -103,6 +104,19 @@ class ConfigFile(msgspec.Struct):
     rope_interleave: bool | None = None
     topk_method: str | None = None
     rotary_dim: int | None = None
+    no_rope_layers: list[int] | None = None
+    """It is 0 for a layer that does not rotate."""
+    no_rope_layer_interval: int = 4
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    use_bias: bool = False
+    attention_out_bias: bool = False
+    dual_chunk_attention_config: dict[str, object] | None = None
+    mlp_layer_types: list[str] | None = None
+    moe_layer_freq: int = 1
+    scoring_func: str | None = None
     use_qk_norm: bool = False
     moe_intermediate_size: int | None = None
     num_experts: int | None = None
@@ -117,7 +131,7 @@ class ConfigFile(msgspec.Struct):
     routed_scaling_factor: float = 1.0
     n_group: int | None = None
     topk_group: int | None = None
-    first_k_dense_replace: int = 0
+    first_k_dense_replace: int | None = None
     num_nextn_predict_layers: int | None = None
     num_mtp_layers: int | None = None
     """The newer name of `num_nextn_predict_layers`."""

@@ -66,6 +66,8 @@ class LlamaForCausalLM(CausalLM):
         embedded = self.embed_tokens(step.input_ids)
         if self.spec.scales_embedding:
             embedded = embedded * torch.tensor(self.spec.hidden_size**0.5, dtype=embedded.dtype)
+        if self.spec.stream_scale != 1.0:
+            embedded = embedded * self.spec.stream_scale
         stream = ResidualStream(embedded)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
             layer(stream, kv_cache, inputs[self.kind_of_layer[index]])
@@ -81,6 +83,8 @@ class LlamaForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
         if cap := self.spec.final_softcap:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits

@@ -13,18 +13,22 @@ from engine.config import ModelConfig
 from engine.models.config_file import ConfigHead, read_json
 from engine.models.foreign import foreign_architecture
 from engine.models.specs.base import ModelSpec
-from engine.models.specs.deepseek import DeepseekV2Spec, DeepseekV3Spec
+from engine.models.specs.deepseek import DeepseekV2Spec, DeepseekV3Spec, Glm4MoeLiteSpec
+from engine.models.specs.ernie import Ernie45Spec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
 from engine.models.specs.glm4 import Glm4Spec
 from engine.models.specs.glm4_moe import Glm4MoeSpec
+from engine.models.specs.granite import GraniteSpec
 from engine.models.specs.llama import LlamaSpec
 from engine.models.specs.minimax import MiniMaxM2Spec
-from engine.models.specs.mistral import MistralSpec
+from engine.models.specs.mistral import Ministral3Spec, MistralSpec
 from engine.models.specs.mixtral import MixtralSpec
-from engine.models.specs.olmo2 import Olmo2Spec
+from engine.models.specs.olmo import Olmo2Spec, Olmo3Spec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec
 from engine.models.specs.qwen_moe import Qwen2MoeSpec, Qwen3MoeSpec
+from engine.models.specs.seed_oss import SeedOssSpec
+from engine.models.specs.smollm3 import SmolLM3Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +47,27 @@ _LLAMA = "engine.models.llama:LlamaForCausalLM"
 MODELS: dict[str, Entry] = {
     "DeepseekV2ForCausalLM": Entry(DeepseekV2Spec, _LLAMA),
     "DeepseekV3ForCausalLM": Entry(DeepseekV3Spec, _LLAMA),
+    "Ernie4_5ForCausalLM": Entry(Ernie45Spec, _LLAMA),
     "Gemma2ForCausalLM": Entry(Gemma2Spec, _LLAMA),
     "Gemma3ForCausalLM": Entry(Gemma3Spec, _LLAMA),
     "Glm4ForCausalLM": Entry(Glm4Spec, _LLAMA),
     "Glm4MoeForCausalLM": Entry(Glm4MoeSpec, _LLAMA),
+    "Glm4MoeLiteForCausalLM": Entry(Glm4MoeLiteSpec, _LLAMA),
+    "GraniteForCausalLM": Entry(GraniteSpec, _LLAMA),
     "LlamaForCausalLM": Entry(LlamaSpec, _LLAMA),
     "MiniMaxM2ForCausalLM": Entry(MiniMaxM2Spec, _LLAMA),
+    "Ministral3ForCausalLM": Entry(Ministral3Spec, _LLAMA),
     "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
     "MixtralForCausalLM": Entry(MixtralSpec, _LLAMA),
     "Olmo2ForCausalLM": Entry(Olmo2Spec, _LLAMA),
+    "Olmo3ForCausalLM": Entry(Olmo3Spec, _LLAMA),
     "Phi3ForCausalLM": Entry(Phi3Spec, _LLAMA),
     "Qwen2ForCausalLM": Entry(Qwen2Spec, _LLAMA),
     "Qwen2MoeForCausalLM": Entry(Qwen2MoeSpec, _LLAMA),
     "Qwen3ForCausalLM": Entry(Qwen3Spec, _LLAMA),
     "Qwen3MoeForCausalLM": Entry(Qwen3MoeSpec, _LLAMA),
+    "SeedOssForCausalLM": Entry(SeedOssSpec, _LLAMA),
+    "SmolLM3ForCausalLM": Entry(SmolLM3Spec, _LLAMA),
 }
 
 

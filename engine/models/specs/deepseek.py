@@ -1,8 +1,9 @@
-"""DeepSeek V2, V3 and R1, and Kimi K2, which is a V3."""
+"""DeepSeek V2, V3 and R1, and what is a V3: Kimi K2 and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
@@ -24,6 +25,8 @@ from kv_transfer.layout import DTYPE_BYTES, Plane
 
 class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
     """Latent attention, and experts beside shared ones behind a few dense layers."""
+
+    scoring: ClassVar[str] = "softmax"
 
     @classmethod
     def head_dim_of(cls, file: ConfigFile) -> int:
@@ -75,7 +78,7 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
             top_k=number_of(file, "num_experts_per_tok"),
             intermediate_size=width,
             renormalise=False,
-            dense_layers=first_layers(file),
+            dense_layers=first_layers(file, default=0),
             shared_size=width * (file.n_shared_experts or 0),
             scaling=file.routed_scaling_factor,
             num_groups=(file.n_group or 1) if is_grouped else 1,
@@ -83,10 +86,28 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
             names=SHARED_EXPERTS,
         )
 
+    @classmethod
+    def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
+        yield from super()._faults(file)
+        if file.moe_layer_freq != 1:
+            yield UnsupportedField("moe_layer_freq", "experts on some of the later layers alone")
+        if (file.scoring_func or cls.scoring) != cls.scoring:
+            yield UnsupportedField("scoring_func", repr(file.scoring_func))
+
 
 class DeepseekV3Spec(DeepseekV2Spec, frozen=True, kw_only=True):
     """Experts are chosen by sigmoid scores and a bias, of the best groups."""
 
+    scoring: ClassVar[str] = "sigmoid"
+    num_dense: ClassVar[int] = 3
+    """First layers without experts, where config.json does not say."""
+
     @classmethod
     def read_experts(cls, file: ConfigFile) -> ExpertSpec:
-        return sigmoid_experts(file)
+        return sigmoid_experts(file, cls.num_dense)
+
+
+class Glm4MoeLiteSpec(DeepseekV3Spec, frozen=True, kw_only=True):
+    """A V3 with other sizes."""
+
+    num_dense: ClassVar[int] = 1

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from engine.config import KVLayers, ModelConfig
-from engine.models.config_file import ConfigFile
+from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.experts import ExpertSpec
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.rope import read_rotary
-from engine.rope import Rotary
+from engine.rope import UNROTATED, Rotary
 from kv_transfer.layout import attention_group
 
 HeadNorm = Literal["none", "each", "all"]
@@ -56,6 +56,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         default_tied: Where config.json does not say whether embedding and head share weights.
         default_rotary_part: The part of a head that rotates where config.json does not say; None:
             always all of it.
+        default_theta: The base by which heads rotate where config.json has none.
         interleaved_rotary: See `engine.rope.Rotary`.
         scales_embedding: Embeddings are multiplied by the root of the hidden size.
         attention_bias: Queries, keys and values have a bias.
@@ -67,7 +68,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             no sequence is longer than the window.
         window_layers: The layers that the window belongs to; None: all.
         window_rotary: How those rotate; None: as all others.
+        unrotated_layers: Layers that do not rotate at all.
         attention_scale: Of the scores; None: head_dim ** -0.5.
+        stream_scale: Multiplies embeddings. A family that multiplies what each layer adds by a
+            number has it here: the whole stream is held divided by that number, which norms undo.
+        logit_scale: Multiplies logits.
         attention_softcap, final_softcap: Bound of scores and of logits, `cap * tanh(x / cap)`; 0:
             none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
@@ -84,6 +89,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     activation: ClassVar[Activation] = "silu"
     default_tied: ClassVar[bool] = False
     default_rotary_part: ClassVar[float | None] = None
+    default_theta: ClassVar[float] = DEFAULT_ROPE_THETA
     interleaved_rotary: ClassVar[bool] = False
     scales_embedding: ClassVar[bool] = False
 
@@ -98,6 +104,9 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     sliding_window: int | None = None
     window_layers: tuple[int, ...] | None = None
     window_rotary: Rotary | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    stream_scale: float = 1.0
+    logit_scale: float = 1.0
     attention_scale: float | None = None
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
@@ -135,6 +144,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             file,
             cls.head_dim_of(file),
             max_model_len,
+            theta=file.rope_theta or cls.default_theta,
             partial=cls.default_rotary_part or 1.0,
             interleaved=cls.interleaved_rotary,
         )
@@ -154,6 +164,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
 
     def rotary_of(self, layer: int) -> Rotary:
         """Returns how one layer rotates."""
+        if layer in self.unrotated_layers:
+            return UNROTATED
         is_local = self.window_layers is not None and layer in self.window_layers
         return self.window_rotary if is_local and self.window_rotary is not None else self.rotary
 
@@ -233,6 +245,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("interleaved", self.rotary.interleaved, False),
             ("window_layers", self.window_layers, None),
             ("window_rotary", self.window_rotary, None),
+            ("unrotated_layers", self.unrotated_layers, ()),
+            ("stream_scale", self.stream_scale, 1.0),
             ("attention_scale", self.attention_scale, None),
             ("attention_softcap", self.attention_softcap, 0.0),
             ("experts", self.experts, None),
@@ -253,6 +267,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         ):
             if is_set:
                 yield UnsupportedField(name, "biases beyond those of its family")
+        if file.dual_chunk_attention_config is not None:
+            yield UnsupportedField("dual_chunk_attention_config", "attention within chunks")
         part = file.partial_rotary_factor or file.rope.partial_rotary_factor or 1.0
         if cls.default_rotary_part is None and part != 1.0:
             yield UnsupportedField(

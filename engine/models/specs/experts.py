@@ -79,9 +79,12 @@ def num_experts_of(file: ConfigFile) -> int:
     return count
 
 
-def sigmoid_experts(file: ConfigFile) -> ExpertSpec:
+def sigmoid_experts(file: ConfigFile, num_dense: int) -> ExpertSpec:
     """Returns the experts of DeepSeek V3 and of what follows it: chosen by sigmoid scores and a
     bias, out of the best groups, beside shared ones and behind a few dense layers.
+
+    Args:
+        num_dense: The number of those where config.json does not say.
 
     Raises:
         UnsupportedField: A number is missing.
@@ -92,7 +95,7 @@ def sigmoid_experts(file: ConfigFile) -> ExpertSpec:
         top_k=number_of(file, "num_experts_per_tok"),
         intermediate_size=width,
         renormalise=file.norm_topk_prob is not False,
-        dense_layers=first_layers(file),
+        dense_layers=first_layers(file, num_dense),
         shared_size=width * (file.n_shared_experts or 0),
         sigmoid=True,
         choice_bias=True,
@@ -103,6 +106,10 @@ def sigmoid_experts(file: ConfigFile) -> ExpertSpec:
     )
 
 
-def first_layers(file: ConfigFile) -> tuple[int, ...]:
-    """Returns the layers before the first one with experts."""
-    return tuple(range(min(file.first_k_dense_replace, file.num_hidden_layers)))
+def first_layers(file: ConfigFile, default: int) -> tuple[int, ...]:
+    """Returns the layers without experts: those that config.json names, or the first ones, of which
+    there are `default` where it does not say."""
+    if file.mlp_layer_types is not None:
+        return tuple(i for i, kind in enumerate(file.mlp_layer_types) if kind == "dense")
+    said = file.first_k_dense_replace
+    return tuple(range(min(default if said is None else said, file.num_hidden_layers)))

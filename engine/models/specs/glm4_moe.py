@@ -20,5 +20,5 @@ class Glm4MoeSpec(DenseSpec, frozen=True, kw_only=True):
         return {
             "attention_bias": bool(file.attention_bias),
             "head_norm": "each" if file.use_qk_norm else "none",
-            "experts": sigmoid_experts(file),
+            "experts": sigmoid_experts(file, num_dense=1),
         }

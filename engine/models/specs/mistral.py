@@ -1,10 +1,13 @@
-"""Mistral, dense."""
+"""Mistral and Ministral, dense."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
 from engine.models.config_file import ConfigFile
+from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import DenseSpec
 
 _DEFAULT_WINDOW = 4096
@@ -19,3 +22,23 @@ class MistralSpec(DenseSpec, frozen=True, kw_only=True):
         super().read_window(file)
         window = file.sliding_window
         return _DEFAULT_WINDOW if window is msgspec.UNSET else window
+
+
+class Ministral3Spec(MistralSpec, frozen=True, kw_only=True):
+    """Mistral whose scores grow with the position, behind the context that it was first made for;
+    no sequence gets there here."""
+
+    @classmethod
+    def read_window(cls, file: ConfigFile) -> int | None:
+        return None if file.sliding_window is msgspec.UNSET else super().read_window(file)
+
+    @classmethod
+    def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
+        original = file.rope.original_max_position_embeddings or file.max_position_embeddings
+        if file.rope.llama_4_scaling_beta and max_model_len > original:
+            raise UnsupportedField(
+                "llama_4_scaling_beta",
+                f"scores that grow with the position from {original} on",
+                f"set --max-model-len to {original} or less",
+            )
+        return {}

@@ -31,7 +31,7 @@ from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
 from kv_transfer.no_connector import NoConnectorScheduler
-from tests.engine.models.parity_cases import NUM_GREEDY, ROTARY_VARIANTS, prompts
+from tests.engine.models.parity_cases import NUM_GREEDY, REPLICATED_VARIANTS, prompts
 
 MODES = {"whole": 1024, "chunked": 24}
 """Mode to tokens in one step at most."""
@@ -151,7 +151,7 @@ def greedy_all(folder: Path, rank: int, size: int, rendezvous: list[str]) -> dic
 
 def modes_of(family: str, size: int) -> tuple[str, ...]:
     """Returns the modes in which a family runs on so many ranks."""
-    if family in ROTARY_VARIANTS:
+    if family in REPLICATED_VARIANTS:
         return ("chunked",) if size == 1 else ()
     return MODES_OF_SIZE[size]
 

@@ -11,14 +11,16 @@ VOCAB = 101
 """The size is not a multiple of 64: every shard of the vocabulary is padded."""
 NUM_GREEDY = 64
 _PREFIX = 40
-ROTARY_VARIANTS = frozenset(
+REPLICATED_VARIANTS = frozenset(
     {
         "llama3_rope_tied_sharded", "llama3_rope_older_config", "llama_linear_rope",
-        "phi3_part_rotates", "phi3_longrope_tied", "qwen3_yarn",
+        "phi3_part_rotates", "phi3_longrope_tied", "qwen3_yarn", "smollm3", "granite_tied",
+        "ernie4_5", "seed_oss", "ministral3", "qwen3_moe_some_layers_tied", "glm4_moe_lite",
+        "kimi_k2",
     }
 )  # fmt: skip
-"""Families that differ from another in their rotary table alone, which every rank has whole: their
-logits are compared on two ranks, their greedy tokens on one."""
+"""Families that differ from another in what every rank has whole, as rotary tables and settings of
+routers: their logits are compared on two ranks, their greedy tokens on one."""
 
 
 def prompts() -> list[list[int]]:

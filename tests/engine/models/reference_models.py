@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -34,7 +32,6 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -46,17 +43,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, VOCAB, prompts
+from tests.engine.models.family import LATENT, YARN, Family
+from tests.engine.models.more_families import MORE_FAMILIES
+from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, prompts
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -78,42 +68,15 @@ _LONGROPE = {
 _PHI3 = {"pad_token_id": 0, "eos_token_id": 0}
 
 
-@dataclass(frozen=True)
-class Family:
-    """Describes a family. `changes`: what differs from the common sizes. `older_config`: rewritten
-    to the keys that transformers used before version 5.
-    """
-
-    model: type[PreTrainedModel]
-    config: type[PretrainedConfig]
-    changes: dict[str, Any] = field(default_factory=dict)
-    shard_size: str = "5GB"
-    older_config: bool = False
-    norm_center: float = 1.0
-    """Gemma's norms hold their distance from 1."""
-
-
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 48,
-}
-
 _LOCAL_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
-_LATENT = {
-    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4,
-}  # fmt: skip
-
 FAMILIES = {
+    **MORE_FAMILIES,
     "deepseek_v2": Family(
         DeepseekV2ForCausalLM,
         DeepseekV2Config,
         {
-            **_LATENT,
+            **LATENT,
             "q_lora_rank": None,
             "n_shared_experts": 2,
             "topk_method": "group_limited_greedy",
@@ -123,10 +86,10 @@ FAMILIES = {
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
         {
-            **_LATENT,
+            **LATENT,
             "q_lora_rank": 20,
             "routed_scaling_factor": 1.5,
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
     "gemma2": Family(
@@ -236,7 +199,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
     ),
-    "qwen3_yarn": Family(Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "rope_parameters": _YARN}),
+    "qwen3_yarn": Family(Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "rope_parameters": YARN}),
     "qwen2": Family(Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": {"rope_theta": 1e6}}),
     "qwen3_tied": Family(
         Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "tie_word_embeddings": True}
@@ -249,7 +212,7 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
     matters.
     """
     torch.manual_seed(21)
-    model = family.model(family.config(**{**_SIZES, **family.changes}))
+    model = family.model(family.make_config())
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
@@ -261,6 +224,9 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
     model.to(dtype).save_pretrained(folder, max_shard_size=family.shard_size)
     if family.older_config:
         _to_older_config(folder / "config.json")
+    if family.published:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | family.published))
 
 
 def _to_older_config(path: Path) -> None:
@@ -274,7 +240,12 @@ def _to_older_config(path: Path) -> None:
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     family = next(f for f in FAMILIES.values() if f.model.__name__ == _architecture(folder))
-    return family.model.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    config = family.config.from_pretrained(folder)
+    # Kimi K2 has a name of its own for what transformers knows as DeepSeek V3.
+    config.model_type = family.config.model_type
+    return family.model.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 def _architecture(folder: Path) -> str:
