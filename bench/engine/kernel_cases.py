@@ -19,6 +19,7 @@ from engine.layers.attention.uncached_prefill import split_metadata
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.batch_tables import RowTables, StepInputs
+from tandem_kernels.kv_scales import E4M3, KVScales
 
 BF16 = torch.bfloat16
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 32, 8, 128, 4096, 14336, 128256
@@ -47,16 +48,19 @@ class PagedInputs:
     kv_caches: list[Tensor]
     metadata: AttentionMetadata
     kv_bytes: float
+    kv_scales: KVScales | None = None
 
     def calls(self) -> list[Callable[[], object]]:
-        return [
-            partial(ops.paged_attention, self.q, cache, self.metadata, SCALE)
-            for cache in self.kv_caches
-        ]
+        attend = partial(ops.paged_attention, kv_scales=self.kv_scales)
+        return [partial(attend, self.q, cache, self.metadata, SCALE) for cache in self.kv_caches]
 
 
 def paged_inputs(
-    seq_lens: list[int], query_lens: list[int], block_size: int = 128, most_caches: int = 32
+    seq_lens: list[int],
+    query_lens: list[int],
+    block_size: int = 128,
+    most_caches: int = 32,
+    kv_dtype: torch.dtype = BF16,
 ) -> PagedInputs:
     """Makes scattered blocks; several caches, as the layers of a model have."""
     blocks = [-(-n // block_size) for n in seq_lens]
@@ -67,9 +71,9 @@ def paged_inputs(
     for r, n in enumerate(blocks):
         tables[r, :n] = order[taken : taken + n]
         taken += n
-    kv_bytes = 2 * sum(seq_lens) * NUM_KV_HEADS * HEAD_DIM * 2
+    kv_bytes = 2 * sum(seq_lens) * NUM_KV_HEADS * HEAD_DIM * kv_dtype.itemsize
     caches = [
-        randn(num_blocks, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
+        randn(num_blocks, 2, NUM_KV_HEADS, block_size, HEAD_DIM).to(kv_dtype)
         for _ in range(rotations(kv_bytes, most_caches))
     ]
     bounds = torch.tensor([0, *query_lens], device="cuda").cumsum(0).int()
@@ -82,7 +86,9 @@ def paged_inputs(
         max_seq_len=max(seq_lens),
     )
     q = randn(sum(query_lens), NUM_Q_HEADS, HEAD_DIM)
-    return PagedInputs(q, caches, metadata, kv_bytes)
+    ones = torch.ones(NUM_KV_HEADS, device="cuda")
+    scales = KVScales(ones, ones) if kv_dtype == E4M3 else None
+    return PagedInputs(q, caches, metadata, kv_bytes, scales)
 
 
 def decode_attention_cases() -> Iterator[Case]:
@@ -96,6 +102,22 @@ def decode_attention_cases() -> Iterator[Case]:
         yield Case("decode attention", label, given.calls(), given.kv_bytes)
     given = paged_inputs([200 + 120 * i for i in range(64)], [1] * 64)
     yield Case("decode attention", "64 x 200..7760", given.calls(), given.kv_bytes)
+
+
+def fp8_attention_cases() -> Iterator[Case]:
+    """Lists cases over an FP8 cache, with blocks of 128 tokens."""
+    for batch, context in itertools.product((1, 16, 64, 128, 256), (1024, 8192)):
+        given = paged_inputs([context] * batch, [1] * batch, kv_dtype=E4M3)
+        yield Case("fp8 decode attention", f"{batch} x {context}", given.calls(), given.kv_bytes)
+    for label, seq_len, query_len in (
+        ("8192", 8192, 8192),
+        ("2048 behind 8192", 10240, 2048),
+        ("256 behind 8192", 8448, 256),
+    ):
+        given = paged_inputs([seq_len], [query_len], kv_dtype=E4M3)
+        flops = attention_flops([seq_len], [query_len])
+        moved = given.kv_bytes + 2 * given.q.nbytes
+        yield Case("fp8 prefill attention", label, given.calls(), moved, flops)
 
 
 def attention_flops(seq_lens: list[int], query_lens: list[int]) -> float:
@@ -183,24 +205,32 @@ def elementwise_cases() -> Iterator[Case]:
             3 * tokens * INTERMEDIATE * 2,
         )
         yield rope_case(tokens)
+        yield rope_case(tokens, E4M3)
 
 
-def rope_case(tokens: int) -> Case:
+def rope_case(tokens: int, kv_dtype: torch.dtype = BF16) -> Case:
     block_size = 64
     heads = NUM_Q_HEADS + 2 * NUM_KV_HEADS
     sets = rotations(tokens * heads * HEAD_DIM * 2)
     projections = [randn(tokens, heads, HEAD_DIM) for _ in range(sets)]
+    blocks = -(-tokens // block_size)
     caches = [
-        randn(-(-tokens // block_size), 2, NUM_KV_HEADS, block_size, HEAD_DIM) for _ in range(sets)
+        randn(blocks, 2, NUM_KV_HEADS, block_size, HEAD_DIM).to(kv_dtype) for _ in range(sets)
     ]
+    ones = torch.ones(NUM_KV_HEADS, device="cuda")
+    write = ops.rope_and_cache
+    if kv_dtype == E4M3:
+        write = partial(ops.rope_and_cache, kv_scales=KVScales(ones, ones))
     positions = torch.arange(tokens, device="cuda")
     table = randn(8192, HEAD_DIM, dtype=torch.float32)
     calls = []
     for projection, cache in zip(projections, caches, strict=True):
         q, k, v = projection.split([NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
-        calls.append(partial(ops.rope_and_cache, q, k, v, positions, table, cache, positions))
-    moved = tokens * HEAD_DIM * (2 * heads * 2 + 4)
-    return Case("rope + kv write", f"{tokens}", calls, moved)
+        calls.append(partial(write, q, k, v, positions, table, cache, positions))
+    saved = 2 * NUM_KV_HEADS * (2 - kv_dtype.itemsize)
+    moved = tokens * HEAD_DIM * (2 * heads * 2 + 4 - saved)
+    label = f"{tokens}, fp8" if kv_dtype == E4M3 else f"{tokens}"
+    return Case("rope + kv write", label, calls, moved)
 
 
 def sampling_cases() -> Iterator[Case]:

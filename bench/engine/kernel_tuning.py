@@ -1,6 +1,6 @@
 """Sweep the attention kernels' tunings on this device and print the fastest of each shape.
 
-    python -m bench.engine.kernel_tuning decode|prefill
+    python -m bench.engine.kernel_tuning decode|prefill [--kv-cache-dtype fp8]
 
 `decode_tuning` and `prefill_tuning` in tandem_kernels hold what this found.
 """
@@ -22,7 +22,9 @@ from triton.runtime.errors import OutOfResources
 
 from bench.engine.kernel_cases import SCALE, PagedInputs, attention_flops, paged_inputs
 from bench.engine.kernel_timing import graph_us
-from tandem_kernels.decode_attention import DecodeTuning, decode_attention
+from tandem_kernels.decode_attention import decode_attention
+from tandem_kernels.decode_tuning import DecodeTuning
+from tandem_kernels.kv_scales import E4M3
 from tandem_kernels.prefill_attention import PrefillTuning, prefill_attention
 
 Attention = Callable[..., None]
@@ -37,11 +39,11 @@ DECODE_SHAPES = [
 PREFILL_SHAPES = [(2048, 2048), (8192, 8192), (10240, 2048)]
 
 
-def decode_tunings() -> Iterable[DecodeTuning]:
+def decode_tunings(kv_dtype: torch.dtype) -> Iterable[DecodeTuning]:
     for tile, warps, stages, programs in itertools.product(
-        (32, 64, 128), (2, 4), (3, 5, 7), (1, 2, 3, 4)
+        (32, 64, 128), (2, 4), (3, 5, 7), (1, 2, 3, 4, 6)
     ):
-        in_flight = tile * 512 * ((stages - 1) // 2)
+        in_flight = tile * 256 * kv_dtype.itemsize * ((stages - 1) // 2)
         if in_flight * programs <= 200 * 1024 and in_flight * programs >= 32 * 1024:
             yield DecodeTuning(tile, warps, stages, programs)
 
@@ -56,8 +58,9 @@ def prefill_tunings() -> Iterable[PrefillTuning]:
 def attempt(attention: Attention, given: PagedInputs, tuning: Tuning) -> float:
     """Microseconds, or infinity where the tuning does not fit the device."""
     out = torch.empty_like(given.q)
+    attend = partial(attention, kv_scales=given.kv_scales)
     calls = [
-        partial(attention, given.q, cache, given.metadata, SCALE, out, tuning)
+        partial(attend, given.q, cache, given.metadata, SCALE, out, tuning)
         for cache in given.kv_caches
     ]
     try:
@@ -67,40 +70,46 @@ def attempt(attention: Attention, given: PagedInputs, tuning: Tuning) -> float:
         return math.inf
 
 
-def compile_all(kernel: str, processes: int) -> None:
+def compile_all(arguments: list[str], processes: int) -> None:
     """Fill the compile cache by processes that launch each tuning once."""
-    command = [sys.executable, "-m", "bench.engine.kernel_tuning", kernel, "--part"]
+    command = [sys.executable, "-m", "bench.engine.kernel_tuning", *arguments, "--part"]
     parts = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
     assert all(part.wait() == 0 for part in parts)
 
 
-def compile_part(attention: Attention, tunings: list[Tuning], lengths: Lengths) -> None:
+def compile_part(
+    attention: Attention, tunings: list[Tuning], lengths: Lengths, kv_dtype: torch.dtype
+) -> None:
     for (seq_lens, query_lens), tuning in itertools.product(lengths.values(), tunings):
-        given = paged_inputs(seq_lens, query_lens, most_caches=1)
+        given = paged_inputs(seq_lens, query_lens, most_caches=1, kv_dtype=kv_dtype)
         out = torch.empty_like(given.q)
+        attend = partial(attention, kv_scales=given.kv_scales)
         with contextlib.suppress(OutOfResources):
-            attention(given.q, given.kv_caches[0], given.metadata, SCALE, out, tuning)
+            attend(given.q, given.kv_caches[0], given.metadata, SCALE, out, tuning)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernel", choices=["decode", "prefill"])
+    parser.add_argument("--kv-cache-dtype", choices=["bfloat16", "fp8"], default="bfloat16")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--part", help="i/n: only compile every n-th tuning, from i on")
     arguments = parser.parse_args()
     decode = arguments.kernel == "decode"
+    kv_dtype = E4M3 if arguments.kv_cache_dtype == "fp8" else torch.bfloat16
     attention: Attention = decode_attention if decode else prefill_attention
-    tunings: list[Tuning] = [*decode_tunings()] if decode else [*prefill_tunings()]
+    tunings: list[Tuning] = [*decode_tunings(kv_dtype)] if decode else [*prefill_tunings()]
     lengths: Lengths = {f"{b} x {n}": ([n] * b, [1] * b) for b, n in DECODE_SHAPES}
     if not decode:
         lengths = {f"{q} of {n}": ([n], [q]) for n, q in PREFILL_SHAPES}
     if arguments.part:
         i, n = map(int, arguments.part.split("/"))
-        compile_part(attention, tunings[i::n], lengths)
+        compile_part(attention, tunings[i::n], lengths, kv_dtype)
         return
-    compile_all(arguments.kernel, arguments.processes)
+    same = [arguments.kernel, "--kv-cache-dtype", arguments.kv_cache_dtype]
+    compile_all(same, arguments.processes)
     for label, (seq_lens, query_lens) in lengths.items():
-        given = paged_inputs(seq_lens, query_lens)
+        given = paged_inputs(seq_lens, query_lens, kv_dtype=kv_dtype)
         flops = attention_flops(seq_lens, query_lens)
         times = {tuning: attempt(attention, given, tuning) for tuning in tunings}
         print(label, f"{given.kv_bytes / 1e6:.1f} MB, {flops / 1e12:.3f} TFLOP")

@@ -21,6 +21,7 @@ from bench.engine.kernel_cases import (
     batch_cases,
     decode_attention_cases,
     elementwise_cases,
+    fp8_attention_cases,
     prefill_attention_cases,
     sampling_cases,
 )
@@ -29,6 +30,7 @@ from bench.record import write_result
 
 FAMILIES = [
     decode_attention_cases,
+    fp8_attention_cases,
     prefill_attention_cases,
     elementwise_cases,
     sampling_cases,

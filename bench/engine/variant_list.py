@@ -16,7 +16,7 @@ from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.models.llama import LlamaForCausalLM
 from tandem_kernels import decode_attention, device, prefill_attention, small_m_gemm
-from tandem_kernels.decode_attention import DecodeTuning
+from tandem_kernels.decode_tuning import DecodeTuning
 from tandem_kernels.prefill_attention import PrefillTuning
 from tandem_kernels.small_m_gemm import SmallMTuning
 

@@ -23,8 +23,6 @@ launch) and wait for its writes where they first need them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -33,40 +31,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.attention_sink import with_sink
-from tandem_kernels.device import num_programs, supports_pdl
+from tandem_kernels.decode_tuning import DecodeTuning, decode_tuning
+from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
+from tandem_kernels.fp8_cache import unpacked
+from tandem_kernels.kv_scales import KVScales
 from tandem_kernels.soft_cap import soft_capped
 
 LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTuning:
-    """Says how one shape runs best; found by measurement inside whole decode steps. Alone, back to
-    back, fewer and larger programs look as good; behind a GEMM they start later.
-    """
-
-    tile: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-
-
-def decode_tuning(num_units: int, head_dim: int, dtype: torch.dtype) -> DecodeTuning:
-    """Chooses by `num_units`: requests times KV heads, which cost the same when contexts
-    are alike.
-    """
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    if row_bytes > 512:
-        return DecodeTuning(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
-    if row_bytes > 256:
-        return DecodeTuning(tile=32, num_warps=4, num_stages=5, programs_per_sm=2)
-    if num_units <= 16:
-        return DecodeTuning(tile=64, num_warps=4, num_stages=5, programs_per_sm=1)
-    if num_units <= 128:
-        return DecodeTuning(tile=64, num_warps=4, num_stages=3, programs_per_sm=3)
-    if num_units <= 256:
-        return DecodeTuning(tile=128, num_warps=4, num_stages=3, programs_per_sm=2)
-    return DecodeTuning(tile=64, num_warps=2, num_stages=3, programs_per_sm=4)
 
 
 @triton.jit
@@ -120,17 +91,29 @@ def _attend(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> tl.tensor:
     """Returns the softmax state (peak, sum, accumulator) of `q` [ROWS, BLOCK_DIM] over tiles of one
     head.
 
-    `kv_cache` points at the head's keys in block 0; scores are in powers of two.
+    `kv_cache` points at the head's keys in block 0; scores are in powers of two. FP8: at pairs of
+    numbers, see `fp8_cache`.
     """
+    row_len: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    width: tl.constexpr = BLOCK_DIM // 2 if FP8 else BLOCK_DIM
     lane = tl.arange(0, TILE)
-    dim = tl.arange(0, BLOCK_DIM)
+    dim = tl.arange(0, width)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    acc = tl.zeros([ROWS, width], tl.float32)
+    if FP8:
+        acc_odd = tl.zeros([ROWS, width], tl.float32)
+        kind: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+        q, q_odd = q.reshape(ROWS, width, 2).split()
+        if kind == tl.float16:
+            q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(kind)
+            q_odd = tl.clamp(q_odd.to(tl.float32), -65504.0, 65504.0).to(kind)
     for tile in range(first_tile, last_tile):
         start = tile * TILE
         inside = start + lane < seq_len
@@ -138,14 +121,19 @@ def _attend(
             inside &= start + lane >= seq_len - WINDOW
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
-            place = block * block_stride + (start % BLOCK_SIZE + lane) * HEAD_DIM
+            place = block * block_stride + (start % BLOCK_SIZE + lane) * row_len
         else:
             position = start + lane
             block = tl.load(block_table + position // BLOCK_SIZE, mask=inside, other=0)
-            place = block.to(tl.int64) * block_stride + (position % BLOCK_SIZE) * HEAD_DIM
-        mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
-        keys = tl.load(kv_cache + place[:, None] + dim[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+            place = block.to(tl.int64) * block_stride + (position % BLOCK_SIZE) * row_len
+        mask = inside[:, None] & (dim < row_len)[None, :]
+        keys = tl.load(kv_cache + place[:, None] + dim[None, :], mask=mask, other=0)
+        if FP8:
+            keys, keys_odd = unpacked(tl.trans(keys), NATIVE)
+            scores = tl.dot(q, keys.to(kind), input_precision=PRECISION)
+            scores = tl.dot(q_odd, keys_odd.to(kind), scores, input_precision=PRECISION)
+        else:
+            scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
         if CAPPED:
             scores = soft_capped(scores, cap)
         scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -155,10 +143,19 @@ def _attend(
         peak = higher
         total = total * shrink + tl.sum(weights, axis=1)
         values = tl.load(
-            kv_cache + value_stride + place[:, None] + dim[None, :], mask=mask, other=0.0
+            kv_cache + value_stride + place[:, None] + dim[None, :], mask=mask, other=0
         )
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        if FP8:
+            values, values_odd = unpacked(values, NATIVE)
+            weights = weights.to(kind)
+            acc = tl.dot(weights, values.to(kind), acc, input_precision=PRECISION)
+            acc_odd = acc_odd * shrink[:, None]
+            acc_odd = tl.dot(weights, values_odd.to(kind), acc_odd, input_precision=PRECISION)
+        else:
+            acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+    if FP8:
+        acc = tl.interleave(acc, acc_odd)
     return peak, total, acc
 
 
@@ -168,6 +165,8 @@ def decode_attention_kernel(
     kv_cache: tl.tensor,
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
     partial_acc: tl.tensor,
@@ -192,6 +191,8 @@ def decode_attention_kernel(
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Computes one run of the line in each program."""
@@ -216,6 +217,10 @@ def decode_attention_kernel(
         last_tile = tl.minimum(tiles, first_tile + end - here)
         query_head = head * GROUP + row[:, None]
         place = r.to(tl.int64) * q_stride + query_head * HEAD_DIM + dim[None, :]
+        own_scale, own_cap = scale, cap
+        if FP8:
+            of_keys = tl.load(k_scale + head)
+            own_scale, own_cap = scale * of_keys, cap / of_keys
         peak, total, acc = _attend(
             tl.load(q + place, mask=real, other=0.0),
             kv_cache + head.to(tl.int64) * head_stride,
@@ -225,8 +230,8 @@ def decode_attention_kernel(
             seq_len,
             block_stride,
             value_stride,
-            scale,
-            cap,
+            own_scale,
+            own_cap,
             HEAD_DIM,
             BLOCK_DIM,
             BLOCK_SIZE,
@@ -235,7 +240,11 @@ def decode_attention_kernel(
             WINDOW,
             CAPPED,
             PRECISION,
+            FP8,
+            NATIVE,
         )
+        if FP8:
+            acc = acc * tl.load(v_scale + head)
         if (first_tile == 0) & (last_tile == tiles):
             if HAS_SINKS:
                 total = with_sink(total, peak, sinks, head * GROUP + row, row < GROUP)
@@ -338,21 +347,24 @@ def decode_attention(
     tuning: DecodeTuning | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """Attends for one query token of each request.
 
     Args:
         q: [R, Hq, D], row r belongs to request r of `metadata`; heads of a token adjacent.
-        kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent.
+        kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent; D even.
         metadata: Only block tables, sequence lengths and the window are read.
         scale: Multiplies the scores.
         out: [R, Hq, D] contiguous, written completely.
         tuning: None: the choice for this shape.
         softcap: Bound of the scores; 0: none.
         sinks: [Hq] float32, or None.
+        kv_scales: Of a cache of e4m3 numbers; None: it has those of `q`.
     """
     num_reqs, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[2]
+    is_fp8 = kv_scales is not None
     group = num_q_heads // num_kv_heads
     tuning = tuning or decode_tuning(num_reqs * num_kv_heads, head_dim, kv_cache.dtype)
     programs = num_programs(q.device, tuning.programs_per_sm)
@@ -362,30 +374,35 @@ def decode_attention(
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "BLOCK_DIM": triton.next_power_of_2(head_dim),
+        "BLOCK_DIM": max(32 if is_fp8 else 1, triton.next_power_of_2(head_dim)),
         "TILE": tuning.tile,
         "REQS": max(16, triton.next_power_of_2(num_reqs)),
         "WINDOW": metadata.window or 0,
         "HAS_SINKS": sinks is not None,
         **({"OVERLAP": True, "launch_pdl": True} if supports_pdl(q.device) else {"OVERLAP": False}),
     }
+    numbers = kv_cache.view(torch.int16) if is_fp8 else kv_cache
     decode_attention_kernel[(programs,)](
         q,
-        kv_cache,
+        numbers,
         metadata.block_tables,
         metadata.seq_lens,
+        None if kv_scales is None else kv_scales.k,
+        None if kv_scales is None else kv_scales.v,
         sinks,
         out,
         partial_acc,
         partial_state,
         num_reqs,
-        *metadata.strides(q, kv_cache),
+        *metadata.strides(q, numbers),
         scale * LOG2_E,
         softcap / scale,
         BLOCK_SIZE=kv_cache.shape[3],
         ROWS=max(16, triton.next_power_of_2(group)),
         CAPPED=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        FP8=is_fp8,
+        NATIVE=has_e4m3(q.device),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **shape,

@@ -34,6 +34,11 @@ def has_copy_engine(device: torch.device) -> bool:
     return supports_pdl(device)
 
 
+def has_e4m3(device: torch.device) -> bool:
+    """Returns whether instructions convert numbers of that format (Ada, Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def has_warpgroup_mma(device: torch.device) -> bool:
     """Returns whether four warps multiply together, from shared memory (Hopper alone)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.decode_attention import decode_attention
+from tandem_kernels.kv_scales import KVScales
 from tandem_kernels.prefill_attention import fixed_tuning, prefill_attention
 
 _UNCUT_WINDOW = 256
@@ -23,6 +24,7 @@ def paged_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """See `reference.attention.paged_attention`. The heads of one query token must be adjacent.
 
@@ -32,20 +34,21 @@ def paged_attention(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_decodes = metadata.num_decodes
+    rare = softcap, sinks, kv_scales
     if metadata.fixed_order or metadata.decode_query_len > 1:
-        tuning = fixed_tuning(q.shape[-1], kv_cache.dtype) if metadata.fixed_order else None
+        tuning = fixed_tuning(q.shape[-1], q.dtype) if metadata.fixed_order else None
         together = replace(metadata, num_decodes=0)
-        prefill_attention(q, kv_cache, together, scale, out, tuning, softcap, sinks)
+        prefill_attention(q, kv_cache, together, scale, out, tuning, *rare)
         return out
     if num_decodes > 0:
         queries, attended = q[:num_decodes], out[:num_decodes]
         if metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
             alone = _decodes_alone(metadata)
-            prefill_attention(queries, kv_cache, alone, scale, attended, None, softcap, sinks)
+            prefill_attention(queries, kv_cache, alone, scale, attended, None, *rare)
         else:
-            decode_attention(queries, kv_cache, metadata, scale, attended, None, softcap, sinks)
+            decode_attention(queries, kv_cache, metadata, scale, attended, None, *rare)
     if num_decodes < metadata.seq_lens.shape[0]:
-        prefill_attention(q, kv_cache, metadata, scale, out, None, softcap, sinks)
+        prefill_attention(q, kv_cache, metadata, scale, out, None, *rare)
     return out
 
 

@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.attention_sink import with_sink
 from tandem_kernels.device import has_copy_engine
+from tandem_kernels.kv_scales import KVScales
 from tandem_kernels.soft_cap import soft_capped
 
 LOG2_E = 1.4426950408889634
@@ -99,7 +100,10 @@ def _advance(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Take keys and values at `position` [TILE] into a softmax state."""
+    """Take keys and values at `position` [TILE] into a softmax state. Those of an FP8 cache become
+    float16 first, exactly."""
+    kind: tl.constexpr = q.dtype
+    keys, values = keys.to(kind), values.to(kind)
     scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     if CAPPED:
         scores = soft_capped(scores, cap)
@@ -113,7 +117,7 @@ def _advance(
     shrink = tl.exp2(peak - higher)
     total = total * shrink + tl.sum(weights, axis=1)
     acc = acc * shrink[:, None]
-    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+    acc = tl.dot(weights.to(kind), values, acc, input_precision=PRECISION)
     return higher, total, acc
 
 
@@ -172,6 +176,8 @@ def prefill_attention_kernel(
     block_tables: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
     first_req: tl.tensor,
@@ -196,6 +202,7 @@ def prefill_attention_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    FP8: tl.constexpr,
 ) -> None:
     """Computes, in program (h, i), the i-th tile from the end of KV head h; spare programs end at
     once.
@@ -220,6 +227,11 @@ def prefill_attention_kernel(
     queries = tl.load(
         q + query_row * q_stride + query_head * HEAD_DIM + dim[None, :], mask=real, other=0.0
     )
+    if FP8:
+        of_keys = tl.load(k_scale + head)
+        scale, cap = scale * of_keys, cap / of_keys
+        if queries.dtype == tl.bfloat16:
+            queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     own_position = cached + token
     page = kv_cache + head.to(tl.int64) * head_stride
     table = block_tables + r.to(tl.int64) * table_stride
@@ -267,6 +279,8 @@ def prefill_attention_kernel(
         )  # fmt: skip
     if HAS_SINKS:
         total = with_sink(total, peak, sinks, head * GROUP + row % GROUP, row >= 0)
+    if FP8:
+        acc = acc * tl.load(v_scale + head)
     # Requests without a context may come this way as decodes: theirs is zero.
     attended = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     to = (query_row * (NUM_KV_HEADS * GROUP) + query_head) * HEAD_DIM + dim[None, :]
@@ -282,6 +296,7 @@ def prefill_attention(
     tuning: PrefillTuning | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """Attends for the requests of `metadata` behind its decodes.
 
@@ -294,6 +309,7 @@ def prefill_attention(
         tuning: None: the choice for this shape.
         softcap: Bound of the scores; 0: none.
         sinks: [Hq] float32, or None.
+        kv_scales: Of a cache of e4m3 numbers; None: it has those of `q`.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -306,7 +322,7 @@ def prefill_attention(
         (num_tokens - first_req) * num_q_heads,
         metadata.max_seq_len,
         head_dim,
-        kv_cache.dtype,
+        q.dtype,
         block_size,
     )
     rows = max(tuning.rows, triton.next_power_of_2(group))
@@ -320,6 +336,8 @@ def prefill_attention(
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
+        None if kv_scales is None else kv_scales.k,
+        None if kv_scales is None else kv_scales.v,
         sinks,
         out,
         first_req,
@@ -340,6 +358,7 @@ def prefill_attention(
         WINDOW=metadata.window or 0,
         CAPPED=softcap > 0,
         HAS_SINKS=sinks is not None,
+        FP8=kv_scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

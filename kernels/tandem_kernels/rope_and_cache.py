@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl, uses_pdl
+from tandem_kernels.fp8_cache import e4m3_bits
+from tandem_kernels.kv_scales import KVScales
 
 HEADS_PER_PROGRAM = 8
 
@@ -38,6 +41,19 @@ def _rotated_halves(
 
 
 @triton.jit
+def _store(
+    to: tl.tensor, x: tl.tensor, scales: tl.tensor, head: tl.tensor, inside: tl.tensor,
+    FP8: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes `x` [heads, half] into the cache."""
+    if FP8:
+        scale = tl.load(scales + head, mask=head < NUM_KV_HEADS, other=1.0)
+        tl.store(to, e4m3_bits(tl.div_rn(x.to(tl.float32), scale[:, None])), mask=inside)
+    else:
+        tl.store(to, x.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def rope_and_cache_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -48,6 +64,8 @@ def rope_and_cache_kernel(
     slot_mapping: tl.tensor,
     q_weight: tl.tensor,
     k_weight: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     q_stride: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
@@ -62,6 +80,7 @@ def rope_and_cache_kernel(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     KEEP_K: tl.constexpr,
+    FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
@@ -104,14 +123,14 @@ def rope_and_cache_kernel(
             page = kv_cache + (slot // BLOCK_SIZE) * block_stride
             row = head[:, None] * BLOCK_SIZE + slot % BLOCK_SIZE
             to = page + row * (2 * HALF) + half[None, :]
-            kind = kv_cache.dtype.element_ty
-            tl.store(to, first.to(kind), mask=inside)
-            tl.store(to + HALF, second.to(kind), mask=inside)
+            _store(to, first, k_scale, head, inside, FP8, NUM_KV_HEADS)
+            _store(to + HALF, second, k_scale, head, inside, FP8, NUM_KV_HEADS)
             place = v + token * v_stride + head[:, None] * (2 * HALF) + half[None, :]
             first_value = tl.load(place, mask=inside, other=0.0)
             second_value = tl.load(place + HALF, mask=inside, other=0.0)
-            tl.store(to + value_stride, first_value.to(kind), mask=inside)
-            tl.store(to + value_stride + HALF, second_value.to(kind), mask=inside)
+            to += value_stride
+            _store(to, first_value, v_scale, head, inside, FP8, NUM_KV_HEADS)
+            _store(to + HALF, second_value, v_scale, head, inside, FP8, NUM_KV_HEADS)
 
 
 def rope_and_cache(
@@ -126,6 +145,7 @@ def rope_and_cache(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     keep_k: bool = False,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """See `reference.elementwise.rope_and_cache`. The heads of one token must be adjacent."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -141,10 +161,12 @@ def rope_and_cache(
         v,
         positions,
         cos_sin_cache,
-        kv_cache,
+        kv_cache if kv_scales is None else kv_cache.view(torch.uint8),
         slot_mapping,
         q_weight,
         k_weight,
+        None if kv_scales is None else kv_scales.k,
+        None if kv_scales is None else kv_scales.v,
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -159,6 +181,7 @@ def rope_and_cache(
         HEADS=heads,
         HAS_NORM=q_weight is not None,
         KEEP_K=keep_k,
+        FP8=kv_scales is not None,
         OVERLAP=supports_pdl(q.device),
         USE_PDL=use_pdl,
         num_warps=2,

@@ -25,6 +25,7 @@ from tandem_kernels import (
     batch_prep,
     block_copies,
     decode_attention,
+    decode_tuning,
     expert_rows,
     expert_tuning,
     filter_floor,
@@ -50,6 +51,7 @@ from tandem_kernels import (
     token_masks,
 )
 
+NO_SCALES = {"k_scale": None, "v_scale": None}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HEAD_SIZES = {80: (128,), 90: (64, 80, 128, 256)}
@@ -206,16 +208,17 @@ def invariant_cases(_: int) -> Iterator[Case]:
 
 
 def rope_cases(capability: int) -> Iterator[Case]:
-    shapes = [("bf16", 128, False), ("bf16", 80, True), ("fp16", 128, True)]
-    for dtype, head_dim, head_norm in shapes if capability >= 90 else shapes[:1]:
+    shapes = [("bf16", 128, False, False), ("bf16", 80, True, True), ("fp16", 128, True, False)]
+    for dtype, head_dim, head_norm, is_fp8 in shapes if capability >= 90 else shapes[:1]:
         weights = ["q_weight", "k_weight"]
         yield Case(
             rope_and_cache.rope_and_cache_kernel,
             f"{dtype} head_dim={head_dim} head_norm={head_norm}",
             {
-                **named(f"*{dtype}", "q", "k", "v", "kv_cache", *weights),
+                **named(f"*{dtype}", "q", "k", "v", *weights),
+                "kv_cache": "*u8" if is_fp8 else f"*{dtype}",
                 **named("*i64", "positions", "slot_mapping"),
-                "cos_sin_cache": "*fp32",
+                **named("*fp32", "cos_sin_cache", *NO_SCALES),
                 "eps": "fp32",
             },
             {
@@ -229,21 +232,26 @@ def rope_cases(capability: int) -> Iterator[Case]:
                 "OVERLAP": capability >= 90,
                 "USE_PDL": capability >= 90,
                 "KEEP_K": head_norm,
+                "FP8": is_fp8,
                 **({} if head_norm else dict.fromkeys(weights)),
+                **({} if is_fp8 else NO_SCALES),
             },
             {"num_warps": 2},
         )
 
 
 def attention_cases(capability: int) -> Iterator[Case]:
+    """Yields cases of caches in 16 bits, and in FP8 where the GPU has its conversions."""
     dtype = "bf16"
-    for head_dim in HEAD_SIZES[capability]:
+    sizes = [(head_dim, False) for head_dim in HEAD_SIZES[capability]]
+    for head_dim, is_fp8 in [*sizes, *([(128, True), (256, True)] if capability >= 90 else [])]:
         types = {
             **named(f"*{dtype}", "q", "kv_cache", "out"),
             **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
-            **named("*fp32", "partial_acc", "partial_state", "sinks"),
+            **named("*fp32", "partial_acc", "partial_state", "sinks", "k_scale", "v_scale"),
             **named("fp32", "scale", "cap"),
         }
+        kind = {"FP8": is_fp8, **({} if is_fp8 else NO_SCALES)}
         shape = {
             "NUM_KV_HEADS": 8,
             "GROUP": 4,
@@ -251,9 +259,10 @@ def attention_cases(capability: int) -> Iterator[Case]:
             "BLOCK_DIM": triton.next_power_of_2(head_dim),
             "REQS": 16,
         }
-        label = f"{dtype} head_dim={head_dim}"
-        vary = (head_dim, capability) == (128, 90)
-        decode = decode_attention.decode_tuning(8 * 64, head_dim, DTYPES[dtype])
+        label = f"{dtype} head_dim={head_dim} fp8={is_fp8}"
+        vary = (head_dim, capability, is_fp8) == (128, 90, False)
+        cached = torch.float8_e4m3fn if is_fp8 else DTYPES[dtype]
+        decode = decode_tuning.decode_tuning(8 * 64, head_dim, cached)
         plain = {"WINDOW": 0, "HAS_SINKS": False, "sinks": None}
         rare = {"WINDOW": 1024, "HAS_SINKS": True}
         shape_of_tile = {**shape, "TILE": decode.tile, "OVERLAP": capability >= 90}
@@ -261,9 +270,11 @@ def attention_cases(capability: int) -> Iterator[Case]:
             yield Case(
                 decode_attention.decode_attention_kernel,
                 f"{label} block_size={block_size}",
-                types,
+                {**types, **({"kv_cache": "*i16"} if is_fp8 else {})},
                 {
                     **shape_of_tile,
+                    **kind,
+                    "NATIVE": True,
                     "BLOCK_SIZE": block_size,
                     "ROWS": 16,
                     "PRECISION": "tf32",
@@ -274,19 +285,21 @@ def attention_cases(capability: int) -> Iterator[Case]:
             )
         merge = {**shape_of_tile, "PARTS": 16, **(rare if vary else plain)}
         yield Case(decode_attention.merge_kernel, label, types, merge)
-        more = ((16, 64), (8192, 16)) if vary else ()
+        more = ((16, 64), (8192, 16)) if vary else ((16, 64),) if is_fp8 else ()
         for max_rows, block_size in ((8192, 128), *more):
             prefill = prefill_attention.prefill_tuning(
                 max_rows, 2**20, 8192, head_dim, DTYPES[dtype], block_size
             )
             described = capability >= 90 and block_size % prefill.tile == 0 and prefill.tile >= 64
             box = f"[1, {prefill.tile}, {shape['BLOCK_DIM']}]"
-            described_type = {"tiles_of_blocks": f"tensordesc<{dtype}{box}>"}
+            pages = "fp8e4nv" if is_fp8 else dtype
+            described_type = {"tiles_of_blocks": f"tensordesc<{pages}{box}>"}
             yield Case(
                 prefill_attention.prefill_attention_kernel,
                 f"{label} rows={prefill.rows} block_size={block_size}",
-                {**types, **(described_type if described else {})},
+                {**types, "kv_cache": f"*{pages}", **(described_type if described else {})},
                 {
+                    **kind,
                     **{name: value for name, value in shape.items() if name != "REQS"},
                     "ROWS": prefill.rows,
                     "TILE": prefill.tile,

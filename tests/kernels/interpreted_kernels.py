@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import fp8_checks
 import int4_checks as int4
 import kernel_checks as check
 import kernel_oracle as oracle
@@ -168,6 +169,31 @@ def test_paged_attention_with_bounded_scores(window: int | None) -> None:
     )
     batch.softcap = 0.7
     check.paged_attention(ops.paged_attention.kernel, batch)
+
+
+@dtypes
+@pytest.mark.parametrize("keep_k", [False, True])
+def test_write_into_an_fp8_cache(dtype: torch.dtype, keep_k: bool) -> None:
+    op = ops.rope_and_cache.kernel
+    fp8_checks.rope_and_cache(op, dtype, head_dim=24, num_kv_heads=3, group=3, keep_k=keep_k)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"head_dim": 24, "block_size": 64}, torch.float16),
+        ({"softcap": 0.7, "block_size": 128}, torch.float32),
+        ({"has_sinks": True, "window": 50, "page_padding": 32}, torch.float32),
+        ({"has_sinks": True, "window": 300}, torch.float16),
+        ({"fixed_order": True}, torch.float32),
+    ],
+    ids=str,
+)
+def test_attention_over_an_fp8_cache(options: dict[str, object], dtype: torch.dtype) -> None:
+    shape = {"num_kv_heads": 2, "group": 3, "head_dim": 16, "block_size": 16, **options}
+    lengths = [5, 400, 33, 0, 70, 20], [1, 1, 1, 1, 7, 20]
+    fp8_checks.paged_attention(ops.paged_attention.kernel, *lengths, dtype=dtype, **shape)
 
 
 @pytest.mark.parametrize("name", check.ROUTERS)

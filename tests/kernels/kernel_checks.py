@@ -203,13 +203,19 @@ def attention_with_sinks(
 def attention_in_fixed_order(
     op: Op, dtype: torch.dtype, block_size: int, device: str = "cpu"
 ) -> None:
-    """A request's tokens get the same bits alone and together, whole and in pieces."""
     shape = {"num_kv_heads": 2, "group": 4, "head_dim": 64, "block_size": block_size}
     lengths = [70, 300, 1, 33]
     batch = oracle.paged_batch(lengths, lengths, **shape, dtype=dtype, device=device)
+    same_bits_in_pieces(op, batch, lengths, batch.expected(), device)
+
+
+def same_bits_in_pieces(
+    op: Op, batch: oracle.PagedBatch, lengths: list[int], expected: Tensor, device: str
+) -> None:
+    """A request's tokens get the same bits alone and together, whole and in pieces."""
     metadata = replace(batch.metadata, fixed_order=True)
     together = op(batch.q, batch.kv_cache, metadata, batch.scale)
-    assert oracle.relative_error(together, batch.expected()) < ATTENTION[dtype]
+    assert oracle.relative_error(together, expected) < ATTENTION[batch.q.dtype]
     for r, length in enumerate(lengths):
         begin = sum(lengths[:r])
         for first, last in ((0, length), (length - 1, length), (length // 3, 2 * length // 3)):

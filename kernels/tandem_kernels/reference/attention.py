@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.reference.fp8_cache import dequantise
 
 
 def paged_attention(
@@ -25,6 +27,7 @@ def paged_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """Computes the causal attention of the step's query tokens over their requests' contexts.
 
@@ -38,27 +41,33 @@ def paged_attention(
         sinks: [Hq] float32 or None: a score of each query head, neither scaled nor bounded, that
             the softmax counts and that has no value (Xiao et al., Efficient Streaming Language
             Models with Attention Sinks, 2023).
+        kv_scales: The cache has e4m3 numbers of these scales, and everything is computed in
+            float32; None: it has the dtype of `q`.
 
     Returns:
         [T, Hq, D] in the dtype of `q`. Rows of requests with `seq_lens` 0 are zero.
     """
+    dtype = q.dtype
+    if kv_scales is not None:
+        q = q.float()
     out = torch.zeros_like(q)
     seq_lens = metadata.seq_lens.tolist()
     window = metadata.window
     alone = metadata.fixed_order or window is not None or metadata.decode_query_len > 1
     num_decodes = 0 if alone or softcap or sinks is not None else metadata.num_decodes
     for requests in _similar_lengths(seq_lens[:num_decodes], kv_cache.shape[3]):
-        _decode(out, q, kv_cache, metadata, requests, scale)
+        _decode(out, q, kv_cache, metadata, requests, scale, kv_scales)
     if num_decodes < len(seq_lens):
         bounds = metadata.query_start_loc.tolist()
         for r in range(num_decodes, len(seq_lens)):
             start, end = bounds[r], bounds[r + 1]
             if start < end and seq_lens[r] > 0:
                 first = 0 if window is None else max(0, seq_lens[r] - (end - start) - window + 1)
-                k, v = _context(kv_cache, metadata.block_tables[r], first, seq_lens[r])
+                blocks = metadata.block_tables[r]
+                k, v = _context(kv_cache, blocks, first, seq_lens[r], kv_scales)
                 attend = _one_by_one if metadata.fixed_order else _prefill
                 out[start:end] = attend(q[start:end], k, v, scale, softcap, window, sinks)
-    return out
+    return out.to(dtype)
 
 
 def _similar_lengths(seq_lens: list[int], block_size: int) -> Iterator[Tensor | slice]:
@@ -86,6 +95,7 @@ def _decode(
     metadata: AttentionMetadata,
     requests: Tensor | slice,
     scale: float,
+    kv_scales: KVScales | None,
 ) -> None:
     """Attends for one query token of each of `requests`; request r owns query row r."""
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
@@ -99,7 +109,7 @@ def _decode(
         # Entries behind a request's last block name its first block instead, which exists.
         blocks = torch.where(valid[:, ::block_size], blocks, blocks[:, :1])
         mask = valid[:, None, None]
-    k, v = kv = _gather(kv_cache, blocks)
+    k, v = kv = _gather(kv_cache, blocks, kv_scales)
     if mask is not None:
         for i, length in enumerate(lengths):
             kv[:, i, :, length:] = 0
@@ -108,8 +118,13 @@ def _decode(
     out[requests] = attended.reshape(len(lengths), -1, head_dim)
 
 
-def _gather(kv_cache: Tensor, blocks: Tensor) -> Tensor:
-    """Pages of `blocks` [R, n] as [2, R, Hkv, n * B, D], copied once, a (block, head) at a time."""
+def _gather(kv_cache: Tensor, blocks: Tensor, kv_scales: KVScales | None) -> Tensor:
+    """Pages of `blocks` [R, n] as [2, R, Hkv, n * B, D], copied once, a (block, head) at a time;
+    of an FP8 cache in float32."""
+    if kv_scales is not None:
+        stored = _gather(kv_cache.view(torch.uint8), blocks, None)
+        scales = torch.stack((kv_scales.k, kv_scales.v))
+        return dequantise(stored, scales[:, None, :, None, None])
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     if not kv_cache.is_contiguous():
         # Pages have room behind the block.
@@ -124,12 +139,17 @@ def _gather(kv_cache: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _context(
-    kv_cache: Tensor, block_table: Tensor, first: int, seq_len: int
+    kv_cache: Tensor,
+    block_table: Tensor,
+    first: int,
+    seq_len: int,
+    kv_scales: KVScales | None,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of one request from position `first` on, both [Hkv, seq_len - first, D]."""
     block_size = kv_cache.shape[3]
     first_block = first // block_size
-    gathered = _gather(kv_cache, block_table[None, first_block : -(-seq_len // block_size)])
+    blocks = block_table[None, first_block : -(-seq_len // block_size)]
+    gathered = _gather(kv_cache, blocks, kv_scales)
     start = first_block * block_size
     k, v = gathered[:, 0, :, first - start : seq_len - start]
     return k, v

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.reference.fp8_cache import quantise
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of `x` [..., H] to unit mean square, then by `weight` [H], which may be more
@@ -65,6 +68,7 @@ def rope_and_cache(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     keep_k: bool = False,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """Rotate queries and keys, and write keys and values into the paged cache.
 
@@ -80,16 +84,22 @@ def rope_and_cache(
         k_weight: [D] or None, the same for keys.
         eps: Of those norms.
         keep_k: Keys that are written to the cache are also changed in place.
+        kv_scales: The cache has e4m3 numbers of these scales; None: it has those of `k` and `v`.
 
     Returns:
         `q`, rotated.
     """
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     q.copy_(_rotate(q, cos, sin, q_weight, eps))
-    rotated_k = _rotate(k, cos, sin, k_weight, eps).to(kv_cache.dtype)
+    rotated_k = _rotate(k, cos, sin, k_weight, eps)
     if keep_k:
-        k.copy_(torch.where(slot_mapping[:, None, None] >= 0, rotated_k, k))
-    _write_slots(kv_cache, slot_mapping, rotated_k, v)
+        k.copy_(torch.where(slot_mapping[:, None, None] >= 0, rotated_k.to(k.dtype), k))
+    if kv_scales is None:
+        _write_slots(kv_cache, slot_mapping, rotated_k.to(kv_cache.dtype), v.to(kv_cache.dtype))
+    else:
+        pairs = (rotated_k, kv_scales.k), (v, kv_scales.v)
+        rows = [quantise(x, scale[:, None]).view(torch.uint8) for x, scale in pairs]
+        _write_slots(kv_cache.view(torch.uint8), slot_mapping, *rows)
     return q
 
 
@@ -111,4 +121,4 @@ def _write_slots(kv_cache: Tensor, slot_mapping: Tensor, k: Tensor, v: Tensor) -
     offsets = slot_mapping - blocks * block_size
     by_slot = kv_cache.permute(1, 0, 3, 2, 4)  # [2, N, B, Hkv, D]
     by_slot[0].index_put_((blocks, offsets), k)
-    by_slot[1].index_put_((blocks, offsets), v.to(kv_cache.dtype))
+    by_slot[1].index_put_((blocks, offsets), v)

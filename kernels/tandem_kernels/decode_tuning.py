@@ -1,0 +1,56 @@
+"""How the decode attention kernel runs best, by shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """Says how one shape runs best; found by measurement inside whole decode steps. Alone, back to
+    back, fewer and larger programs look as good; behind a GEMM they start later.
+    """
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def decode_tuning(num_units: int, head_dim: int, dtype: torch.dtype) -> DecodeTuning:
+    """Chooses by `num_units`: requests times KV heads, which cost the same when contexts
+    are alike.
+    """
+    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    if dtype.itemsize == 1:
+        return _fp8_decode_tuning(num_units, row_bytes)
+    if row_bytes > 512:
+        return DecodeTuning(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
+    if row_bytes > 256:
+        return DecodeTuning(tile=32, num_warps=4, num_stages=5, programs_per_sm=2)
+    if num_units <= 16:
+        return DecodeTuning(tile=64, num_warps=4, num_stages=5, programs_per_sm=1)
+    if num_units <= 128:
+        return DecodeTuning(tile=64, num_warps=4, num_stages=3, programs_per_sm=3)
+    if num_units <= 256:
+        return DecodeTuning(tile=128, num_warps=4, num_stages=3, programs_per_sm=2)
+    return DecodeTuning(tile=64, num_warps=2, num_stages=3, programs_per_sm=4)
+
+
+def _fp8_decode_tuning(num_units: int, row_bytes: int) -> DecodeTuning:
+    """Keeps as many bytes in flight as the choices for 16-bit caches do, by more stages: larger
+    tiles would take more registers than there are."""
+    if row_bytes > 256:
+        return DecodeTuning(tile=16, num_warps=4, num_stages=5, programs_per_sm=2)
+    if row_bytes > 128:
+        return DecodeTuning(tile=32, num_warps=4, num_stages=7, programs_per_sm=2)
+    if num_units <= 16:
+        return DecodeTuning(tile=64, num_warps=4, num_stages=7, programs_per_sm=1)
+    if num_units <= 128:
+        return DecodeTuning(tile=64, num_warps=4, num_stages=5, programs_per_sm=3)
+    if num_units <= 256:
+        return DecodeTuning(tile=128, num_warps=4, num_stages=5, programs_per_sm=2)
+    return DecodeTuning(tile=64, num_warps=2, num_stages=5, programs_per_sm=4)

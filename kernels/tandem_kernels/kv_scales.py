@@ -1,0 +1,23 @@
+"""The scales of a quantised KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What the numbers in one layer's cache are multiplied by, by KV head of this rank.
+
+    Attributes:
+        k, v: [Hkv] float32, contiguous, on the cache's device. A cache that keeps one vector for
+            both has them alike.
+    """
+
+    k: Tensor
+    v: Tensor
