@@ -23,6 +23,8 @@ launch) and wait for its writes where they first need them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,44 +33,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.attention_sink import with_sink
+from tandem_kernels.decode_line import find, line, skipped
 from tandem_kernels.decode_tuning import DecodeTuning, decode_tuning
 from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
 from tandem_kernels.fp8_cache import unpacked
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.kv_scales import KVScales, pointers
 from tandem_kernels.soft_cap import soft_capped
 
 LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _skipped(seq_len: tl.tensor, TILE: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
-    """Returns the number of tiles before the one where the window begins."""
-    if WINDOW > 0:
-        return tl.maximum(seq_len - WINDOW, 0) // TILE
-    return seq_len * 0
-
-
-@triton.jit
-def _line(
-    seq_lens: tl.tensor,
-    num_reqs: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    REQS: tl.constexpr,
-    WINDOW: tl.constexpr,
-) -> tl.tensor:
-    """Lengths [REQS], ends of the requests' stretches of the line [REQS], its whole length."""
-    r = tl.arange(0, REQS)
-    seq_len = tl.load(seq_lens + r, mask=r < num_reqs, other=0)
-    tiles = (tl.cdiv(seq_len, TILE) - _skipped(seq_len, TILE, WINDOW)) * NUM_KV_HEADS
-    return seq_len, tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
-
-
-@triton.jit
-def _find(ends: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Returns the request whose stretch holds `place`, and where that stretch begins."""
-    before = ends <= place
-    return tl.sum(before.to(tl.int32), axis=0), tl.max(tl.where(before, ends, 0), axis=0)
 
 
 @triton.jit
@@ -200,18 +172,18 @@ def decode_attention_kernel(
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
-    _, ends, line = _line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
-    run = tl.cdiv(line, tl.num_programs(0))
+    _, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
+    run = tl.cdiv(length, tl.num_programs(0))
     here = program * run
-    end = tl.minimum(here + run, line)
+    end = tl.minimum(here + run, length)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     while here < end:
-        r, begin = _find(ends, here)
+        r, begin = find(ends, here)
         seq_len = tl.load(seq_lens + r)
-        skipped = _skipped(seq_len, TILE, WINDOW)
-        tiles = tl.cdiv(seq_len, TILE) - skipped
+        first = skipped(seq_len, TILE, WINDOW)
+        tiles = tl.cdiv(seq_len, TILE) - first
         head = (here - begin) // tiles
         first_tile = (here - begin) % tiles
         last_tile = tl.minimum(tiles, first_tile + end - here)
@@ -225,8 +197,8 @@ def decode_attention_kernel(
             tl.load(q + place, mask=real, other=0.0),
             kv_cache + head.to(tl.int64) * head_stride,
             block_tables + r.to(tl.int64) * table_stride,
-            skipped + first_tile,
-            skipped + last_tile,
+            first + first_tile,
+            first + last_tile,
             seq_len,
             block_stride,
             value_stride,
@@ -287,7 +259,7 @@ def merge_kernel(
     g = tl.program_id(1)
     dim = tl.arange(0, BLOCK_DIM)
     kind = out.dtype.element_ty
-    seq_len, ends, line = _line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
+    seq_len, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     request = tl.arange(0, REQS)
     own = (request % tl.num_programs(0) == program) & (request < num_reqs)
     if tl.sum((own & (seq_len == 0)).to(tl.int32), axis=0) > 0:
@@ -300,13 +272,13 @@ def merge_kernel(
     if OVERLAP:
         # Even where nothing is to be merged: the next kernel may wait for this one only.
         gdc_wait()
-    run = tl.cdiv(line, tl.num_programs(0))
+    run = tl.cdiv(length, tl.num_programs(0))
     end = (program + 1) * run
-    if end >= line:
+    if end >= length:
         return
-    r, begin = _find(ends, end - 1)
+    r, begin = find(ends, end - 1)
     own_len = tl.sum(tl.where(request == r, seq_len, 0), axis=0)
-    tiles = tl.cdiv(own_len, TILE) - _skipped(own_len, TILE, WINDOW)
+    tiles = tl.cdiv(own_len, TILE) - skipped(own_len, TILE, WINDOW)
     head = (end - 1 - begin) // tiles
     begin += head * tiles
     if (begin + tiles == end) | (begin < end - run):
@@ -370,25 +342,15 @@ def decode_attention(
     programs = num_programs(q.device, tuning.programs_per_sm)
     partial_acc = torch.empty((programs, 2, group, head_dim), dtype=torch.float32, device=q.device)
     partial_state = torch.empty((programs, 2, 2, group), dtype=torch.float32, device=q.device)
-    shape = {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": max(32 if is_fp8 else 1, triton.next_power_of_2(head_dim)),
-        "TILE": tuning.tile,
-        "REQS": max(16, triton.next_power_of_2(num_reqs)),
-        "WINDOW": metadata.window or 0,
-        "HAS_SINKS": sinks is not None,
-        **({"OVERLAP": True, "launch_pdl": True} if supports_pdl(q.device) else {"OVERLAP": False}),
-    }
+    shape = _shape(q, num_kv_heads, metadata, tuning, is_fp8=is_fp8)
+    shape["HAS_SINKS"] = sinks is not None
     numbers = kv_cache.view(torch.int16) if is_fp8 else kv_cache
     decode_attention_kernel[(programs,)](
         q,
         numbers,
         metadata.block_tables,
         metadata.seq_lens,
-        None if kv_scales is None else kv_scales.k,
-        None if kv_scales is None else kv_scales.v,
+        *pointers(kv_scales),
         sinks,
         out,
         partial_acc,
@@ -418,3 +380,25 @@ def decode_attention(
         num_warps=4,
         **shape,
     )
+
+
+def _shape(
+    q: Tensor,
+    num_kv_heads: int,
+    metadata: AttentionMetadata,
+    tuning: DecodeTuning,
+    *,
+    is_fp8: bool,
+) -> dict[str, Any]:
+    """Returns what both kernels are compiled for."""
+    num_reqs, num_q_heads, head_dim = q.shape
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_q_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": max(32 if is_fp8 else 1, triton.next_power_of_2(head_dim)),
+        "TILE": tuning.tile,
+        "REQS": max(16, triton.next_power_of_2(num_reqs)),
+        "WINDOW": metadata.window or 0,
+        **({"OVERLAP": True, "launch_pdl": True} if supports_pdl(q.device) else {"OVERLAP": False}),
+    }

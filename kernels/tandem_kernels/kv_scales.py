@@ -21,3 +21,8 @@ class KVScales:
 
     k: Tensor
     v: Tensor
+
+
+def pointers(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:
+    """Returns those of keys and of values, as kernels take them."""
+    return (None, None) if scales is None else (scales.k, scales.v)

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.attention_sink import with_sink
 from tandem_kernels.device import has_copy_engine
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.kv_scales import KVScales, pointers
 from tandem_kernels.soft_cap import soft_capped
 
 LOG2_E = 1.4426950408889634
@@ -314,8 +314,7 @@ def prefill_attention(
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_q_heads // num_kv_heads
-    first_req = metadata.num_decodes
-    num_reqs = metadata.seq_lens.shape[0]
+    first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     block_dim = triton.next_power_of_2(head_dim)
     tuning = tuning or prefill_tuning(
         metadata.max_query_len * group,
@@ -328,7 +327,7 @@ def prefill_attention(
     rows = max(tuning.rows, triton.next_power_of_2(group))
     block_q = rows // group
     most_tiles = triton.cdiv(num_tokens - first_req, block_q) + num_reqs - first_req
-    described = has_copy_engine(q.device) and block_size % tuning.tile == 0 and tuning.tile >= 64
+    described = has_copy_engine(q.device) and _can_describe(kv_cache, tuning.tile)
     prefill_attention_kernel[(num_kv_heads, most_tiles)](
         q,
         kv_cache,
@@ -336,8 +335,7 @@ def prefill_attention(
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
-        None if kv_scales is None else kv_scales.k,
-        None if kv_scales is None else kv_scales.v,
+        *pointers(kv_scales),
         sinks,
         out,
         first_req,
@@ -362,6 +360,12 @@ def prefill_attention(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
+
+
+def _can_describe(kv_cache: Tensor, tile: int) -> bool:
+    """Returns whether tiles are in one block each, and rows where the copy engine can begin."""
+    *_, block_size, head_dim = kv_cache.shape
+    return block_size % tile == 0 and tile >= 64 and head_dim * kv_cache.itemsize % 16 == 0
 
 
 def describe_tiles(kv_cache: Tensor, tile: int, block_dim: int) -> TensorDescriptor:

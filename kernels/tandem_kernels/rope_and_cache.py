@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl, uses_pdl
 from tandem_kernels.fp8_cache import e4m3_bits
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.kv_scales import KVScales, pointers
 
 HEADS_PER_PROGRAM = 8
 
@@ -165,8 +165,7 @@ def rope_and_cache(
         slot_mapping,
         q_weight,
         k_weight,
-        None if kv_scales is None else kv_scales.k,
-        None if kv_scales is None else kv_scales.v,
+        *pointers(kv_scales),
         q.stride(0),
         k.stride(0),
         v.stride(0),

@@ -1,0 +1,37 @@
+"""The line of tiles that the programs of decode attention share out; see `decode_attention`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def skipped(seq_len: tl.tensor, TILE: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """Returns the number of tiles before the one where the window begins."""
+    if WINDOW > 0:
+        return tl.maximum(seq_len - WINDOW, 0) // TILE
+    return seq_len * 0
+
+
+@triton.jit
+def line(
+    seq_lens: tl.tensor,
+    num_reqs: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tl.tensor:
+    """Lengths [REQS], ends of the requests' stretches of the line [REQS], its whole length."""
+    r = tl.arange(0, REQS)
+    seq_len = tl.load(seq_lens + r, mask=r < num_reqs, other=0)
+    tiles = (tl.cdiv(seq_len, TILE) - skipped(seq_len, TILE, WINDOW)) * NUM_KV_HEADS
+    return seq_len, tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
+
+
+@triton.jit
+def find(ends: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """Returns the request whose stretch holds `place`, and where that stretch begins."""
+    before = ends <= place
+    return tl.sum(before.to(tl.int32), axis=0), tl.max(tl.where(before, ends, 0), axis=0)
