@@ -12,7 +12,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What the numbers in one layer's cache are multiplied by, by KV head of this rank.
+    """Holds the factors of the numbers in one layer's cache, by KV head of this rank.
 
     Attributes:
         k, v: [Hkv] float32, contiguous, on the cache's device. A cache that keeps one vector for
