@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from decode_node.answer.generation import Choice
+from decode_node.disagg.prefill_events import FAILURE_CODES
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import RequestRecord
@@ -24,6 +25,12 @@ from engine.node.metrics import (
 _GB_PER_S_BUCKETS = (
     0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0
 )  # fmt: skip
+_FINISHED = "stop", "length", "abort", "error"
+_DECISIONS = _DECODE_ONLY, _PREFILL_ONLY, _PREFILL_DECODE = (
+    "decode-only",
+    "prefill-only",
+    "prefill-decode",
+)
 _MEASURES = (
     # (name, meaning, buckets)
     ("vllm:time_to_first_token_seconds", "Received until first token.", TTFT_BUCKETS),
@@ -60,29 +67,28 @@ class DecodeMetrics:
             )
             for name, text, buckets in _MEASURES
         }
-        self._success = self._counter(
-            "vllm:request_success", "Requests by how they ended.", "finished_reason"
+        self._labels = labels
+        self._success = self._counters(
+            "vllm:request_success", "Requests by how they ended.", "finished_reason", _FINISHED
         )
-        self._decisions = self._counter(
-            "tandem_disagg_decision", "Where prompts were computed.", "decision_type"
+        self._decisions = self._counters(
+            "tandem_disagg_decision", "Where prompts were computed.", "decision_type", _DECISIONS
         )
-        self._failures = self._counter(
-            "tandem_prefill_attempt_failures", "Attempts that failed, by reason.", "reason"
+        self._failures = self._counters(
+            "tandem_prefill_attempt_failures",
+            "Attempts that failed, by reason.",
+            "reason",
+            FAILURE_CODES,
         )
         self._fallbacks = self._counter(
-            "tandem_local_prefill_fallbacks", "Prompts computed here after a failed attempt.", None
+            "tandem_local_prefill_fallbacks", "Prompts computed here after a failed attempt."
         )
-        self._attempts = self._counter(
-            "tandem_prefill_attempts", "Prompts given to prefill nodes.", None
-        )
-        self._retries = self._counter(
-            "tandem_prefill_retries", "Of these, after a failed attempt.", None
-        )
-        self._kv_bytes = self._counter("tandem_kv_received_bytes", "KV taken.", None)
+        self._attempts = self._counter("tandem_prefill_attempts", "Prompts given to prefill nodes.")
+        self._retries = self._counter("tandem_prefill_retries", "Of these, after a failed attempt.")
+        self._kv_bytes = self._counter("tandem_kv_received_bytes", "KV taken.")
         self._ignored_fields = self._counter(
-            "tandem_ignored_fields", "Fields of requests that nobody knows.", None
-        ).labels(*labels)
-        self._labels = labels
+            "tandem_ignored_fields", "Fields of requests that nobody knows."
+        )
 
     def watch_proxy(self, proxy: DisaggProxy) -> None:
         """Adds gauges of what is open now."""
@@ -127,10 +133,10 @@ class DecodeMetrics:
         """Counts once what the choices of a prompt share; `record` is the first one's."""
         prefill = record.prefill
         self._decisions.labels(*self._labels, _decision(record)).inc()
-        self._attempts.labels(*self._labels).inc(prefill.attempts)
-        self._retries.labels(*self._labels).inc(max(0, prefill.attempts - 1))
+        self._attempts.inc(prefill.attempts)
+        self._retries.inc(max(0, prefill.attempts - 1))
         if prefill.attempts and prefill.path == "local":
-            self._fallbacks.labels(*self._labels).inc()
+            self._fallbacks.inc()
         for failure in prefill.failures:
             self._failures.labels(*self._labels, failure).inc()
         self._observe_kv(record)
@@ -170,7 +176,7 @@ class DecodeMetrics:
         kv = record.prefill.kv
         if kv is None or not kv.num_bytes:
             return
-        self._kv_bytes.labels(*self._labels).inc(kv.num_bytes)
+        self._kv_bytes.inc(kv.num_bytes)
         histograms = self._histograms
         seconds = kv.last_byte_at - kv.first_byte_at
         histograms["tandem_kv_transfer_seconds"].observe(seconds)
@@ -186,15 +192,22 @@ class DecodeMetrics:
                 max(0.0, record.second_token_at - record.joined_at)
             )
 
-    def _counter(self, name: str, text: str, label: str | None) -> Counter:
-        labels = (*LABELS, label) if label else LABELS
-        return Counter(name, text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, LABELS, registry=self.registry).labels(*self._labels)
+
+    def _counters(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
+        """Returns a counter with one label more, which starts at zero for each of `values`: an
+        alert sees no increase in a series that appears with its first event."""
+        counter = Counter(name, text, (*LABELS, label), registry=self.registry)
+        for value in values:
+            counter.labels(*self._labels, value)
+        return counter
 
 
 def _decision(record: RequestRecord) -> str:
     prefill = record.prefill
     if prefill.attempts == 0:
-        return "decode-only"
+        return _DECODE_ONLY
     is_complete = record.finish_reason in ("stop", "length") and not record.second_token_at
     is_whole = prefill.path == "remote" and prefill.kv is None and is_complete
-    return "prefill-only" if is_whole else "prefill-decode"
+    return _PREFILL_ONLY if is_whole else _PREFILL_DECODE

@@ -17,6 +17,12 @@ from engine.node.metrics import (
 )
 from kv_transfer.layer_times import LayerTime
 
+_OUTCOMES = (
+    "done", "cancelled", "given_up", "kv_transfer", "cannot_follow", "ended", "engine_dead",
+    "unavailable", "failed_precondition", "invalid_argument", "resource_exhausted", "unimplemented",
+)  # fmt: skip
+"""They count from zero on: an alert sees no increase in a series that its first event makes."""
+
 
 class PrefillMetrics:
     """Owns the node's registry."""
@@ -30,6 +36,8 @@ class PrefillMetrics:
             (*LABELS, "outcome"),
             registry=self.registry,
         )
+        for outcome in _OUTCOMES:
+            self._ended.labels(*self._labels, outcome)
         self.open = Gauge(
             "tandem_open_prefills", "Calls being served.", LABELS, registry=self.registry
         ).labels(*self._labels)

@@ -60,6 +60,7 @@ from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from router.relay.attempts import Attempts
 from router.relay.forward import Forwarder
+from router.relay.known_labels import start_at_zero
 from router.relay.migration import Migrations
 from router.relay.retry_budget import RetryBudget
 from router.relay.silence_watch import SilenceWatch
@@ -191,6 +192,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     metrics = RouterMetrics(
         registry, lambda: {tenant.name for tenant in keys.tenants} | {ANYONE.name}
     )
+    start_at_zero(metrics)
     monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
     transport = world.transport or HttpTransport(
         settings.connect_timeout_s,

@@ -34,6 +34,12 @@ _CODES = frozenset(
      "engine_dead", "kv_transfer", "given_up", CANNOT_FOLLOW)
 )  # fmt: skip
 """Names that a prefill node may give a failure: they are labels of metrics."""
+FAILURE_CODES = sorted(
+    _CODES
+    | {"avoided", "cut_off", "draining", "handshake_mismatch", "internal", "not_dialled"}
+    | {"timeout", "unreachable", WRONG_ANSWER}
+)
+"""All that `PrefillError.code` is, apart from rarer codes of gRPC."""
 
 
 class PrefillError(Exception):

@@ -90,7 +90,7 @@ leaderworkerset.sigs.k8s.io/exclusive-topology: {{ . | quote }}
 
 {{/* What an autoscaler changes: root, component, of */}}
 {{- define "tandem.scaleTarget" -}}
-{{- if eq (int .of.parallelism.hosts) 1 -}}
+{{- if or (eq .component "router") (eq (int (.of.parallelism | default dict).hosts) 1) -}}
 apiVersion: apps/v1
 kind: Deployment
 {{- else -}}

@@ -88,7 +88,7 @@ class RouterMetrics:
             "Attempts to have a decode node answer, by what became of them",
             ["tier", "node"],
             "outcome",
-            lambda: [(n.address.role, n.address.target) for n in nodes.all_nodes()],
+            lambda: [(n.address.role, n.address.target) for n in nodes.nodes(NodeRole.DECODE)],
         )
         self.by_tenant = Tally(
             "tandem_router_tenant_requests",

@@ -16,7 +16,11 @@ Owner = tuple[str, ...]
 
 
 class Tally(Collector):
-    """Counts by owner. `labels` name the parts of an owner; `owners` are those that exist now."""
+    """Counts by owner. `labels` name the parts of an owner; `owners` are those that exist now.
+
+    Attributes:
+        outcomes: Each owner has a count of these from its beginning on.
+    """
 
     def __init__(
         self,
@@ -30,6 +34,7 @@ class Tally(Collector):
         self._text = text
         self._labels = (*labels, outcome_label)
         self._owners = owners
+        self.outcomes: Collection[str] = ()
         self._counts: defaultdict[Owner, Counter[str]] = defaultdict(Counter)
 
     def add(self, owner: Owner, outcome: str) -> None:
@@ -44,7 +49,8 @@ class Tally(Collector):
         for gone in self._counts.keys() - owners:
             del self._counts[gone]
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for owner, counts in self._counts.items():
-            for outcome, count in counts.items():
-                family.add_metric([*owner, outcome], count)
+        for owner in owners:
+            counts = self.of(owner)
+            for outcome in dict.fromkeys([*self.outcomes, *counts]):
+                family.add_metric([*owner, outcome], counts[outcome])
         yield family

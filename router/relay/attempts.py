@@ -39,6 +39,10 @@ _REFUSALS = (429, 503)
 """A node that is full or stops; another may have room."""
 
 
+ANSWERED = "answered"
+"""It says what became of an attempt that was none of the failures."""
+
+
 class Failure(StrEnum):
     """Says what went wrong at a decode node. `fault` is an answer with a 500, 502 or 504."""
 
@@ -139,7 +143,7 @@ class Attempts:
             self.node_failed(decode, Failure.FAULT, f"status {exchange.status}", info)
         elif exchange.status not in _REFUSALS:
             self.registry.record_success(decode)
-            self.note(decode, "answered")
+            self.note(decode, ANSWERED)
 
     def finished(self, exchange: Exchange, info: RequestInfo, num_tokens: int) -> None:
         """Hears that an answer of so many tokens has ended well on the node of `exchange`."""

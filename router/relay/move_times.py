@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 from prometheus_client import Histogram
+
+PHASES = ("unnoticed", "placing", "beginning", "catching_up")
 
 
 @dataclass(slots=True)
@@ -30,11 +33,10 @@ class MoveTimes:
         self.accepted_at = time.monotonic()
 
     def phases(self, next_event_at: float) -> dict[str, float]:
+        """Returns the seconds of each of `PHASES`."""
+        bounds = self.last_event_at, self.lost_at, self.asked_at, self.accepted_at, next_event_at
         return {
-            "unnoticed": self.lost_at - self.last_event_at,
-            "placing": self.asked_at - self.lost_at,
-            "beginning": self.accepted_at - self.asked_at,
-            "catching_up": next_event_at - self.accepted_at,
+            phase: end - start for phase, (start, end) in zip(PHASES, pairwise(bounds), strict=True)
         }
 
     def observe(self, histogram: Histogram) -> str:

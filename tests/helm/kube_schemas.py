@@ -125,7 +125,11 @@ _SCALED_OBJECT = _object(
             type={"const": "prometheus"},
             metricType={"enum": ["AverageValue", "Value", "Utilization"]},
             metadata=_object(
-                "serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT
+                "serverAddress query threshold",
+                serverAddress=TEXT,
+                query=TEXT,
+                threshold=TEXT,
+                ignoreNullValues={"enum": ["true", "false"]},
             ),
         )
     ),

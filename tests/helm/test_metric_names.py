@@ -93,7 +93,12 @@ def test_targets_are_what_the_values_say() -> None:
     assert metric("prefill")["pods"]["target"]["averageValue"] == "16000"
     assert metric("decode")["pods"]["target"]["averageValue"] == "750m"
     triggers = rendered("keda").one("ScaledObject", "prefill")["spec"]["triggers"][0]["metadata"]
-    assert triggers["query"].endswith("/ 15928 or vector(0)") and triggers["threshold"] == "1.5"
+    assert triggers["query"].endswith("/ 15928") and triggers["threshold"] == "1.5"
+    # A zero for lost series would scale a loaded tier down; an error leads to the fallback.
+    for component in ("prefill", "decode"):
+        (trigger,) = rendered("keda").one("ScaledObject", component)["spec"]["triggers"]
+        assert "vector" not in trigger["metadata"]["query"]
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
 
 
 def test_an_unknown_series_would_be_found() -> None:

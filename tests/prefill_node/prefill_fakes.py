@@ -149,7 +149,7 @@ class ServedPrefill:
         found = {}
         for family in self.metrics.registry.collect():
             for sample in family.samples:
-                if sample.name == "tandem_prefill_requests_total":
+                if sample.name == "tandem_prefill_requests_total" and sample.value:
                     found[sample.labels["outcome"]] = sample.value
         return found
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helm.helm_engine import CI_VALUES, HelmError, load_values
 from tests.helm.releases.helm_release import Release, SdkRelease
-from tests.kubernetes_stand_in.cluster import Cluster
+from tests.kubernetes_stand_in.cluster import NAMESPACE, Cluster
 from tests.kubernetes_stand_in.object_store import ObjectStore
 
 VALUES: dict[str, Any] = {"model": {"name": "example/model"}, "router": {"replicas": 2}}
@@ -31,6 +31,17 @@ def secrets(cluster: Cluster) -> dict[str, dict[str, str]]:
     """Returns the secrets of the chart: Helm keeps releases in others."""
     found = [one for one in cluster.objects("Secret") if not one["type"].startswith("helm.sh/")]
     return {one["metadata"]["name"]: one["data"] for one in found}
+
+
+def hpa_of_keda(component: str) -> dict[str, Any]:
+    """Returns what KEDA makes of a ScaledObject."""
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"tandem-{component}"}
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": f"keda-hpa-tandem-{component}", "namespace": NAMESPACE},
+        "spec": {"scaleTargetRef": target, "maxReplicas": 6},
+    }
 
 
 def names(store: ObjectStore) -> set[tuple[str, str]]:
@@ -128,6 +139,28 @@ async def test_an_upgrade_leaves_the_replicas_to_the_autoscaler(
     await cluster.wait_ready(router=2, prefill=1, decode=3)
     await release.upgrade(changed(decode=hpa, prefill={"settings": {"maxNumSeqs": 7}}))
     await cluster.wait_ready(router=2, prefill=1, decode=3)
+
+
+@pytest.mark.parametrize("kind", ["hpa", "keda"])
+async def test_turning_autoscaling_on_and_off_keeps_every_pod(
+    cluster: Cluster, release: Release, kind: str
+) -> None:
+    """A number that is left out is one to Kubernetes, and the values may be of long ago."""
+    scaling = {"autoscaling": {"kind": kind, "minReplicas": 1, "maxReplicas": 6}}
+    monitoring = {"prometheusUrl": "http://prometheus:9090"}
+    tier = {"replicas": 2}
+    await release.install(changed(prefill=tier, decode={"replicas": 3}))
+    before = {name: cluster.uids(name) for name in COMPONENTS}
+    on = changed(prefill=tier | scaling, decode={"replicas": 3} | scaling, monitoring=monitoring)
+    await release.upgrade(on)
+    assert {name: cluster.uids(name) for name in COMPONENTS} == before
+    if kind == "keda":
+        cluster.store.create(hpa_of_keda("decode"))
+    cluster.scale("Deployment", "tandem-decode", 4)
+    await cluster.wait_ready(router=2, prefill=2, decode=4)
+    before = {name: cluster.uids(name) for name in COMPONENTS}
+    await release.upgrade(changed(prefill=tier, decode={"replicas": 3}))
+    assert {name: cluster.uids(name) for name in COMPONENTS} == before
 
 
 async def test_an_upgrade_after_kubectl_scale(cluster: Cluster, release: Release) -> None:
