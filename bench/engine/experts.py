@@ -22,14 +22,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from bench.engine.kernel_timing import copy_bytes_per_us, graph_us
 from tandem_kernels.device import gpu_name
-from tandem_kernels.expert_rows import sort_pairs
+from tandem_kernels.expert_rows import ExpertRows
 from tandem_kernels.expert_tuning import (
-    MAX_SEARCHED_PAIRS,
     TABLES,
     ExpertShape,
     ExpertTable,
@@ -115,21 +113,15 @@ class Layer:
         out = torch.empty(pairs, width if gated else hidden, **kind)
         weight = self.w13 if gated else self.w2
 
-        def run(chosen: Tensor, order: Tensor | None, counts: Tensor | None) -> None:
-            given = (x, weight, self.weights, chosen, order, counts, out, tuning)
-            expert_gemm(*given, gated=gated)
+        def run(rows: ExpertRows) -> None:
+            expert_gemm(x, weight, self.weights, rows, out, tuning, gated=gated)
 
-        steps = [
-            (chosen, *self._sorted(chosen, pairs > MAX_SEARCHED_PAIRS)) for chosen in self.chosen
-        ]
+        steps = [ExpertRows.of(chosen, self.shape.num_experts) for chosen in self.chosen]
         try:
-            run(*steps[0])
-            return graph_us([partial(run, *step) for step in steps], replays) if replays else 0.0
+            run(steps[0])
+            return graph_us([partial(run, step) for step in steps], replays) if replays else 0.0
         except OutOfResources:
             return math.inf
-
-    def _sorted(self, chosen: Tensor, is_sorted: bool) -> tuple[Tensor | None, Tensor | None]:
-        return sort_pairs(chosen, self.shape.num_experts) if is_sorted else (None, None)
 
 
 def tunings(rows_per_expert: float) -> Iterator[ExpertTuning]:

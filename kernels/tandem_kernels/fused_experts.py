@@ -19,68 +19,14 @@ from torch import Tensor
 from tandem_kernels.clamped_gate import ClampedGate
 from tandem_kernels.device import gpu_name
 from tandem_kernels.expert_gate import activated
-from tandem_kernels.expert_rows import sort_pairs
+from tandem_kernels.expert_rows import ExpertRows, found_rows, sorted_rows
 from tandem_kernels.expert_tuning import (
     FIXED,
-    MAX_SEARCHED_PAIRS,
     ExpertShape,
     ExpertTuning,
     expert_tuning,
     weight_format,
 )
-
-
-@triton.jit
-def _found_rows(
-    experts: tl.tensor,
-    slot: tl.tensor,
-    tile: tl.tensor,
-    num_pairs: tl.tensor,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-) -> tl.tensor:
-    """Returns the expert of `slot`, and the pairs of its `tile` [ROWS]: `num_pairs` for none.
-
-    BY_PAIR: slot p stands for the expert of pair p, and only the first of its pairs has work.
-    """
-    pair = tl.arange(0, PAIRS)
-    of_pair = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
-    expert = slot
-    if BY_PAIR:
-        expert = tl.load(experts + slot)
-    own = (of_pair == expert) & (expert >= 0)
-    rank = tl.cumsum(own.to(tl.int32), axis=0) - 1 - tile * ROWS
-    if BY_PAIR:
-        earlier = tl.sum((own & (pair < slot)).to(tl.int32), axis=0)
-        own &= earlier == 0
-    row = tl.arange(0, ROWS)
-    is_row = own[None, :] & (rank[None, :] == row[:, None])
-    return expert, num_pairs - tl.sum(tl.where(is_row, num_pairs - pair[None, :], 0), axis=1)
-
-
-@triton.jit
-def _sorted_rows(
-    order: tl.tensor,
-    counts: tl.tensor,
-    tile: tl.tensor,
-    num_pairs: tl.tensor,
-    num_experts: tl.tensor,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> tl.tensor:
-    """Returns the expert of the `tile`-th tile of all experts, and its pairs [ROWS]."""
-    lane = tl.arange(0, EXPERTS)
-    count = tl.load(counts + lane, mask=lane < num_experts, other=0)
-    tiles = tl.cdiv(count, ROWS)
-    ends = tl.cumsum(tiles, axis=0)
-    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
-    own = lane == expert
-    before = tl.sum(tl.where(own, ends - tiles, 0), axis=0)
-    start = tl.sum(tl.where(lane < expert, count, 0), axis=0)
-    place = (tile - before) * ROWS + tl.arange(0, ROWS)
-    real = place < tl.sum(tl.where(own, count, 0), axis=0)
-    return expert, tl.load(order + start + place, mask=real, other=num_pairs)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -130,11 +76,11 @@ def expert_gemm_kernel(
     tile = first + program % span % height
     col_tile = program % span // height
     if SORTED:
-        expert, pair = _sorted_rows(order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS)
+        expert, pair = sorted_rows(order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS)
         if expert >= num_experts:
             return
     else:
-        expert, pair = _found_rows(
+        expert, pair = found_rows(
             experts, tile // TILES, tile % TILES, num_pairs, ROWS, PAIRS, BY_PAIR
         )
         if tl.min(pair, axis=0) >= num_pairs:
@@ -228,27 +174,28 @@ def fused_experts(
         FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
         for gated in (True, False)
     )
-    order = counts = None
-    if num_pairs > MAX_SEARCHED_PAIRS:
-        order, counts = sort_pairs(experts, num_experts)
+    rows = ExpertRows.of(experts, num_experts)
     hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    pairs = weights, experts, order, counts
-    expert_gemm(x, w13, *pairs, hidden, first, gated=True, bias=b13, gate=gate)
-    expert_gemm(hidden, w2, *pairs, parts, second, gated=False, bias=b2)
-    block = min(1024, triton.next_power_of_2(hidden_size))
-    grid = (num_tokens, triton.cdiv(hidden_size, block))
-    sum_pairs_kernel[grid](parts, experts, out, hidden_size, TOP_K=top_k, BLOCK=block)
+    expert_gemm(x, w13, weights, rows, hidden, first, gated=True, bias=b13, gate=gate)
+    expert_gemm(hidden, w2, weights, rows, parts, second, gated=False, bias=b2)
+    sum_pairs(parts, experts, out)
     return out
+
+
+def sum_pairs(parts: Tensor, experts: Tensor, out: Tensor) -> None:
+    """Sums `parts` [T * k, H] of the pairs that have an expert to `out` [T, H]."""
+    num_tokens, width = out.shape
+    block = min(1024, triton.next_power_of_2(width))
+    grid = (num_tokens, triton.cdiv(width, block))
+    sum_pairs_kernel[grid](parts, experts, out, width, TOP_K=experts.shape[1], BLOCK=block)
 
 
 def expert_gemm(
     x: Tensor,
     weight: Tensor,
     pair_weights: Tensor,
-    experts: Tensor,
-    order: Tensor | None,
-    counts: Tensor | None,
+    rows: ExpertRows,
     out: Tensor,
     tuning: ExpertTuning,
     *,
@@ -261,30 +208,23 @@ def expert_gemm(
     Args:
         x: [T, H] when `gated`, else [T * k, I].
         weight: [E, 2 I, H], or [E, H, I].
-        pair_weights, experts: [T, k].
-        order, counts: As `sort_pairs` gives them; None where programs find their own rows.
+        pair_weights: [T, k].
         out: [T * k, I], or [T * k, H].
         bias: [E, 2 I], or [E, H]; None: none.
         gate: None: SiLU.
     """
     num_pairs, num_outputs = out.shape
     num_experts, _, inner = weight.shape
-    top_k = experts.shape[1]
-    by_pair = counts is None and num_pairs <= num_experts
-    # No token goes to an expert twice.
-    tiles = triton.cdiv(num_pairs // top_k, tuning.rows)
-    row_tiles = tiles * (num_pairs if by_pair else num_experts)
-    if counts is not None:
-        row_tiles = min(triton.cdiv(num_pairs, tuning.rows) + num_experts, row_tiles)
+    row_tiles, constants = rows.tiles(tuning.rows)
     grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
     expert_gemm_kernel[grid](
         x,
         weight,
         bias,
         pair_weights,
-        experts,
-        order,
-        counts,
+        rows.experts,
+        rows.order,
+        rows.counts,
         out,
         num_pairs,
         num_experts,
@@ -293,21 +233,16 @@ def expert_gemm(
         x.stride(0),
         row_tiles,
         *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
-        TOP_K=top_k,
-        ROWS=tuning.rows,
+        TOP_K=rows.experts.shape[1],
         COLS=tuning.cols,
         DEPTH=tuning.depth,
         GROUP=tuning.group,
-        PAIRS=1 if counts is not None else max(16, triton.next_power_of_2(num_pairs)),
-        TILES=tiles if counts is None else 1,
-        EXPERTS=triton.next_power_of_2(num_experts),
         GATED=gated,
-        SORTED=counts is not None,
-        BY_PAIR=by_pair,
         HAS_BIAS=bias is not None,
         CLAMPED=gate is not None,
         EVEN=inner % tuning.depth == 0 and num_outputs % tuning.cols == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **constants,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

@@ -21,6 +21,7 @@ from tandem_kernels.reference import (
     gemm,
     int4,
     latent,
+    quantised_experts,
     sampling,
 )
 
@@ -63,6 +64,8 @@ silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")
 gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "silu_and_mul")
 route_tokens = Op(experts.route_tokens, "route_tokens")
 fused_experts = Op(experts.fused_experts, "fused_experts")
+quantise_rows = Op(quantised_experts.quantise_rows, "fp8_rows")
+fp8_experts = Op(quantised_experts.fp8_experts, "fp8_experts")
 rope_and_cache = Op(elementwise.rope_and_cache, "rope_and_cache")
 latent_rope_and_cache = Op(latent.latent_rope_and_cache, "latent_rope_and_cache")
 latent_attention = Op(latent.latent_attention, "latent_attention")

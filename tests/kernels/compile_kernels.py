@@ -29,6 +29,8 @@ from tandem_kernels import (
     expert_rows,
     expert_tuning,
     filter_floor,
+    fp8_experts,
+    fp8_rows,
     fused_experts,
     fused_gate_up,
     int4_dequantise,
@@ -374,6 +376,55 @@ def expert_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def fp8_expert_cases(capability: int) -> Iterator[Case]:
+    if capability < 90:
+        return
+    types = {
+        **named("*fp8e4nv", "x", "weight"),
+        **named("*fp32", "x_scales", "weight_scales", "out_scales", "pair_weights"),
+        **named("*i32", "experts", "order", "counts"),
+        **named("fp32", "limit", "alpha"),
+        "bias": "*bf16",
+    }
+    yield Case(
+        fp8_rows.quantise_rows_kernel,
+        "",
+        {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"},
+        {"GROUP": 128, "GROUPS": 16},
+    )
+    tables = expert_tuning.ExpertShape(128, 768, 2048, fp8_experts.FORMAT)
+    for num_pairs, gated in itertools.product((8, 8192, 65536), (True, False)):
+        tuning = expert_tuning.expert_tuning(tables, num_pairs, "NVIDIA_H200", gated=gated)
+        is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
+        quantises = gated and tuning.cols == 128
+        yield Case(
+            fp8_experts.fp8_expert_gemm_kernel,
+            f"pairs={num_pairs} gated={gated}",
+            {**types, "out": "*fp8e4nv" if quantises else "*bf16"},
+            {
+                "TOP_K": 8,
+                "ROWS": tuning.rows,
+                "COLS": tuning.cols,
+                "GROUP": tuning.group,
+                "PAIRS": 1 if is_sorted else max(16, num_pairs),
+                "TILES": 1,
+                "EXPERTS": 128,
+                "GATED": gated,
+                "SORTED": is_sorted,
+                "BY_PAIR": num_pairs <= 128,
+                "HAS_BIAS": not gated,
+                "CLAMPED": False,
+                "BLOCKS": num_pairs != 8,
+                "QUANTISES": quantises,
+                "WIDE": tuning.rows >= 64,
+                "EVEN": num_pairs != 8,
+                **({} if quantises else {"out_scales": None}),
+                **({} if is_sorted else {"order": None, "counts": None}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+
+
 def latent_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "q_latent", "q_rope", "kv_cache", "kv", "weight"),
@@ -539,6 +590,7 @@ def compile_all(capability: int) -> None:
         rope_cases,
         attention_cases,
         expert_cases,
+        fp8_expert_cases,
         latent_cases,
         batch_cases,
         sampling_cases,

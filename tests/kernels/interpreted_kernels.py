@@ -17,6 +17,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from interpreted_fixtures import rows_by_themselves  # noqa: F401
 
 from tandem_kernels import gumbel, ops
 from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
@@ -29,18 +30,6 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 def _seeded() -> None:
     assert triton.knobs.runtime.interpret
     torch.manual_seed(11)
-
-
-@pytest.fixture
-def _rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the interpreter compute each row of a tile alone. On some processors NumPy's BLAS
-    rounds a row by its place among the others, which would hide what the kernel does."""
-    matmul = np.matmul
-
-    def by_rows(a: np.ndarray, b: np.ndarray, **options: object) -> np.ndarray:
-        return np.concatenate([matmul(row[None], b, **options) for row in a])
-
-    monkeypatch.setattr(np, "matmul", by_rows)
 
 
 @dtypes
@@ -71,13 +60,13 @@ def test_products_with_4_bit_weights(shape: tuple[int, int, int], group_size: in
     int4.int4_gemm(*columns, shape, group_size, torch.float16)
 
 
-@pytest.mark.usefixtures("_rows_by_themselves")
+@pytest.mark.usefixtures("rows_by_themselves")
 def test_products_with_4_bit_weights_that_do_not_depend_on_the_batch() -> None:
     int4.int4_in_fixed_order(ops.int4_gemm.kernel, (70, 96, 256), torch.float16)
 
 
 @dtypes
-@pytest.mark.usefixtures("_rows_by_themselves")
+@pytest.mark.usefixtures("rows_by_themselves")
 def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     check.invariant_gemm(ops.invariant_gemm.kernel, (70, 150, 100), dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -246,13 +247,19 @@ def experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     clamp: tuple[float, float] | None = None,
+    rounded: Callable[[Tensor], Tensor] = lambda row: row,
 ) -> Tensor:
-    """Computes [T, H] float64, one pair at a time; `clamp`: limit and alpha of gpt-oss' gate."""
+    """Computes [T, H] float64, one pair at a time.
+
+    Args:
+        clamp: Limit and alpha of gpt-oss' gate.
+        rounded: What the inputs of both projections, [K] float64, become.
+    """
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, of_token in enumerate(chosen.tolist()):
         for place, expert in enumerate(of_token):
             if expert >= 0:
-                both = w13[expert].double() @ x[token].double()
+                both = w13[expert].double() @ rounded(x[token].double())
                 if b13 is not None:
                     both += b13[expert].double()
                 gate, up = both.chunk(2)
@@ -260,8 +267,21 @@ def experts(
                 if clamp is not None:
                     limit, alpha = clamp
                     gate, up = gate.clip(None, limit), up.clip(-limit, limit) + 1
-                down = w2[expert].double() @ (gate / (1 + (-alpha * gate).exp()) * up)
+                hidden = rounded(gate / (1 + (-alpha * gate).exp()) * up)
+                down = w2[expert].double() @ hidden
                 if b2 is not None:
                     down += b2[expert].double()
                 out[token] += weights[token, place].double() * down
     return out
+
+
+def e4m3_groups(row: Tensor) -> Tensor:
+    """Rounds [K] float64 to numbers of e4m3, each 128 of which share a scale."""
+    parts = []
+    for group in row.split(128):
+        largest = float(group.abs().max())
+        scale = largest / 448 if largest > 0 else 1.0
+        exact = group / scale
+        step = torch.exp2(exact.abs().clamp(min=2.0**-6).log2().floor() - 3)
+        parts.append((exact / step).round() * step * scale)
+    return torch.cat(parts)

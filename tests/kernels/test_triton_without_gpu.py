@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
-HOPPER_ALONE = {"fused_gate_up_kernel"}
+HOPPER_ALONE = {"fused_gate_up_kernel", "fp8_expert_gemm_kernel", "quantise_rows_kernel"}
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -37,8 +37,9 @@ def _output(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def test_kernels_in_the_interpreter() -> None:
-    arguments = ["-q", "-p", "no:cacheprovider", str(HERE / "interpreted_kernels.py")]
+@pytest.mark.parametrize("name", ["interpreted_kernels", "interpreted_experts"])
+def test_kernels_in_the_interpreter(name: str) -> None:
+    arguments = ["-q", "-p", "no:cacheprovider", str(HERE / f"{name}.py")]
     out = _output(_start(["-m", "pytest", *arguments], {"TRITON_INTERPRET": "1"}))
     assert " passed" in out and "skipped" not in out, out
 

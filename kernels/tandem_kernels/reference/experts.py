@@ -113,10 +113,10 @@ def _one_expert(
 ) -> Tensor:
     """Computes [n, H] -> [n, H] float32, as halves round it."""
     gates, ups = F.linear(x, w13, b13).float().chunk(2, dim=-1)
-    return F.linear(_activated(gates, ups, gate).to(x.dtype), w2, b2).float()
+    return F.linear(activated(gates, ups, gate).to(x.dtype), w2, b2).float()
 
 
-def _activated(gates: Tensor, ups: Tensor, gate: ClampedGate | None) -> Tensor:
+def activated(gates: Tensor, ups: Tensor, gate: ClampedGate | None) -> Tensor:
     if gate is None:
         return F.silu(gates) * ups
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)

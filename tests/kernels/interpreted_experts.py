@@ -1,0 +1,38 @@
+"""Triton kernels of quantised experts in Triton's interpreter, as `interpreted_kernels`."""
+
+from __future__ import annotations
+
+import pytest
+import quantised_expert_checks as check
+import torch
+import triton
+from interpreted_fixtures import rounds_to_e4m3, rows_by_themselves  # noqa: F401
+
+from tandem_kernels import ops
+
+pytestmark = pytest.mark.usefixtures("rounds_to_e4m3", "rows_by_themselves")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    assert triton.knobs.runtime.interpret
+    torch.manual_seed(12)
+
+
+def test_rows_in_e4m3() -> None:
+    check.quantise_rows(ops.quantise_rows.kernel, (3, 300), torch.float32)
+    check.quantise_rows(ops.quantise_rows.kernel, (2, 128), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks", "clamped"),
+    [
+        ((3, 2, 8, 160, 144), True, False),
+        ((9, 2, 4, 128, 256), False, True),
+        ((140, 2, 3, 128, 128), True, False),
+    ],
+    ids=["by pair", "by expert", "sorted"],
+)
+def test_fp8_experts(sizes: check.Sizes, blocks: bool, clamped: bool) -> None:
+    kernel = ops.fp8_experts.kernel
+    check.fp8_experts(kernel, sizes, torch.float32, blocks=blocks, clamped=clamped)

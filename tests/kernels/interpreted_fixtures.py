@@ -1,0 +1,38 @@
+"""Fixtures mend what Triton's interpreter does otherwise than a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@pytest.fixture
+def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter compute each row of a tile alone. On some processors NumPy's BLAS
+    rounds a row by its place among the others, which would hide what the kernel does."""
+    matmul = np.matmul
+
+    def by_rows(a: np.ndarray, b: np.ndarray, **options: object) -> np.ndarray:
+        return np.concatenate([matmul(row[None], b, **options) for row in a])
+
+    monkeypatch.setattr(np, "matmul", by_rows)
+
+
+@pytest.fixture
+def rounds_to_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter round to e4m3 as torch does. By itself it loses the carry of a mantissa
+    that is rounded up to the next power of two."""
+    convert = interpreter._convert_float
+
+    def converted(data: np.ndarray, kind: Any, to: Any, rounding: Any) -> np.ndarray:
+        if to == tl.float8e4nv and kind == tl.float32:
+            wide = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+            return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return convert(data, kind, to, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)

@@ -1,0 +1,109 @@
+"""Checks of experts with quantised weights, for any column of the dispatch table and any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kernel_oracle as oracle
+import torch
+from torch import Tensor
+
+from tandem_kernels.clamped_gate import ClampedGate
+
+Op = Callable[..., Any]
+Sizes = tuple[int, int, int, int, int]
+"""Tokens, experts of one, experts, hidden size, units of one."""
+
+_BLOCK = 128
+ROUNDED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Rounding to a dtype between and behind the projections may change so much."""
+_FLIPPED = 1e-2
+"""Numbers of e4m3 that become others by that may add so much."""
+_QUANTISED = 8e-2
+"""Factors in e4m3 may change so much in all."""
+
+
+def quantise_rows(op: Op, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> None:
+    """Each number is the nearest that its group's scale allows; a group may be all zeros."""
+    x = (torch.randn(shape, device=device) * 3).to(dtype)
+    x[0, :_BLOCK] = 0
+    numbers, scales = op(x)
+    assert numbers.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    num_groups = -(-shape[1] // _BLOCK)
+    assert numbers.shape == shape and scales.shape == (shape[0], num_groups)
+    for group in range(num_groups):
+        part = x[:, group * _BLOCK : (group + 1) * _BLOCK].double()
+        found = numbers[:, group * _BLOCK : (group + 1) * _BLOCK].double()
+        largest = part.abs().amax(-1)
+        expected = torch.where(largest > 0, largest / 448, 1.0)
+        torch.testing.assert_close(scales[:, group].double(), expected, rtol=1e-6, atol=0)
+        exact = part / expected[:, None]
+        step = torch.exp2(exact.abs().clamp(min=2.0**-6).log2().floor() - 3)
+        assert ((found - exact).abs() <= step / 2 * (1 + 1e-3)).all()
+        assert (found.abs().amax(-1) == torch.where(largest > 0, 448.0, 0.0)).all()
+
+
+def fp8_weight(shape: tuple[int, ...], *, blocks: bool, device: str = "cpu") -> tuple[Tensor, ...]:
+    """Makes (numbers [..., N, K] e4m3, scales, the same weight [..., N, K] in float64)."""
+    *outer, num_outputs, num_inputs = shape
+    numbers = torch.randn(shape, device=device).mul(80).clamp(-448, 448).to(torch.float8_e4m3fn)
+    size = (*outer, -(-num_outputs // _BLOCK), -(-num_inputs // _BLOCK))
+    scales = torch.rand(size if blocks else (*outer, num_outputs), device=device) + 0.2
+    scales *= num_inputs**-0.5 / 80
+    spread = scales.double()
+    for dim in (-1, -2) if blocks else ():
+        spread = spread.repeat_interleave(_BLOCK, dim)
+    spread = spread[..., :num_outputs, :num_inputs] if blocks else spread[..., None]
+    return numbers, scales, numbers.double() * spread
+
+
+def fp8_experts(
+    op: Op,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    blocks: bool = True,
+    clamped: bool = False,
+) -> None:
+    """Some pairs go nowhere; in fixed order rows have the same bits in any company."""
+    num_tokens, _, num_experts, hidden, width = sizes
+    w13, s13, wide13 = fp8_weight((num_experts, 2, width, hidden), blocks=blocks, device=device)
+    w2, s2, wide2 = fp8_weight((num_experts, hidden, width), blocks=blocks, device=device)
+    x, weights, chosen = _step(sizes, dtype, device)
+    more, plain = _gate(sizes, dtype, device) if clamped else ({}, ())
+    wide = wide13.flatten(1, 2), wide2, weights, chosen
+    exact = oracle.experts(x, *wide, *plain)
+    expected = oracle.experts(x, *wide, *(plain or (None,) * 3), oracle.e4m3_groups)
+    given = x, w13, s13, w2, s2, weights, chosen
+    for fixed in (False, True):
+        found = op(*given, fixed, **more)
+        assert found.dtype == dtype and not found[num_tokens // 3].any()
+        assert oracle.relative_error(found, expected) < ROUNDED[dtype] + _FLIPPED
+        assert oracle.relative_error(found, exact) < _QUANTISED
+    for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
+        part = weights[start:end], chosen[start:end]
+        assert torch.equal(op(x[start:end], *given[1:5], *part, True, **more), found[start:end])
+
+
+def _step(sizes: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Makes tokens, what their experts count, and these experts; one token has none."""
+    num_tokens, top_k, num_experts, hidden, _ = sizes
+    x = torch.randn(num_tokens, hidden, device=device).to(dtype)
+    weights = torch.rand(num_tokens, top_k, device=device)
+    chosen = torch.rand(num_tokens, num_experts, device=device).argsort(-1)[:, :top_k].int()
+    chosen[num_tokens // 3] = -1
+    return x, weights, chosen
+
+
+def _gate(
+    sizes: Sizes, dtype: torch.dtype, device: str
+) -> tuple[dict[str, Any], tuple[Tensor, Tensor, tuple[float, float]]]:
+    """Makes biases and gpt-oss' gate, whose limit is reached, for an operation and the oracle."""
+    _, _, num_experts, hidden, width = sizes
+    b13, b2 = (
+        torch.randn(num_experts, size, device=device).to(dtype) for size in (2 * width, hidden)
+    )
+    gate = ClampedGate(limit=1.25, alpha=1.702)
+    return {"b13": b13, "b2": b2, "gate": gate}, (b13, b2, (1.25, 1.702))

@@ -1,0 +1,39 @@
+"""Experts with quantised weights on a GPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import quantised_expert_checks as check
+import torch
+
+from tandem_kernels import ops
+
+pytestmark = pytest.mark.gpu
+halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+token_counts = pytest.mark.parametrize("num_tokens", [1, 4, 16, 33, 300])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(6)
+
+
+@halves
+@pytest.mark.parametrize("shape", [(1, 2048), (7, 768), (300, 200)])
+def test_rows_in_e4m3(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check.quantise_rows(ops.quantise_rows, shape, dtype, "cuda")
+
+
+@token_counts
+@pytest.mark.parametrize("blocks", [False, True], ids=["channel", "block"])
+@pytest.mark.parametrize("sizes", [(8, 128, 2048, 768), (2, 8, 1024, 1792), (6, 60, 256, 208)])
+def test_fp8_experts(num_tokens: int, sizes: tuple[int, int, int, int], blocks: bool) -> None:
+    given = num_tokens, *sizes
+    check.fp8_experts(ops.fp8_experts, given, torch.bfloat16, "cuda", blocks=blocks)
+
+
+@halves
+@pytest.mark.parametrize("num_tokens", [3, 200])
+def test_fp8_experts_with_biases(num_tokens: int, dtype: torch.dtype) -> None:
+    sizes = num_tokens, 4, 32, 512, 384
+    check.fp8_experts(ops.fp8_experts, sizes, dtype, "cuda", clamped=True)
