@@ -56,6 +56,7 @@ class ModelConfig:
         served_model_name: The name clients use, and that answers bear.
         served_aliases: Other names that clients may use.
         architecture: A name of `engine.models.registry.MODELS`.
+        wrapper: A name of `engine.models.wrappers.WRAPPERS`, whose text part this is; "": none.
         spec: What only the architecture itself reads, as `engine.models.registry.spec_of` gives
             it.
         max_model_len: Prompt plus output tokens at most.
@@ -83,6 +84,7 @@ class ModelConfig:
     kv_layers: tuple[KVLayers, ...] = ()
     quantization: Quantization | None = None
     served_aliases: tuple[str, ...] = ()
+    wrapper: str = ""
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import xxhash
@@ -26,6 +26,7 @@ from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
 from engine.models.specs.base import UnsupportedField
 from engine.models.weight_files import WeightFiles
+from engine.models.wrappers import text_config
 
 __all__ = [
     "CheckpointError",
@@ -148,20 +149,21 @@ def load_model_config(
     """
     folder = Path(folder)
     path = folder / "config.json"
-    architecture = find_architecture(path)
-    file = read_json(path, ConfigFile)
+    architecture, wrapper = find_architecture(path)
+    weights = WeightFiles(folder, wrapper) if load_format == "safetensors" else None
+    file = _read_config(path, wrapper, weights)
     length = _max_model_len(folder, file, max_model_len)
     kind = MODELS[architecture].spec
     with _named(path):
         spec = kind.from_config(file, length)
         quantization = read_quantization(folder, file.quantization_config)
-    weights = WeightFiles(folder) if load_format == "safetensors" else None
     names = _names(served_model_name or "") or [_name_of(folder.resolve())]
     config = ModelConfig(
         path=str(folder),
         served_model_name=names[0],
         served_aliases=tuple(names[1:]),
         architecture=architecture,
+        wrapper=wrapper,
         vocab_size=file.vocab_size,
         num_layers=file.num_hidden_layers,
         num_heads=file.num_attention_heads,
@@ -181,6 +183,21 @@ def load_model_config(
         model_hash=_model_hash(facts, weights),
         kv_layers=spec.kv_layers(config),
     )
+
+
+def _read_config(path: Path, wrapper: str, weights: WeightFiles | None) -> ConfigFile:
+    """Reads what a decoder is, out of the whole model that it is the text part of, if it is one."""
+    if not wrapper:
+        return read_json(path, ConfigFile)
+    whole = read_json(path, dict[str, Any])
+    try:
+        file = msgspec.convert(text_config(wrapper, whole), ConfigFile)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(path, f"{error} in text_config", "correct the field") from error
+    if file.tie_word_embeddings is None and weights is not None:
+        # Releases leave it to the class of the whole model, and these differ from their text part.
+        file.tie_word_embeddings = "lm_head.weight" not in weights.tensors
+    return file
 
 
 def _names(text: str) -> list[str]:

@@ -157,7 +157,7 @@ class GenerationConfigFile(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-_File = TypeVar("_File", bound=msgspec.Struct)
+_File = TypeVar("_File")
 
 
 def read_json(path: Path, kind: type[_File]) -> _File:

@@ -49,7 +49,7 @@ def load_weights(model: CausalLM, config: EngineConfig, report: Callable[[float]
         if config.model.load_format == "dummy":
             _fill_dummy(wanted, report)
         else:
-            files = WeightFiles(Path(config.model.path))
+            files = WeightFiles(Path(config.model.path), config.model.wrapper)
             _load(files, wanted, model.unused_weights, report)
     report(1.0)
 
@@ -131,10 +131,11 @@ def _fill_from(
             for weight in weights:
                 slices = []
                 for part in weight.slices:
-                    other = files.tensors[part.name].file
-                    if other not in opened:
-                        opened[other] = stack.enter_context(safe_open(other, framework="pt"))
-                    slices.append(_read(opened[other], part))
+                    stored = files.tensors[part.name]
+                    if stored.file not in opened:
+                        file = stack.enter_context(safe_open(stored.file, framework="pt"))
+                        opened[stored.file] = file
+                    slices.append(_read(opened[stored.file], part, stored.name))
                 _fill(weight, *slices)
                 yield weight
     except (SafetensorError, OSError) as error:
@@ -156,11 +157,12 @@ def _fill(weight: CheckpointWeight, stored: Tensor, *companions: Tensor) -> None
         weight.target.add_(weight.offset)
 
 
-def _read(file: Any, part: TensorSlice) -> Tensor:
-    """Reads one slice; `file` is safetensors' open file, which has no types."""
-    stored = file.get_slice(part.name)
+def _read(file: Any, part: TensorSlice, name: str) -> Tensor:
+    """Reads one slice of the tensor that the file calls `name`; `file` is safetensors' open file,
+    which has no types."""
+    stored = file.get_slice(name)
     if part.dim is None:
-        whole: Tensor = stored[:] if part.shape else file.get_tensor(part.name)
+        whole: Tensor = stored[:] if part.shape else file.get_tensor(name)
         return whole
     index = (slice(None),) * part.dim + (slice(part.start, part.start + part.count),)
     sliced: Tensor = stored[index]

@@ -29,6 +29,7 @@ from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec
 from engine.models.specs.qwen_moe import Qwen2MoeSpec, Qwen3MoeSpec
 from engine.models.specs.seed_oss import SeedOssSpec
 from engine.models.specs.smollm3 import SmolLM3Spec
+from engine.models.wrappers import WRAPPERS, text_architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,17 @@ MODELS: dict[str, Entry] = {
 }
 
 
-def find_architecture(path: Path) -> str:
-    """Returns the architecture of a config.json. Raises `CheckpointError`: it has none that is
-    here."""
+def find_architecture(path: Path) -> tuple[str, str]:
+    """Returns the architecture of a config.json, and that of the whole model where it is the text
+    part of one, or "". Raises `CheckpointError`: it has none that is here."""
     head = read_json(path, ConfigHead)
     names = head.architectures or []
     for name in names:
         if name in MODELS:
-            return name
-    raise foreign_architecture(path, names, head.model_types, MODELS)
+            return name, ""
+        if text := text_architecture(name, head.model_types):
+            return text, name
+    raise foreign_architecture(path, names, head.model_types, [*MODELS, *WRAPPERS])
 
 
 def spec_of(model: ModelConfig) -> ModelSpec:

@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from engine.models.errors import CheckpointError
+from engine.models.wrappers import text_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,7 +38,8 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Says where one tensor lies. `start` and `stop` are byte offsets in `file`."""
+    """Says where one tensor lies, and what its file calls it; `start` and `stop` are byte offsets
+    there."""
 
     name: str
     file: Path
@@ -50,13 +52,25 @@ class StoredTensor:
 class WeightFiles:
     """All tensors of a checkpoint, by name.
 
+    Args:
+        wrapper: The architecture of the whole model that a decoder is the text part of; "": none.
+            Tensors bear the names that they would have in the decoder alone.
+
+    Attributes:
+        others: The tensors that are not of the text part.
+
     Raises:
         CheckpointError: A file is missing, cut off or not what the index says.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wrapper: str = "") -> None:
         self.folder = folder
         self.tensors = self._read_index() if self._is_sharded() else _read_header(self._single())
+        self.others: tuple[StoredTensor, ...] = ()
+        if wrapper:
+            named = [(text_name(name), tensor) for name, tensor in self.tensors.items()]
+            self.tensors = {name: tensor for name, tensor in named if name is not None}
+            self.others = tuple(tensor for name, tensor in named if name is None)
 
     def _is_sharded(self) -> bool:
         return (self.folder / INDEX_FILE).is_file()

@@ -52,8 +52,9 @@ def _read_scaling(
     file: ConfigFile, rope: RopeFields, dim: int, max_model_len: int
 ) -> AnyRopeScaling | None:
     match rope.kind:
-        case "default" | "dynamic":
-            # Dynamic scaling begins behind the model's own positions, where no sequence gets.
+        case "default" | "dynamic" | "mrope":
+            # Dynamic scaling begins behind the model's own positions, where no sequence gets. The
+            # three positions of M-RoPE are one in text.
             return None
         case "linear":
             return LinearRope(factor=_number(rope, "factor"))

@@ -41,6 +41,8 @@ class Family:
         norm_center: Gemma's norms hold their distance from 1.
         published: Keys of config.json as its authors publish them, where transformers writes
             others.
+        vision, whole: Of a model that takes images: its tower's settings, and its own. `changes`
+            are then those of its text part.
     """
 
     model: type[PreTrainedModel]
@@ -50,6 +52,11 @@ class Family:
     older_config: bool = False
     norm_center: float = 1.0
     published: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] | None = None
+    whole: dict[str, Any] = field(default_factory=dict)
 
     def make_config(self) -> PretrainedConfig:
+        if self.vision is not None:
+            text = {**SIZES, **self.changes}
+            return self.config(text_config=text, vision_config=self.vision, **self.whole)
         return self.config(**{**SIZES, **self.changes})

@@ -16,6 +16,7 @@ from engine.models import checkpoint
 from engine.models.checkpoint import CheckpointError, load_model_config, resolve_model
 from engine.models.foreign import DIFFERENCES
 from engine.models.registry import MODELS
+from engine.models.wrappers import WRAPPERS
 
 LLAMA4 = {
     "architectures": ["Llama4ForConditionalGeneration"],
@@ -66,7 +67,8 @@ def test_the_nearest_architecture_and_what_differs(
     said = str(caught.value)
     names = config.get("architectures") or ["none"]
     assert said.startswith(f"{tmp_path / 'config.json'}: names architecture {names[0]}")
-    assert caught.value.cure == f"use a checkpoint of one of {', '.join(sorted(MODELS))}"
+    known = ", ".join(sorted([*MODELS, *WRAPPERS]))
+    assert caught.value.cure == f"use a checkpoint of one of {known}"
     assert ("the nearest that it has is" in said) == bool(nearest)
     assert nearest in said.removesuffix(caught.value.cure)
     assert ("what differs" in said) == bool(difference)

@@ -1,0 +1,109 @@
+"""The text part of models that take images as well: a decoder that is here, its settings nested in
+config.json, its tensors behind a prefix.
+
+    config.json   {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {...}, ...}
+    tensors       language_model.model.layers.0 ...     as published
+                  model.language_model.layers.0 ...     as transformers 5 writes them
+                  vision_tower. ...                     not read
+
+Such a model answers text; a request with an image is refused where requests are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_VISION = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.")
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_OF_ALL = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+"""Fields of the whole model that its text part has, too."""
+
+
+class Wrapper(msgspec.Struct, frozen=True):
+    """A model whose text part is here.
+
+    Attributes:
+        text: Its architecture, by the `model_type` of `text_config`; "": whatever it says.
+        defaults: What `text_config` leaves out, as transformers completes it.
+    """
+
+    text: dict[str, str]
+    defaults: dict[str, Any] = {}
+
+
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        {"": "Gemma3ForCausalLM"},
+        {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "KimiK25ForConditionalGeneration": Wrapper({"": "DeepseekV3ForCausalLM"}),
+    "Kimi_K25ForConditionalGeneration": Wrapper({"": "DeepseekV3ForCausalLM"}),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper({"": "Qwen2ForCausalLM"}),
+    "Qwen3VLForConditionalGeneration": Wrapper({"": "Qwen3ForCausalLM"}),
+}
+
+
+def text_architecture(name: str, model_types: list[str]) -> str | None:
+    """Returns the architecture of a wrapper's text part.
+
+    Args:
+        name: Of the whole model.
+        model_types: Its own and, if there is one, that of its `text_config`.
+
+    Returns:
+        None: `name` is no wrapper, or its text part is of another kind.
+    """
+    if (wrapper := WRAPPERS.get(name)) is None:
+        return None
+    return wrapper.text.get(model_types[-1] if model_types else "", wrapper.text.get(""))
+
+
+def text_config(name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the text part, as a decoder of its own would have them.
+
+    Args:
+        whole: What config.json says. Some releases have no `text_config`, but all in one.
+    """
+    text = whole.get("text_config") or whole
+    above = {key: whole[key] for key in _OF_ALL if whole.get(key) is not None}
+    config = {**WRAPPERS[name].defaults, **text, **above}
+    if (quantisation := config.get("quantization_config")) is not None:
+        config["quantization_config"] = _with_own_names(quantisation)
+    return config
+
+
+def _with_own_names(value: Any) -> Any:
+    """Returns a part of config.json with modules named as a decoder of its own names them."""
+    if isinstance(value, dict):
+        return {key: _with_own_names(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_with_own_names(part) for part in value]
+    if isinstance(value, str):
+        return (text_name(value + ".") or value).removesuffix(".")
+    return value
+
+
+def text_name(stored: str) -> str | None:
+    """Returns what a decoder of its own would call a wrapper's tensor; None: it is not of the text
+    part."""
+    for prefix, own in _PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    inner = stored.removeprefix("model.")
+    return None if inner.startswith(_VISION) else stored
