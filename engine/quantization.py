@@ -45,12 +45,14 @@ class Int4Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="int4"):
         symmetric: There are no zero points.
         ordered_by_activation: Inputs are in groups of any order, which the checkpoint lists
             (`g_idx`).
+        zeros_are_less_by: What is stored of a zero point is so much less, modulo 16.
     """
 
     layout: Int4Layout
     group_size: int
     symmetric: bool
     ordered_by_activation: bool = False
+    zeros_are_less_by: int = 0
 
 
 class Mxfp4Scheme(msgspec.Struct, frozen=True, tag="mxfp4"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import DeviceConfig
-from tandem_kernels.device import has_warpgroup_mma, supports_pdl
+from tandem_kernels.device import has_warpgroup_mma, multiplies_halves, supports_pdl
 
 _SMALL_M_ROWS = 16
 """The largest number of rows: with more, or on older devices, the library is faster."""
@@ -15,6 +15,8 @@ _FUSED_GATE_UP_ROWS = 1024
 """The smallest size: with fewer, there are too few tiles for all SMs."""
 _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
+_INT4_ROWS = 256
+"""The largest size: with more, writing the weights out in half precision costs less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,28 @@ class GemmPolicy:
             own; 0: never.
         residual_rows: From so many rows on, row layers add to the residual stream in the GEMM; 0:
             never.
+        int4_rows: Packed 4-bit weights are multiplied by at most so many rows; for more they are
+            written out in half precision first. 0: they are as they are loaded.
     """
 
     deterministic: bool = False
     small_m_rows: int = 0
     fused_gate_up_rows: int = 0
     residual_rows: int = 0
+    int4_rows: int = 0
 
     @classmethod
-    def choose(cls, config: DeviceConfig, device: torch.device, tp_size: int) -> GemmPolicy:
-        """Returns the fastest policy of `device` that `config` allows."""
+    def choose(
+        cls,
+        config: DeviceConfig,
+        device: torch.device,
+        tp_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> GemmPolicy:
+        """Returns the fastest policy of `device` that `config` allows, for a model in `dtype`."""
+        int4_rows = _INT4_ROWS if multiplies_halves(device) and dtype.itemsize == 2 else 0
         if config.deterministic:
-            return cls(deterministic=True)
+            return cls(deterministic=True, int4_rows=int4_rows)
         small_m = config.allows("small-m-gemm") and supports_pdl(device)
         gate_up = config.allows("fused-gate-up") and has_warpgroup_mma(device)
         residual = config.allows("residual-gemm") and device.type == "cuda" and tp_size == 1
@@ -47,4 +59,5 @@ class GemmPolicy:
             small_m_rows=_SMALL_M_ROWS if small_m else 0,
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
             residual_rows=_RESIDUAL_ROWS if residual else 0,
+            int4_rows=int4_rows,
         )

@@ -56,7 +56,7 @@ class MergedColumnParallelLinear(LinearLayer):
         self.parts = parts
         self.input_size = input_size
         self.scheme = shard.scheme(*names)
-        self.share = LinearShare(shard.prefix, parts, (0, input_size))
+        self.share = LinearShare(shard.prefix, parts, (0, input_size), input_size)
         self.method = self.choose_method(shard.gemms)
         self.method.create(self, sum(part.count for part in parts), input_size, bias, shard)
 
@@ -158,7 +158,7 @@ class RowParallelLinear(LinearLayer):
         self.shape = (output_size, input_size)
         outputs = ColumnPart(0, output_size, output_size)
         self.scheme = shard.scheme()
-        self.share = LinearShare(shard.prefix, (outputs,), (self.start, count))
+        self.share = LinearShare(shard.prefix, (outputs,), (self.start, count), input_size)
         self.method = self.choose_method(shard.gemms)
         self.method.create(self, output_size, count, False, shard)
 

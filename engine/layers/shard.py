@@ -58,6 +58,7 @@ class CheckpointWeight:
         count: Indices of the slice where the target does not say it: `fill` changes the shape.
         fill: Fills the target instead of a copy; it is given the slice and those of the companions,
             as stored, on the target's device. `order` and `offset` are left to it.
+        beside: Names of tensors that may be in the checkpoint as well and are not needed.
     """
 
     name: str
@@ -71,6 +72,7 @@ class CheckpointWeight:
     companions: tuple[TensorSlice, ...] = ()
     count: int | None = None
     fill: Callable[..., None] | None = None
+    beside: tuple[str, ...] = ()
 
     @property
     def slices(self) -> tuple[TensorSlice, ...]:

@@ -33,8 +33,9 @@ def create_model(
             "has layers that keep one state of all tokens, which a wrong draft would spoil",
             "choose decode_query_len 1",
         )
-    gemms = GemmPolicy.choose(config.device, device, place.tp.size)
-    shard = Shard(place, getattr(torch, model.dtype), device, gemms, model.quantization)
+    dtype = getattr(torch, model.dtype)
+    gemms = GemmPolicy.choose(config.device, device, place.tp.size, dtype)
+    shard = Shard(place, dtype, device, gemms, model.quantization)
     module, _, name = MODELS[model.architecture].model.partition(":")
     created = getattr(import_module(module), name)(config, spec, shard)
     return cast(CausalLM, created.eval())

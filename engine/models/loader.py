@@ -60,7 +60,8 @@ def _load(
     unused: frozenset[str],
     report: Callable[[float], None],
 ) -> None:
-    _check_names(files, {part.name for weight in wanted for part in weight.slices}, unused)
+    needless = unused | {name for weight in wanted for name in weight.beside}
+    _check_names(files, {part.name for weight in wanted for part in weight.slices}, needless)
     by_file: dict[Path, list[CheckpointWeight]] = {}
     for weight in wanted:
         for index, part in enumerate(weight.slices):

@@ -39,6 +39,12 @@ def has_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def multiplies_halves(device: torch.device) -> bool:
+    """Returns whether matrix units take bfloat16, and two halves are one operand of any instruction
+    (Ampere and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def has_warpgroup_mma(device: torch.device) -> bool:
     """Returns whether four warps multiply together, from shared memory (Hopper alone)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

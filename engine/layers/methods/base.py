@@ -62,11 +62,13 @@ class LinearShare:
         name: Of the layer, for errors.
         outputs: In their order; several projections of one input are one layer.
         inputs: First index and count of the inputs.
+        total_inputs: Of all ranks together.
     """
 
     name: str
     outputs: tuple[ColumnPart, ...]
     inputs: tuple[int, int]
+    total_inputs: int
 
 
 class LinearLayer(nn.Module):
@@ -74,12 +76,18 @@ class LinearLayer(nn.Module):
 
     Attributes:
         scheme: How its weights are quantised; None: they are plain.
+        share: Of this rank.
+        packed, groups, input_order: Instead of `weight`, as `int4_linear` has them: 4-bit weights,
+            and the order in which they take inputs; None: as they come.
     """
 
     scheme: Scheme | None
     share: LinearShare
     weight: nn.Parameter
     bias: nn.Parameter | None
+    packed: nn.Parameter
+    groups: nn.Parameter
+    input_order: nn.Parameter | None
 
 
 class LinearMethod(ABC):

@@ -13,17 +13,22 @@ from engine.errors import CannotStartError
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearMethod, LinearShare
 from engine.layers.methods.fp8_format import Fp8Format
+from engine.layers.methods.int4_format import Int4Format
+from engine.layers.methods.int4_linear import int4_linear
 from engine.layers.methods.weight_format import Dequantised, WeightFormat
-from engine.quantization import Fp8Scheme, Scheme
+from engine.quantization import Fp8Scheme, Int4Scheme, Scheme
 
-FORMATS: dict[type[Any], Callable[[Any], WeightFormat]] = {Fp8Scheme: Fp8Format}
+FORMATS: dict[type[Any], Callable[[Any], WeightFormat]] = {
+    Fp8Scheme: Fp8Format,
+    Int4Scheme: Int4Format,
+}
 """Formats of matrices, by scheme."""
 
 LinearFactory = Callable[[Any, LinearMethod, LinearShare, GemmPolicy], LinearMethod | None]
 """Is given scheme, method of plain weights, share and policy of the device; returns a method for
 them, or None: dequantise."""
 
-LINEAR: dict[type[Any], LinearFactory] = {}
+LINEAR: dict[type[Any], LinearFactory] = {Int4Scheme: int4_linear}
 """Methods that compute with quantised numbers, by scheme."""
 
 

@@ -19,10 +19,12 @@ class StoredMatrix:
     Attributes:
         slices: The matrix's own numbers first.
         dequantise: Is given these slices, and returns the part in float32, [outputs, inputs].
+        beside: Names of tensors that may be in the checkpoint as well and are not needed.
     """
 
     slices: tuple[TensorSlice, ...]
     dequantise: Callable[..., Tensor]
+    beside: tuple[str, ...] = ()
 
 
 class WeightFormat(ABC):
@@ -37,7 +39,6 @@ class WeightFormat(ABC):
 def dequantised_weight(target: Tensor, part: LinearPart, form: WeightFormat) -> CheckpointWeight:
     """Returns the source of `target` [outputs, inputs], which takes the part in plain numbers."""
     matrix = form.matrix(part, target.shape[0], target.shape[1])
-    first, *others = matrix.slices
 
     def fill(*stored: Tensor) -> None:
         plain = matrix.dequantise(*stored)
@@ -45,6 +46,17 @@ def dequantised_weight(target: Tensor, part: LinearPart, form: WeightFormat) -> 
             plain = plain.index_select(0, part.order.to(plain.device))
         target.copy_(plain)
 
+    return filled_weight(target, matrix.slices, fill, matrix.beside)
+
+
+def filled_weight(
+    target: Tensor,
+    slices: tuple[TensorSlice, ...],
+    fill: Callable[..., None],
+    beside: tuple[str, ...] = (),
+) -> CheckpointWeight:
+    """Returns the source of `target`, which `fill` makes of the slices."""
+    first, *others = slices
     return CheckpointWeight(
         first.name,
         target,
@@ -55,6 +67,7 @@ def dequantised_weight(target: Tensor, part: LinearPart, form: WeightFormat) -> 
         companions=tuple(others),
         count=first.count,
         fill=fill,
+        beside=beside,
     )
 
 

@@ -22,7 +22,8 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
             raise fields.refused(name, "sparse or rotated weights")
     groups = fields.get("config_groups", dict[str, dict[str, object]], {})
     place = f"{fields.place}.config_groups"
-    rules = tuple(_rule(Fields(f"{place}.{name}", group)) for name, group in groups.items())
+    form = fields.get("format", str, "")
+    rules = tuple(_rule(Fields(f"{place}.{name}", group), form) for name, group in groups.items())
     if not rules:
         raise fields.refused("config_groups", "no group of layers")
     return Quantization(
@@ -33,7 +34,8 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     )
 
 
-def _rule(group: Fields) -> SchemeRule:
+def _rule(group: Fields, form: str) -> SchemeRule:
+    """Reads one group; `form` is the checkpoint's format, where the group has none of its own."""
     targets = group.names("targets")
     group.expect("format", "float-quantized", "pack-quantized", "naive-quantized")
     weights = group.part("weights")
@@ -44,6 +46,9 @@ def _rule(group: Fields) -> SchemeRule:
     group.finish()
     scheme = _scheme(weights, activations)
     weights.finish()
+    form = group.get("format", str, form)
+    if isinstance(scheme, Int4Scheme) and form != "pack-quantized":
+        raise group.refused("format", f"4-bit weights stored as {form!r}")
     return SchemeRule(targets, scheme)
 
 
@@ -71,6 +76,8 @@ def _scheme(weights: Fields, activations: Activations) -> Scheme:
     if (bits, kind) == (4, "int"):
         if strategy not in ("group", "channel"):
             raise weights.refused("strategy", f"4-bit weights with scales per {strategy!r}")
+        if strategy == "group" and group_size < 1:
+            raise weights.refused("group_size", repr(group_size))
         if activations != "none":
             raise weights.refused("num_bits", "4-bit weights with quantised activations")
         return Int4Scheme(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
+
 from engine.models.quantization.fields import Fields
 from engine.quantization import Int4Scheme, Mxfp4Scheme, Quantization, SchemeRule
 
@@ -9,12 +13,9 @@ from engine.quantization import Int4Scheme, Mxfp4Scheme, Quantization, SchemeRul
 def read_awq(fields: Fields) -> Quantization:
     fields.expect("bits", 4)
     fields.expect("version", "gemm", "GEMM")
+    fields.expect("zero_point", True)
     fields.ignore("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
-    scheme = Int4Scheme(
-        layout="awq",
-        group_size=fields.get("group_size", int, 128),
-        symmetric=not fields.get("zero_point", bool, True),
-    )
+    scheme = Int4Scheme(layout="awq", group_size=_group_size(fields), symmetric=False)
     ignored = fields.names("modules_to_not_convert")
     return Quantization(
         method="awq", rules=(SchemeRule(("Linear",), scheme),), ignored=(*ignored, "lm_head")
@@ -22,29 +23,61 @@ def read_awq(fields: Fields) -> Quantization:
 
 
 def read_gptq(fields: Fields) -> Quantization:
+    """Reads AutoGPTQ's and GPTQModel's form; the latter has exceptions by name (`dynamic`)."""
     fields.expect("bits", 4)
-    fields.expect("checkpoint_format", "gptq")
+    forms = {fields.choice(name, "gptq", "gptq_v2") for name in ("checkpoint_format", "format")}
+    fields.expect("method", "gptq")
     fields.expect("pack_dtype", "int32")
     fields.expect("lm_head", False)
-    fields.expect("dynamic", {})
-    scheme = Int4Scheme(
-        layout="gptq",
-        group_size=fields.get("group_size", int, 128),
-        symmetric=fields.get("sym", bool, True),
-        ordered_by_activation=fields.get("desc_act", bool, False),
-    )
+    fields.expect("is_marlin_format", False)
     # How the weights were found.
     fields.ignore(
-        "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "meta",
-        "model_name_or_path", "model_file_base_name", "quantizer", "dataset", "tokenizer",
-        "exllama_config", "use_exllama", "use_cuda_fp16", "backend", "max_input_length",
-        "block_name_to_quantize", "batch_size", "pad_token_id", "cache_block_outputs",
-        "module_name_preceding_first_block", "modules_in_block_to_quantize", "model_seqlen",
+        "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize",
+        "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "disable_exllama",
+        "exllama_config", "gptaq", "hyb_act", "max_input_length", "meta", "model_file_base_name",
+        "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "mse",
+        "offload_to_disk", "offload_to_disk_path", "pad_token_id", "parallel_packing", "quantizer",
+        "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2",
+        "v2_alpha",
     )  # fmt: skip
-    ignored = fields.names("modules_to_not_convert")
-    return Quantization(
-        method="gptq", rules=(SchemeRule(("Linear",), scheme),), ignored=(*ignored, "lm_head")
+    scheme = Int4Scheme(
+        layout="gptq",
+        group_size=_group_size(fields),
+        symmetric=fields.get("sym", bool, True),
+        ordered_by_activation=fields.get("desc_act", bool, False),
+        zeros_are_less_by=0 if "gptq_v2" in forms else 1,
     )
+    ignored = fields.names("modules_to_not_convert")
+    blocks = fields.get("modules_in_block_to_quantize", list[str | list[str]], [])
+    named = [name for part in blocks for name in ([part] if isinstance(part, str) else part)]
+    rules: tuple[SchemeRule, ...] = (SchemeRule(tuple(named) or ("Linear",), scheme),)
+    for pattern, changes in fields.get("dynamic", dict[str, dict[str, object]], {}).items():
+        kind, _, expression = pattern.rpartition(":")
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise fields.refused("dynamic", f"{pattern!r} ({error})") from error
+        if kind == "-":
+            ignored = (*ignored, f"re:{expression}")
+            continue
+        own = Fields(f"{fields.place}.dynamic.{pattern}", changes)
+        own.expect("bits", 4)
+        changed = msgspec.structs.replace(
+            scheme,
+            group_size=_group_size(own, scheme.group_size),
+            symmetric=own.get("sym", bool, scheme.symmetric),
+            ordered_by_activation=own.get("desc_act", bool, scheme.ordered_by_activation),
+        )
+        own.finish()
+        rules = (*rules[:-1], SchemeRule((f"re:{expression}",), changed), rules[-1])
+    return Quantization(method="gptq", rules=rules, ignored=(*ignored, "lm_head"))
+
+
+def _group_size(fields: Fields, default: int = 128) -> int:
+    size = fields.get("group_size", int, default)
+    if size < 1 and size != -1:
+        raise fields.refused("group_size", repr(size))
+    return size
 
 
 def read_mxfp4(fields: Fields) -> Quantization:

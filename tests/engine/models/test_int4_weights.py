@@ -1,0 +1,240 @@
+"""Tests that 4-bit checkpoints of every layout are served as the weights that they mean: in plain
+numbers, and packed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from engine.config import EngineConfig
+from engine.distributed import ParallelGroup
+from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from engine.layers.methods.int4_linear import InputOrderError, Int4Linear
+from engine.models.checkpoint import CheckpointError, load_model_config
+from engine.models.factory import create_model
+from engine.models.loader import load_weights
+from engine.parallel import ParallelPlace
+from kv_transfer.config import KVTransferConfig
+from tandem_kernels import ops
+from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
+from tests.engine.models.int4_checkpoints import LAYOUTS, awq, ct_int4, gptq, write_awq
+from tests.engine.models.parity_cases import prompts
+from tests.engine.models.quantised_checkpoints import compressed_tensors, quantise_checkpoint
+from tests.engine.models.rank_process import make_paged_model
+from tests.engine.models.reference_models import reference
+from tests.engine.models.test_pd_parity import Transformers
+from tests.engine.models.test_quantised_weights import _RankOf, parameters, refusal
+
+Pair = tuple[Path, Path]
+MakePair = Callable[..., Pair]
+
+
+@pytest.fixture
+def make_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
+    """Writes a family quantised, and plain with the same meaning."""
+
+    def make(family: str, layout: str, leave: tuple[str, ...] = ()) -> Pair:
+        writer, config = LAYOUTS[layout]
+        quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+        left = ("mlp.gate.", "block_sparse_moe.gate.", *leave)
+        quantise_checkpoint(checkpoints / family, quantised, plain, writer, config, left)
+        return quantised, plain
+
+    return make
+
+
+@pytest.fixture
+def packed_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes linear layers keep packed weights, which plain torch then computes with: up to 8 rows
+    from them, more from weights that are written out."""
+    policy = GemmPolicy(int4_rows=8)
+    monkeypatch.setattr(GemmPolicy, "choose", lambda *arguments: policy)
+
+
+def model_of(folder: Path, rank: int, size: int) -> nn.Module:
+    config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
+    config = replace(config, model=replace(config.model, dtype="float32"))
+    place = ParallelPlace(range(config.model.num_layers), _RankOf(rank, size))
+    model = create_model(config, place, "cpu")
+    load_weights(model, config, lambda fraction: None)
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+def test_every_rank_loads_what_the_numbers_mean(
+    family: str, layout: str, make_pair: MakePair
+) -> None:
+    """Ranks cut inside of groups, too."""
+    quantised, plain = make_pair(family, layout)
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        ours, expected = (parameters(folder, rank, size) for folder in (quantised, plain))
+        assert ours.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(ours[name], tensor), (name, rank, size)
+
+
+def test_sizes_that_eight_does_not_divide(make_pair: MakePair) -> None:
+    """DeepSeek's latent of 20 numbers is packed into three words."""
+    quantised, plain = make_pair("deepseek_v3_yarn", "ct channels")
+    ours, expected = (parameters(folder, 1, 2) for folder in (quantised, plain))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.usefixtures("packed_on_cpu")
+def test_packed_layers_hold_what_the_numbers_mean(
+    layout: str, rank: int, size: int, make_pair: MakePair
+) -> None:
+    """Layers whose groups ranks would cut are plain: groups of 16, and the down projection's 48
+    inputs of each of two ranks."""
+    quantised, plain = (
+        dict(model_of(f, rank, size).named_modules()) for f in make_pair("llama", layout)
+    )
+    num_packed = 0
+    for name, expected in plain.items():
+        if not isinstance(expected, MergedColumnParallelLinear | RowParallelLinear):
+            continue
+        ours = quantised[name]
+        assert isinstance(ours, MergedColumnParallelLinear | RowParallelLinear)
+        if not isinstance(ours.method, Int4Linear):
+            assert torch.equal(ours.weight, expected.weight)
+            continue
+        num_packed += 1
+        weight = ops.int4_dequantise(ours.packed, ours.groups, expected.weight.shape[1])
+        if ours.input_order is None:
+            assert torch.equal(weight, expected.weight)
+        else:
+            assert torch.equal(weight, expected.weight[:, ours.input_order])
+    per_layer = 0 if layout == "gptq" else 4 if size == 1 else 2 if "ordered" in layout else 3
+    assert num_packed == 3 * per_layer
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq asymmetric", "gptq ordered", "ct"])
+@pytest.mark.usefixtures("packed_on_cpu")
+def test_logits_of_packed_weights_are_those_of_plain_ones(layout: str, make_pair: MakePair) -> None:
+    quantised, plain = make_pair("qwen2", layout)
+    ours, expected = (
+        make_paged_model(folder, ParallelGroup(0, 1)).prefill(prompts()[:3], 13)
+        for folder in (quantised, plain)
+    )
+    for first, second in zip(ours, expected, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("packed_on_cpu")
+def test_parts_of_a_layer_must_order_their_inputs_alike(make_pair: MakePair) -> None:
+    folder, _ = make_pair("llama", "gptq ordered")
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.g_idx"
+    stored[name] = stored[name].flip(0).contiguous()
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(InputOrderError, match=r"k_proj\.g_idx .* desc_act"):
+        model_of(folder, 0, 1)
+
+
+def test_layers_that_are_not_converted_stay_plain(checkpoints: Path, tmp_path: Path) -> None:
+    quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+    config = gptq(16, dynamic={r"-:.*\.layers\.1\.mlp": {}}) | {
+        "modules_in_block_to_quantize": [
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+        ]
+    }
+    writer, _ = LAYOUTS["gptq"]
+    left = "o_proj", "layers.1.mlp"
+    quantise_checkpoint(checkpoints / "llama", quantised, plain, writer, config, left)
+    ours, expected = (parameters(folder, 0, 1) for folder in (quantised, plain))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_two_nodes_answer_as_the_plain_weights_do(make_pair: MakePair) -> None:
+    quantised, plain = make_pair("llama", "awq")
+    with ExitStack() as stack:
+        nodes = []
+        for role, ranks in (("kv_producer", 2), ("kv_consumer", 1)):
+            config = engine_config(
+                load_model_config(quantised),
+                block_size=16,
+                num_blocks=160,
+                tp_size=ranks,
+                kv_transfer=KVTransferConfig(kv_role=role, num_streams=2),  # type: ignore[arg-type]
+            )
+            nodes.append(GroupedNode.start(config))
+            stack.callback(nodes[-1].shutdown)
+        asked = {str(index): prompt for index, prompt in enumerate(prompts())}
+        hand_over(*nodes, asked, Transformers(reference(plain)))
+
+
+_FP8_GROUP = compressed_tensors({"strategy": "channel"})["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (awq(128) | {"bits": 8}, ("quantization_config.bits", "8")),
+        (awq(128) | {"version": "gemv"}, ("'gemv'", "quantization_config.version")),
+        (awq(128) | {"zero_point": False}, ("zero_point",)),
+        (awq(0), ("quantization_config.group_size",)),
+        (gptq(128) | {"bits": 3}, ("quantization_config.bits", "3")),
+        (gptq(128, checkpoint_format="marlin"), ("'marlin'", "checkpoint_format")),
+        (gptq(128, is_marlin_format=True), ("is_marlin_format",)),
+        (gptq(128, lm_head=True), ("quantization_config.lm_head",)),
+        (gptq(128, pack_dtype="int16"), ("pack_dtype",)),
+        (gptq(128, dynamic={r"+:.*mlp": {"bits": 8}}), ("dynamic", "bits")),
+        (gptq(128, dynamic={"-:(": {}}), ("dynamic",)),
+        (ct_int4(128, num_bits=3), ("3 bits", "num_bits")),
+        (ct_int4(128) | {"format": "naive-quantized"}, ("naive-quantized", "format")),
+        (ct_int4(-1, strategy="group"), ("weights.group_size", "-1")),
+        (ct_int4(128, strategy="tensor"), ("weights.strategy",)),
+        (
+            ct_int4(128)
+            | {
+                "config_groups": {
+                    "g": {
+                        **_FP8_GROUP,
+                        "weights": {"num_bits": 4, "type": "int", "strategy": "channel"},
+                    }
+                }
+            },
+            ("quantised activations",),
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[-1],
+)
+def test_what_is_not_here_is_refused_by_name(
+    config: dict[str, Any], words: tuple[str, ...], checkpoints: Path, tmp_path: Path
+) -> None:
+    quantised = tmp_path / "quantised"
+    quantise_checkpoint(checkpoints / "llama", quantised, tmp_path / "plain", write_awq(32), config)
+    message = refusal(quantised, config)
+    for word in words:
+        assert word in message
+
+
+def test_words_of_another_type_are_refused_by_the_tensors_name(make_pair: MakePair) -> None:
+    folder, _ = make_pair("llama", "awq")
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.qweight"
+    save_file(stored | {name: stored[name].float()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has .*up_proj\.qweight in F32; .* I32"):
+        parameters(folder, 0, 1)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 16
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"up_proj\.scales of shape|qzeros of shape|scales of"
+    ):
+        parameters(folder, 0, 1)
