@@ -107,6 +107,10 @@ SHAPES: dict[str, dict[str, object]] = {
         "v_head_dim": 128,
     },
 }
+QUANTIZATIONS: dict[str, dict[str, object]] = {
+    "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+}
+"""Holds what config.json says of quantised weights."""
 _COMMON = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
@@ -130,10 +134,13 @@ def shape_config(
     disabled_fast_paths: tuple[FastPath, ...] = (),
     deterministic: bool = False,
     tensor_parallel_size: int = 1,
+    quantization: str = "",
 ) -> EngineConfig:
-    """Returns an engine with random weights; the prefix cache is off."""
+    """Returns an engine with random weights, of `QUANTIZATIONS` or plain; the prefix cache is
+    off."""
+    quantised = {"quantization_config": QUANTIZATIONS[quantization]} if quantization else {}
     with tempfile.TemporaryDirectory() as folder:
-        text = json.dumps({**_COMMON, **SHAPES[shape]})
+        text = json.dumps({**_COMMON, **SHAPES[shape], **quantised})
         (Path(folder) / "config.json").write_text(text)
         model = load_model_config(
             folder, max_model_len=max_model_len, load_format="dummy", served_model_name=shape

@@ -11,6 +11,7 @@ mixtures of experts.
     python -m bench.engine.speed --shape qwen2.5-7b --cases decode
     python -m bench.engine.speed --breakdown              # also: where the time of a step goes
     python -m bench.engine.speed --tp 2 --cases decode    # two GPUs
+    python -m bench.engine.speed --quantization int4      # 4-bit weights in groups of 128
 
 Weights and prompts are random. Results: bench/results/NAME.json and NAME.png.
 """
@@ -27,7 +28,14 @@ from itertools import pairwise
 
 import matplotlib
 
-from bench.engine.offline import SHAPES, OfflineEngine, StepResult, offline_engine, shape_config
+from bench.engine.offline import (
+    QUANTIZATIONS,
+    SHAPES,
+    OfflineEngine,
+    StepResult,
+    offline_engine,
+    shape_config,
+)
 from bench.engine.references import REFERENCES, Reference
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
@@ -178,6 +186,7 @@ def parse_arguments() -> argparse.Namespace:
         help="comma separated",
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument(
@@ -198,6 +207,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     suffix = f"-tp{arguments.tp}" if arguments.tp > 1 else ""
+    if arguments.quantization:
+        suffix = f"-{arguments.quantization}{suffix}"
     name = arguments.name or f"engine-{arguments.shape}{suffix}"
     figures: list[Figure] = []
     results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
@@ -210,7 +221,9 @@ def main() -> None:
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
         capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
         tensor_parallel_size=arguments.tp,
+        quantization=arguments.quantization,
     )
+    results["quantization"] = arguments.quantization
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     if cases:
         with offline_engine(config) as engine:
@@ -227,7 +240,8 @@ def main() -> None:
         from bench.engine.step_breakdown import measure_breakdown
 
         results["breakdown"] = measure_breakdown(arguments.shape)
-    references = REFERENCES.get(arguments.shape, {}) if arguments.tp == 1 else {}
+    is_plain = arguments.tp == 1 and not arguments.quantization
+    references = REFERENCES.get(arguments.shape, {}) if is_plain else {}
     print_table(figures, references)
     if any(figure.case in references for figure in figures):
         RESULTS.mkdir(exist_ok=True)

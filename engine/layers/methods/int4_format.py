@@ -1,4 +1,4 @@
-"""4-bit weights as AWQ, GPTQ and compressed-tensors publish them.
+"""Reads 4-bit weights as AWQ, GPTQ and compressed-tensors publish them.
 
 Numbers and zero points are packed by eight into int32, along outputs or inputs, from the lowest
 bits on unless `order` says otherwise. A weight is (number - zero) * scale of its group of inputs.
@@ -27,8 +27,8 @@ from engine.quantization import Int4Layout, Int4Scheme
 INT32 = frozenset({"I32"})
 SYMMETRIC_ZERO = 8
 _PER_WORD = 8
-_DUMMY_SCALE = 0.0043
-"""Random numbers then have the deviation of other dummy weights."""
+_DUMMY_SCALE = 0.003
+"""Random numbers and zeros then give weights with the deviation of other dummy weights."""
 _IN_ORDER = tuple(range(_PER_WORD))
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights, which stay packed in memory.
+"""Computes linear layers with 4-bit weights, which stay packed in memory.
 
 All published layouts become one packed form (`tandem_kernels.int4_packing`), tensor by tensor as
 they are loaded. Few rows are multiplied by a kernel that unpacks in registers; for many, a layer's
