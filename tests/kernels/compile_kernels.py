@@ -29,9 +29,7 @@ from tandem_kernels import (
     expert_rows,
     expert_tuning,
     filter_floor,
-    fp8_activations,
     fp8_experts,
-    fp8_gemm,
     fp8_rows,
     fused_experts,
     fused_gate_up,
@@ -43,6 +41,7 @@ from tandem_kernels import (
     latent_decode,
     latent_rope_and_cache,
     logprobs,
+    mxfp4_experts,
     penalties,
     prefill_attention,
     rms_norm,
@@ -130,49 +129,6 @@ def small_m_cases(capability: int) -> Iterator[Case]:
                 "HAS_BIAS": not gated,
                 "OVERLAP": capability >= 90,
                 **({"bias": None} if gated else {}),
-            },
-            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
-        )
-
-
-def fp8_cases(capability: int) -> Iterator[Case]:
-    """Yields cases for Hopper alone: Ampere has no such numbers."""
-    if capability < 90:
-        return
-    types = {
-        **named("*bf16", "x", "residual", "weight", "bias", "out"),
-        **named("*fp32", "x_scales", "w_scales", "scales", "partial"),
-        **named("*fp8e4nv", "numbers"),
-        "tickets": "*i32",
-        "eps": "fp32",
-    }
-    for group in (128, 4096):
-        row = {"GROUP": group, "BLOCK": 4096, "OVERLAP": True}
-        options = {"num_warps": 8}
-        yield Case(fp8_activations.quantise_fp8_kernel, f"group={group}", types, row, options)
-        norm = {**row, "HAS_RESIDUAL": True}
-        yield Case(fp8_activations.rms_norm_fp8_kernel, f"group={group}", types, norm, options)
-        act = {**row, "GELU": False}
-        yield Case(fp8_activations.silu_and_mul_fp8_kernel, f"group={group}", types, act, options)
-    quantised = {**types, **named("*fp8e4nv", "x", "weight")}
-    for rows, gated, blocks in itertools.product((1, 64), (False, True), (False, True)):
-        tuning = fp8_gemm.fp8_tuning(rows, 4096, 4096, gated=gated, blocks=blocks)
-        yield Case(
-            fp8_gemm.fp8_small_m_kernel,
-            f"rows={rows} gated={gated} blocks={blocks}",
-            quantised,
-            {
-                "ROWS": max(16, rows),
-                "COLS": tuning.cols,
-                "DEPTH": tuning.depth,
-                "SPLITS": tuning.splits,
-                "SWAP": tuning.swap,
-                "BLOCKS": blocks,
-                "GATED": gated,
-                "HAS_BIAS": False,
-                "OVERLAP": True,
-                "bias": None,
-                **({} if tuning.splits > 1 else {"partial": None}),
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
@@ -470,6 +426,45 @@ def fp8_expert_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "x", "out", "bias"),
+        **named("*i32", "weight", "experts", "order", "counts"),
+        **named("fp32", "limit", "alpha"),
+        "pair_weights": "*fp32",
+    }
+    shape = expert_tuning.ExpertShape(128, 2880, 2880, mxfp4_experts.FORMAT)
+    many = capability >= 90
+    for num_pairs, gated in itertools.product((4, 8192, 32768) if many else (4,), (True, False)):
+        tuning = expert_tuning.expert_tuning(shape, num_pairs, "NVIDIA_H200", gated=gated)
+        is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
+        yield Case(
+            mxfp4_experts.mxfp4_expert_gemm_kernel,
+            f"pairs={num_pairs} gated={gated}",
+            types,
+            {
+                "TOP_K": 4,
+                "ROWS": tuning.rows,
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "GROUP": tuning.group,
+                "PAIRS": 1 if is_sorted else max(16, num_pairs),
+                "TILES": 1,
+                "EXPERTS": 128,
+                "GATED": gated,
+                "SORTED": is_sorted,
+                "BY_PAIR": num_pairs <= 128,
+                "HAS_BIAS": True,
+                "CLAMPED": gated,
+                "EVEN": gated,
+                "IN_PAIRS": True,
+                "PRECISION": "tf32",
+                **({} if is_sorted else {"order": None, "counts": None}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+
+
 def latent_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "q_latent", "q_rope", "kv_cache", "kv", "weight"),
@@ -629,7 +624,6 @@ def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
         small_m_cases,
-        fp8_cases,
         fused_gate_up_cases,
         int4_cases,
         invariant_cases,
@@ -637,6 +631,7 @@ def compile_all(capability: int) -> None:
         attention_cases,
         expert_cases,
         fp8_expert_cases,
+        mxfp4_expert_cases,
         latent_cases,
         batch_cases,
         sampling_cases,

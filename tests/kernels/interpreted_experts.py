@@ -36,3 +36,16 @@ def test_rows_in_e4m3() -> None:
 def test_fp8_experts(sizes: check.Sizes, blocks: bool, clamped: bool) -> None:
     kernel = ops.fp8_experts.kernel
     check.fp8_experts(kernel, sizes, torch.float32, blocks=blocks, clamped=clamped)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "clamped"),
+    [((3, 2, 8, 160, 96), False), ((9, 2, 4, 64, 192), True), ((140, 2, 3, 64, 64), False)],
+    ids=["by pair", "by expert", "sorted"],
+)
+def test_mxfp4_experts(sizes: check.Sizes, clamped: bool) -> None:
+    check.mxfp4_experts(ops.mxfp4_experts.kernel, sizes, torch.float32, clamped=clamped)
+
+
+def test_mxfp4_experts_in_halves() -> None:
+    check.mxfp4_experts(ops.mxfp4_experts.kernel, (9, 2, 4, 64, 64), torch.float16)

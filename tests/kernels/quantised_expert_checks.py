@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.mxfp4_tiles import tile_mxfp4, tiles_of
 
 Op = Callable[..., Any]
 Sizes = tuple[int, int, int, int, int]
@@ -85,6 +86,57 @@ def fp8_experts(
     for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
         part = weights[start:end], chosen[start:end]
         assert torch.equal(op(x[start:end], *given[1:5], *part, True, **more), found[start:end])
+
+
+def mxfp4_weight(shape: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Makes (blocks [..., N, K / 32, 16], exponents [..., N, K / 32], the same weight [..., N, K]
+    in float64), as the format defines it: all numbers, and scales that differ by 2 ** 8."""
+    *outer, num_outputs, num_inputs = shape
+    size = (*outer, num_outputs, num_inputs // 32)
+    blocks = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, device=device)
+    exponents = torch.randint(116, 125, size, dtype=torch.uint8, device=device)
+    wide = torch.zeros(*outer, num_outputs, num_inputs, dtype=torch.float64, device=device)
+    for place in range(32):
+        code = (blocks[..., place // 2] >> 4 * (place % 2) & 15).double()
+        exponent, fraction = (code % 8) // 2, code % 2
+        normal = torch.exp2(exponent - 1) * (1 + fraction / 2)
+        value = torch.where(exponent > 0, normal, fraction / 2) * torch.where(code > 7, -1.0, 1.0)
+        wide[..., place::32] = value * torch.exp2(exponents.double() - 127)
+    return blocks, exponents, wide
+
+
+def mxfp4_tiles(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """Makes tiles [..., N / 64, K / 64, 544] of weights. What they do not fill starts as ones."""
+    num_outputs, num_groups = exponents.shape[-2:]
+    shape = tiles_of(num_outputs, 32 * num_groups)
+    flat = blocks.reshape(-1, *blocks.shape[-3:]), exponents.reshape(-1, *exponents.shape[-2:])
+    out = torch.full((len(flat[0]), *shape), -1, dtype=torch.int32, device=blocks.device)
+    for index in range(len(out)):
+        tile_mxfp4(flat[0][index], flat[1][index], out[index])
+    return out.view(*exponents.shape[:-2], *shape)
+
+
+def mxfp4_experts(
+    op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu", *, clamped: bool = False
+) -> None:
+    """Some pairs go nowhere; in fixed order rows have the same bits in any company."""
+    num_tokens, _, num_experts, hidden, width = sizes
+    blocks, exponents, wide13 = mxfp4_weight((num_experts, 2, width, hidden), device)
+    w13 = mxfp4_tiles(blocks, exponents)
+    blocks, exponents, wide2 = mxfp4_weight((num_experts, hidden, width), device)
+    w2 = mxfp4_tiles(blocks, exponents)
+    x, weights, chosen = _step(sizes, dtype, device)
+    x /= 16
+    more, plain = _gate(sizes, dtype, device) if clamped else ({}, ())
+    expected = oracle.experts(x, wide13.flatten(1, 2), wide2, weights, chosen, *plain)
+    given = x, w13, w2, width, weights, chosen
+    for fixed in (False, True):
+        found = op(*given, fixed, **more)
+        assert found.dtype == dtype and not found[num_tokens // 3].any()
+        assert oracle.relative_error(found, expected) < ROUNDED[dtype]
+    for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
+        part = weights[start:end], chosen[start:end]
+        assert torch.equal(op(x[start:end], *given[1:4], *part, True, **more), found[start:end])
 
 
 def _step(sizes: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:

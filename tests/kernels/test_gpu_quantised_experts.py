@@ -37,3 +37,15 @@ def test_fp8_experts(num_tokens: int, sizes: tuple[int, int, int, int], blocks: 
 def test_fp8_experts_with_biases(num_tokens: int, dtype: torch.dtype) -> None:
     sizes = num_tokens, 4, 32, 512, 384
     check.fp8_experts(ops.fp8_experts, sizes, dtype, "cuda", clamped=True)
+
+
+@token_counts
+@pytest.mark.parametrize("clamped", [False, True], ids=["silu", "clamped"])
+@pytest.mark.parametrize("sizes", [(4, 32, 2880, 2880), (8, 128, 512, 704), (2, 8, 160, 96)])
+def test_mxfp4_experts(num_tokens: int, sizes: tuple[int, int, int, int], clamped: bool) -> None:
+    given = num_tokens, *sizes
+    check.mxfp4_experts(ops.mxfp4_experts, given, torch.bfloat16, "cuda", clamped=clamped)
+
+
+def test_mxfp4_experts_in_fp16() -> None:
+    check.mxfp4_experts(ops.mxfp4_experts, (33, 4, 8, 512, 384), torch.float16, "cuda")

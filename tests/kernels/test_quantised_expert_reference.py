@@ -7,6 +7,8 @@ import quantised_expert_checks as check
 import torch
 
 from tandem_kernels import ops
+from tandem_kernels.mxfp4_tiles import tile_mxfp4, tiles_of, untile_mxfp4
+from tandem_kernels.reference.mxfp4 import dequantise_mxfp4
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +27,31 @@ def test_fp8_experts(blocks: bool, clamped: bool) -> None:
     sizes = (13, 3, 8, 160, 144)
     check.fp8_experts(ops.fp8_experts, sizes, torch.float32, blocks=blocks, clamped=clamped)
     check.fp8_experts(ops.fp8_experts, sizes, torch.bfloat16, blocks=blocks, clamped=clamped)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (130, 96), (2880, 32)])
+def test_mxfp4_tiles_hold_the_weights(shape: tuple[int, int]) -> None:
+    blocks, exponents, wide = check.mxfp4_weight(shape)
+    tiles = check.mxfp4_tiles(blocks, exponents)
+    assert torch.equal(untile_mxfp4(tiles, *shape).double(), wide)
+    whole = untile_mxfp4(tiles, tiles.shape[0] * 64, tiles.shape[1] * 64)
+    whole[: shape[0], : shape[1]] = 0
+    assert not whole.any(), "what is padded"
+
+
+def test_exponents_at_the_ends_of_the_tiles_range() -> None:
+    blocks, _, _ = check.mxfp4_weight((64, 64))
+    tiles = torch.empty(tiles_of(64, 64), dtype=torch.int32)
+    for exponent in (0, 1, 127, 128):
+        tile_mxfp4(blocks, torch.full((64, 2), exponent, dtype=torch.uint8), tiles)
+        expected = dequantise_mxfp4(blocks, torch.full((64, 2), exponent), torch.float32)
+        assert torch.equal(untile_mxfp4(tiles, 64, 64), expected)
+    with pytest.raises(ValueError, match="129, above 128"):
+        tile_mxfp4(blocks, torch.full((64, 2), 129, dtype=torch.uint8), tiles)
+
+
+@pytest.mark.parametrize("clamped", [False, True], ids=["silu", "clamped"])
+def test_mxfp4_experts(clamped: bool) -> None:
+    sizes = (13, 3, 8, 160, 96)
+    check.mxfp4_experts(ops.mxfp4_experts, sizes, torch.float32, clamped=clamped)
+    check.mxfp4_experts(ops.mxfp4_experts, sizes, torch.bfloat16, clamped=clamped)

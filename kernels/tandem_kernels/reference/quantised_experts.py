@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.clamped_gate import ClampedGate
-from tandem_kernels.reference.experts import activated
+from tandem_kernels.mxfp4_tiles import untile_mxfp4
+from tandem_kernels.reference.experts import activated, fused_experts
 
 _GROUP = 128
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -89,3 +90,38 @@ def dequantise_fp8(weight: Tensor, scales: Tensor) -> Tensor:
         return weight.float() * scales[:, None]
     spread = scales.repeat_interleave(_GROUP, 0).repeat_interleave(_GROUP, 1)
     return weight.float() * spread[: weight.shape[0], : weight.shape[1]]
+
+
+def mxfp4_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    width: int,
+    weights: Tensor,
+    experts: Tensor,
+    fixed_order: bool = False,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> Tensor:
+    """Computes the weighted sum of each token's experts, as `fused_experts` does.
+
+    Args:
+        x: [T, H].
+        w13: [E, 2, ...] int32, tiles (`mxfp4_tiles`) of each expert's gate, then its up projection,
+            [I, H].
+        w2: [E, ...], those of [H, I].
+        width: I.
+        weights, experts, fixed_order, b13, b2, gate: As in `fused_experts`.
+
+    Returns:
+        [T, H] in the dtype of `x`.
+    """
+    hidden = x.shape[1]
+    plain13 = x.new_zeros((len(w13), 2 * width, hidden))
+    plain2 = x.new_zeros((len(w2), hidden, width))
+    for expert in set(experts.flatten().tolist()) - {-1}:
+        gates, ups = (untile_mxfp4(part, width, hidden) for part in w13[expert])
+        plain13[expert] = torch.cat((gates, ups))
+        plain2[expert] = untile_mxfp4(w2[expert], hidden, width)
+    return fused_experts(x, plain13, plain2, weights, experts, fixed_order, b13, b2, gate)

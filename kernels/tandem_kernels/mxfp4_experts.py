@@ -1,0 +1,224 @@
+"""Experts whose weights are MXFP4, and stay so in memory (`mxfp4_tiles`).
+
+    1. gate·up of each (token, expert) pair, bias, activation         [pairs, I]
+    2. down, bias, times the pair's weight                            [pairs, H]
+    3. the sum over a token's pairs                                   [T, H]
+
+Weights become half precision in registers, in the order in which four warps multiply from them
+there: they are the first operand, and rows, in shared memory, the second.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.device import gpu_name
+from tandem_kernels.expert_gate import activated
+from tandem_kernels.expert_rows import ExpertRows, rows_of_program
+from tandem_kernels.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
+from tandem_kernels.fused_experts import sum_pairs
+from tandem_kernels.mxfp4_numbers import mxfp4_weights
+
+FORMAT = "mxfp4"
+FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
+"""One choice for all batches, where a row must have the same bits in any company."""
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def mxfp4_expert_gemm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    pair_weights: tl.tensor,
+    experts: tl.tensor,
+    order: tl.tensor,
+    counts: tl.tensor,
+    out: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
+    num_outputs: tl.tensor,
+    inner: tl.tensor,
+    x_stride: tl.tensor,
+    num_tile_rows: tl.tensor,
+    num_tile_columns: tl.tensor,
+    num_row_tiles: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    SORTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Computes one tile of pairs times one tile of outputs in each program.
+
+    GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, 544], activated. Else x
+    [pairs, I], weight [E, 1, ...], times the pair's weight.
+    """
+    num_col_tiles = tl.cdiv(num_outputs, COLS)
+    expert, pair, col_tile = rows_of_program(
+        experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
+        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR,
+    )  # fmt: skip
+    if tl.min(pair, axis=0) >= num_pairs:
+        return
+    real = pair < num_pairs
+    row = pair
+    if GATED:
+        row = pair // TOP_K
+    row = tl.where(real, row, 0).to(tl.int64)
+    kind: tl.constexpr = x.dtype.element_ty
+    ROW_TILES: tl.constexpr = COLS // 64
+    COLUMN_TILES: tl.constexpr = DEPTH // 64
+    lane = tl.arange(0, DEPTH)
+    inputs = x + row[:, None] * x_stride + lane[None, :]
+    part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
+    size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
+    tiles = weight + part * size
+    # What lies behind the last tile of either side is not used, but must be there.
+    tile_row = col_tile * ROW_TILES + tl.arange(0, ROW_TILES)
+    tile_row = tl.minimum(tile_row, num_tile_rows - 1)
+    acc = tl.zeros([COLS, ROWS], tl.float32)
+    second = tl.zeros([COLS, ROWS], tl.float32)
+    for step in range(tl.cdiv(inner, DEPTH)):
+        start = step * DEPTH
+        column = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES)
+        column = tl.minimum(column, num_tile_columns - 1)
+        if EVEN:
+            given = tl.load(inputs + start, mask=real[:, None], other=0.0)
+        else:
+            real_k = start + lane < inner
+            given = tl.load(inputs + start, mask=real[:, None] & real_k[None, :], other=0.0)
+        by = mxfp4_weights(
+            tiles, num_tile_columns, tile_row, column, kind, ROW_TILES, COLUMN_TILES, IN_PAIRS
+        )
+        acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
+        if GATED:
+            by = mxfp4_weights(
+                tiles + size, num_tile_columns, tile_row, column, kind,
+                ROW_TILES, COLUMN_TILES, IN_PAIRS,
+            )  # fmt: skip
+            second = tl.dot(by, given.T, second, input_precision=PRECISION)
+    acc = acc.T
+    second = second.T
+    col = col_tile * COLS + tl.arange(0, COLS)
+    real_col = col < num_outputs
+    if HAS_BIAS:
+        of_col = bias + part * num_outputs + col
+        acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
+            second += of_up.to(tl.float32)[None, :]
+    if GATED:
+        acc = activated(acc, second, limit, alpha, CLAMPED)
+    else:
+        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & real_col[None, :])
+
+
+def mxfp4_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    width: int,
+    weights: Tensor,
+    experts: Tensor,
+    fixed_order: bool = False,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> Tensor:
+    """See `reference.quantised_experts.mxfp4_experts`."""
+    num_tokens, hidden_size = x.shape
+    num_experts = len(w13)
+    num_pairs = experts.numel()
+    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
+    first, second = (
+        FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
+        for gated in (True, False)
+    )
+    rows = ExpertRows.of(experts, num_experts)
+    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
+    parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
+    mxfp4_gemm(x, w13, weights, rows, hidden, first, bias=b13, gate=gate)
+    mxfp4_gemm(hidden, w2.unsqueeze(1), weights, rows, parts, second, bias=b2)
+    sum_pairs(parts, experts, out)
+    return out
+
+
+def mxfp4_gemm(
+    x: Tensor,
+    weight: Tensor,
+    pair_weights: Tensor,
+    rows: ExpertRows,
+    out: Tensor,
+    tuning: ExpertTuning,
+    bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> None:
+    """Computes one of the two GEMMs; the first where the weight has two parts.
+
+    Args:
+        x: [T, H], or [T * k, I].
+        weight: [E, 2, ...] or [E, 1, ...] tiles. `tuning.cols` and `depth` are multiples of 64.
+        pair_weights: [T, k].
+        out: [T * k, I], or [T * k, H].
+        bias: [E, 2 I], or [E, H]; None: none.
+        gate: None: SiLU.
+    """
+    num_pairs, num_outputs = out.shape
+    num_experts, num_parts, num_tile_rows, num_tile_columns, _ = weight.shape
+    inner = x.shape[1]
+    row_tiles, constants = rows.tiles(tuning.rows)
+    grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
+    mxfp4_expert_gemm_kernel[grid](
+        x,
+        weight,
+        bias,
+        pair_weights,
+        rows.experts,
+        rows.order,
+        rows.counts,
+        out,
+        num_pairs,
+        num_experts,
+        num_outputs,
+        inner,
+        x.stride(0),
+        num_tile_rows,
+        num_tile_columns,
+        row_tiles,
+        *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
+        TOP_K=rows.experts.shape[1],
+        COLS=tuning.cols,
+        DEPTH=tuning.depth,
+        GROUP=tuning.group,
+        GATED=num_parts == 2,
+        HAS_BIAS=bias is not None,
+        CLAMPED=gate is not None,
+        EVEN=inner % tuning.depth == 0,
+        IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **constants,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )

@@ -1,0 +1,123 @@
+"""MXFP4 numbers become half precision in registers; `mxfp4_tiles` says where they lie.
+
+Eight numbers of a word are four registers of two bf16 by 11 operations, and their exponent is one
+multiplication each: less than two operations a number. More than three would keep memory waiting.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_MASK = "0x81C081C0"
+
+
+def _unpacked() -> tl.constexpr:
+    """Returns the instructions that make eight bf16 of a word ($8) and a factor ($9)."""
+    lines = ["{ .reg .b32 none, t, p<4>; mov.b32 none, 0x80008000;", f"and.b32 p0, $8, {_MASK};"]
+    for pair, shift in ((1, 3), (2, 6)):
+        lines.append(f"shl.b32 t, $8, {shift}; and.b32 p{pair}, t, {_MASK};")
+    lines.append("shl.b32 t, $8, 1; and.b32 p3, t, 0x80008000;")
+    for shift, mask in ((5, "0x01000100"), (4, "0x00C000C0")):
+        # p3 | (t & mask)
+        lines.append(f"shr.u32 t, $8, {shift}; lop3.b32 p3, t, {mask}, p3, 0xEA;")
+    for pair in range(4):
+        lines.append(f"fma.rn.bf16x2 p{pair}, p{pair}, $9, none;")
+        lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, p{pair};")
+    return tl.constexpr(" ".join([*lines, "}"]))
+
+
+_UNPACKED = _unpacked()
+_REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
+
+
+@triton.jit
+def _number(
+    word: tl.tensor, power: tl.tensor, kind: tl.constexpr, INDEX: tl.constexpr
+) -> tl.tensor:
+    """Returns number INDEX of each word, times the power, by way of float32."""
+    low = word >> (16 * (INDEX % 2))
+    if INDEX // 2 == 0:
+        bits = low & 0x81C0
+    elif INDEX // 2 == 1:
+        bits = (low << 3) & 0x81C0
+    elif INDEX // 2 == 2:
+        bits = (low << 6) & 0x81C0
+    else:
+        bits = ((low << 1) & 0x8000) | ((low >> 5) & 0x0100) | ((low >> 4) & 0x00C0)
+    wide = (bits << 16).to(tl.float32, bitcast=True)
+    return (wide * (power << 23).to(tl.float32, bitcast=True)).to(kind)
+
+
+@triton.jit
+def mxfp4_numbers(
+    words: tl.tensor, powers: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr
+) -> tl.tensor:
+    """Unpacks words [..., 4] and their powers' bytes -> [..., 4, 2, 2, 2]: the last dimensions are
+    the number of a pair, and the pair's lower and upper bit.
+
+    IN_PAIRS: in bf16, two at once.
+    """
+    if IN_PAIRS:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _UNPACKED,
+            _REGISTERS,
+            [words, powers * 0x00800080],
+            (
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            True,
+            1,
+        )
+    else:
+        a = _number(words, powers, kind, 0)
+        b = _number(words, powers, kind, 1)
+        c = _number(words, powers, kind, 2)
+        d = _number(words, powers, kind, 3)
+        e = _number(words, powers, kind, 4)
+        f = _number(words, powers, kind, 5)
+        g = _number(words, powers, kind, 6)
+        h = _number(words, powers, kind, 7)
+    low = tl.join(tl.join(a, b), tl.join(c, d))
+    high = tl.join(tl.join(e, f), tl.join(g, h))
+    return tl.join(low, high)
+
+
+@triton.jit
+def mxfp4_weights(
+    tiles: tl.tensor,
+    num_tiles: tl.tensor,
+    tile_row: tl.tensor,
+    tile_column: tl.tensor,
+    kind: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """Loads [64 * ROW_TILES, 64 * COLUMN_TILES] of a weight whose tiles begin at an address.
+
+    Args:
+        num_tiles: In each row of tiles.
+        tile_row: [ROW_TILES].
+        tile_column: [COLUMN_TILES].
+    """
+    OUTPUTS: tl.constexpr = 64 * ROW_TILES
+    GROUPS: tl.constexpr = 2 * COLUMN_TILES
+    tile = tile_row.to(tl.int64)[:, None, None] * num_tiles + tile_column[None, :, None]
+    start = tiles + tile * 544
+    words = tl.load(start + tl.arange(0, 512)[None, None, :])
+    words = words.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2).permute(0, 2, 6, 3, 1, 5, 4)
+    exponents = tl.load(start + 512 + tl.arange(0, 32)[None, None, :])
+    exponents = exponents.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 1, 1)
+    shift = tl.arange(0, 4).reshape(1, 1, 1, 1, 2, 2) * 8
+    powers = ((exponents >> shift) & 255).permute(0, 2, 5, 3, 1, 4)
+    powers = tl.broadcast_to(powers.reshape(OUTPUTS, GROUPS, 1), (OUTPUTS, GROUPS, 4))
+    numbers = mxfp4_numbers(words.reshape(OUTPUTS, GROUPS, 4), powers, kind, IN_PAIRS)
+    return numbers.permute(0, 1, 5, 4, 2, 3).reshape(OUTPUTS, 32 * GROUPS)
