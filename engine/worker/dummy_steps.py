@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
+from engine.config import ModelConfig
+from engine.sample.siblings import DRAWS_AT_ONCE
+from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
 
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
@@ -42,6 +44,28 @@ def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> lis
         lengths[i] += more
         rest -= more
     return lengths
+
+
+def largest_steps(
+    num_tokens: int, max_num_reqs: int, model: ModelConfig, *, expands_contexts: bool
+) -> list[DummyStep]:
+    """Returns steps of which one takes as much memory as any step with `num_tokens` may: as many
+    requests as there may be, one token each, and the rest of the tokens in few long prompts, which
+    all want all that the sampler can do; and a step behind long contexts."""
+    lengths = dummy_lengths(num_tokens, max_num_reqs, model.max_model_len)
+    most = min(MAX_LOGPROBS, model.vocab_size)
+    seeds = tuple(range(DRAWS_AT_ONCE))
+    steps = [DummyStep(lengths, everything(most, most), sibling_seeds=seeds)]
+    if expands_contexts:
+        steps.append(behind_contexts(num_tokens, max_num_reqs, model.max_model_len))
+    return steps
+
+
+def behind_contexts(num_tokens: int, max_num_reqs: int, max_model_len: int) -> DummyStep:
+    """Returns a step of at most `num_tokens` tokens in prompts whose longer half is cached."""
+    length = max(1, min(num_tokens, max_model_len // 2))
+    count = max(1, min(num_tokens // length, max_num_reqs))
+    return DummyStep([length] * count, SamplingParams(), max_model_len - length)
 
 
 def warm_up_steps(max_num_reqs: int, longest: int, max_model_len: int) -> list[DummyStep]:

@@ -43,8 +43,6 @@ from engine.models.registry import spec_of
 from engine.sample.grammars import GrammarStates
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
-from engine.sample.siblings import DRAWS_AT_ONCE
-from engine.sampling_params import MAX_LOGPROBS
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.worker.async_output import AsyncOutput, ResultCopier
 from engine.worker.cudagraph_utils import (
@@ -54,7 +52,7 @@ from engine.worker.cudagraph_utils import (
     prompt_keys,
 )
 from engine.worker.drafter import Drafter
-from engine.worker.dummy_steps import DummyStep, dummy_lengths, everything, warm_up_steps
+from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
 
@@ -115,7 +113,11 @@ class ModelRunner:
         self._result_copier = ResultCopier(device)
         spec = spec_of(config.model)
         self._attention = choose_attention(
-            config, device, rare_attention=spec.rare_attention, has_sinks=spec.has_sinks
+            config,
+            device,
+            rare_attention=spec.rare_attention,
+            has_sinks=spec.has_sinks,
+            latent=spec.latent_shape,
         )
         self._graphs: CudaGraphManager | None = None
         self.drafter: Drafter | None = None
@@ -203,17 +205,13 @@ class ModelRunner:
         report(1.0)
 
     def dummy_run(self, num_tokens: int) -> None:
-        """Runs a step of `num_tokens` padding tokens, in rows that must be free: as many requests
-        as there are rows, one token each, and the rest of the tokens in few long prompts; all want
-        all that the sampler can do. Warms up, and takes as much memory as any step may. Overwrites
-        block 0 of the cache.
+        """Runs the largest steps there may be with `num_tokens` padding tokens, in rows that must
+        be free. Warms up, and takes as much memory as any step may. Overwrites the cache's block 0.
         """
-        lengths = dummy_lengths(
-            num_tokens, self.states.max_num_reqs, self._config.model.max_model_len
-        )
-        seeds = tuple(range(DRAWS_AT_ONCE))
-        most = min(MAX_LOGPROBS, self._config.model.vocab_size)
-        self._dummy_step(DummyStep(lengths, everything(most, most), sibling_seeds=seeds))
+        model, most_rows = self._config.model, self.states.max_num_reqs
+        is_longer = self._attention.expands_contexts
+        for step in largest_steps(num_tokens, most_rows, model, expands_contexts=is_longer):
+            self._dummy_step(step)
 
     def _dummy_step(self, dummy: DummyStep) -> None:
         num_cached = dummy.num_cached

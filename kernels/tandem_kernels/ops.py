@@ -22,6 +22,7 @@ from tandem_kernels.reference import (
     int4,
     latent,
     quantised_experts,
+    ragged,
     sampling,
 )
 
@@ -69,7 +70,10 @@ fp8_experts = Op(quantised_experts.fp8_experts, "fp8_experts")
 mxfp4_experts = Op(quantised_experts.mxfp4_experts, "mxfp4_experts")
 rope_and_cache = Op(elementwise.rope_and_cache, "rope_and_cache")
 latent_rope_and_cache = Op(latent.latent_rope_and_cache, "latent_rope_and_cache")
+gather_latents = Op(latent.gather_latents, "latent_gather")
 latent_attention = Op(latent.latent_attention, "latent_attention")
+ragged_attention = Op(ragged.ragged_attention, "ragged_attention")
+merge_attention = Op(ragged.merge_attention, "merge_attention")
 paged_attention = Op(attention.paged_attention, "paged_attention")
 prepare_inputs = Op(batch.prepare_inputs, "batch_prep")
 post_update = Op(batch.post_update, "batch_prep")

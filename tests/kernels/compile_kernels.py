@@ -39,11 +39,14 @@ from tandem_kernels import (
     invariant_gemm,
     latent_attention,
     latent_decode,
+    latent_gather,
     latent_rope_and_cache,
     logprobs,
+    merge_attention,
     mxfp4_experts,
     penalties,
     prefill_attention,
+    ragged_attention,
     rms_norm,
     rope_and_cache,
     route_tokens,
@@ -526,6 +529,44 @@ def latent_cases(capability: int) -> Iterator[Case]:
     )
 
 
+def ragged_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "q", "k", "v", "out", "part", "kv_cache", "latents", "keys"),
+        **named("*i32", "query_bounds", "key_bounds", "bounds", "first", "block_tables"),
+        **named("*fp32", "log_sums", "part_log_sums"),
+        **named("fp32", "scale"),
+    }
+    for causal in (False, True):
+        yield Case(
+            ragged_attention.ragged_attention_kernel,
+            f"causal={causal}",
+            types,
+            {
+                "NUM_HEADS": 16, "KEY": 192, "MAIN": 128, "REST": 64, "VALUE": 128,
+                "BLOCK_VALUE": 128, "BLOCK_Q": 128, "TILE": 64, "CAUSAL": causal,
+                "PRECISION": "tf32", "LOG_2": 0.7,
+            },
+            {"num_warps": 8, "num_stages": 3},
+        )  # fmt: skip
+    yield Case(
+        merge_attention.merge_attention_kernel,
+        "",
+        types,
+        {"NUM_HEADS": 16, "VALUE": 128, "BLOCK_VALUE": 128},
+        {"num_warps": 1},
+    )
+    yield Case(
+        latent_gather.gather_latents_kernel,
+        "",
+        types,
+        {
+            "NUM_HEADS": 16, "HEADS": 16, "LATENT": 512, "BLOCK_LATENT": 512, "ROPE": 64,
+            "BLOCK_ROPE": 64, "BLOCK_SIZE": 64,
+        },
+        {"num_warps": 2},
+    )  # fmt: skip
+
+
 def batch_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*i32", "idx_mapping", "query_start_loc", "token_ids", "num_computed"),
@@ -633,6 +674,7 @@ def compile_all(capability: int) -> None:
         fp8_expert_cases,
         mxfp4_expert_cases,
         latent_cases,
+        ragged_cases,
         batch_cases,
         sampling_cases,
     ]

@@ -233,6 +233,21 @@ def test_latent_decode(
     check.latent_decode(latent_decode, [5, 90, 33], query_len, sizes, torch.float32, tuning=tuning)
 
 
+@dtypes
+def test_expansion_of_cached_latents(dtype: torch.dtype) -> None:
+    check.gather_latents(ops.gather_latents.kernel, (3, 24, 8), dtype)
+    check.merge_attention(ops.merge_attention.kernel, (5, 3, 24), dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [((2, 24, 12), torch.float32), ((1, 32, 32), torch.float16)], ids=str
+)
+def test_ragged_attention(sizes: tuple[int, int, int], dtype: torch.dtype, causal: bool) -> None:
+    lengths = [40, 3, 64, 20], [140, 3, 64, 0 if not causal else 33]
+    check.ragged_attention(ops.ragged_attention.kernel, lengths, sizes, dtype, causal=causal)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_batch_tables(seed: int) -> None:
     check.prepare_inputs(ops.prepare_inputs.kernel, [1, 9, 3, 1], 1, seed)

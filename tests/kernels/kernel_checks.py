@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem_kernels import ops
 from tandem_kernels.batch_tables import RowTables, StepInputs
 from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.ragged_batch import RaggedBatch
 
 Op = Callable[..., Any]
 
@@ -676,3 +677,78 @@ def latent_decode(
     op(q[:, :, :latent], q[:, :, latent:], cache, metadata, batch.scale, out, **options)
     assert out[num_rows:].isnan().all()
     assert oracle.relative_error(out[:num_rows], batch.expected(latent)) < ATTENTION[dtype]
+
+
+def gather_latents(
+    op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Checks ranges of several requests, one of them empty. `sizes` is (H, L, R); the keys' place
+    is a part of wider rows, the rest of which stays as it is."""
+    num_heads, latent, rope = sizes
+    seq_lens, ranges = [70, 5, 33, 20], [(16, 60), (0, 5), (7, 7), (19, 20)]
+    batch = oracle.paged_batch(
+        seq_lens, [1] * 4, num_kv_heads=1, group=1, head_dim=latent + rope, block_size=16,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    first = torch.tensor([start for start, _ in ranges], dtype=torch.int32, device=device)
+    bounds = oracle.cumulative([end - start for start, end in ranges]).to(device)
+    total = int(bounds[-1])
+    wide = torch.full((total, num_heads, 5 + rope), math.nan, dtype=dtype, device=device)
+    tables = batch.metadata.block_tables
+    latents = op(batch.kv_cache[:, 0, 0], tables, first, bounds, wide[:, :, 5:])
+    rows = [keys[0, start:end] for keys, (start, end) in zip(batch.keys, ranges, strict=True)]
+    expected = torch.cat(rows)
+    assert torch.equal(latents, expected[:, :latent])
+    assert torch.equal(wide[:, :, 5:], expected[:, None, latent:].expand(-1, num_heads, -1))
+    assert wide[:, :, :5].isnan().all()
+
+
+def ragged_attention(
+    op: Op,
+    lengths: tuple[list[int], list[int]],
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    causal: bool,
+    device: str = "cpu",
+) -> None:
+    """Checks queries and keys of `lengths`; `sizes` is (H, D, V). All three are parts of wider
+    rows."""
+    num_heads, key, value = sizes
+    query_lens, key_lens = lengths
+    q = torch.randn(sum(query_lens), num_heads, key + 8, device=device).to(dtype)[:, :, 8:]
+    kv = torch.randn(sum(key_lens), num_heads, value + key, device=device).to(dtype)
+    kv = torch.cat((kv, torch.full_like(kv[:1], math.nan)))
+    k, v = kv[:, :, value:], kv[:, :, :value]
+    batch = RaggedBatch(
+        oracle.cumulative(query_lens).to(device),
+        oracle.cumulative(key_lens).to(device),
+        max(query_lens),
+        max(key_lens),
+        causal,
+    )
+    out, log_sums = op(q, k, v, batch, key**-0.5)
+    assert out.dtype == dtype and log_sums.dtype == torch.float32
+    expected, expected_sums = oracle.ragged_attention(q, k, v, lengths, key**-0.5, causal=causal)
+    assert oracle.relative_error(out, expected) < ATTENTION[dtype]
+    torch.testing.assert_close(
+        log_sums.double(), expected_sums, rtol=ATTENTION[dtype], atol=ATTENTION[dtype]
+    )
+
+
+def merge_attention(
+    op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Checks the join of two parts; `sizes` is (T, H, V). One part counts for nothing once."""
+    num_tokens, num_heads, _ = sizes
+    parts = [torch.randn(sizes, device=device).to(dtype) for _ in range(2)]
+    # As in a step: a part of the rows of more queries.
+    sums = [torch.randn(num_heads, num_tokens + 3, device=device)[:, 3:] * 5 for _ in range(2)]
+    sums[1][0, 0] = -math.inf
+    shares = torch.stack([part.double().t()[..., None] for part in sums]).exp()
+    wide = torch.stack([part.double() for part in parts])
+    expected = (wide * shares).sum(0) / shares.sum(0)
+    expected_sums = torch.stack([part.double() for part in sums]).logsumexp(0)
+    op(parts[0], sums[0], parts[1], sums[1])
+    assert oracle.relative_error(parts[0], expected) < ELEMENTWISE[dtype]
+    torch.testing.assert_close(sums[0].double(), expected_sums, rtol=1e-5, atol=1e-5)

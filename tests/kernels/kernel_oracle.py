@@ -138,6 +138,31 @@ def paged_batch(
     return PagedBatch(q, kv_cache, metadata, keys, values, head_dim**-0.5)
 
 
+def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[list[int], list[int]],
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Computes [T, H, V] and the logarithms of sums [H, T] of each query token and head alone."""
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
+    sums = torch.full(q.shape[1::-1], -math.inf, dtype=torch.float64, device=q.device)
+    first_query = first_key = 0
+    for num_queries, num_keys in zip(*lengths, strict=True):
+        for i in range(num_queries):
+            seen = num_keys - num_queries + i + 1 if causal else num_keys
+            token, keys = first_query + i, slice(first_key, first_key + seen)
+            for head in range(q.shape[1]) if seen > 0 else ():
+                scores = k[keys, head].double() @ q[token, head].double() * scale
+                out[token, head] = scores.softmax(0) @ v[keys, head].double()
+                sums[head, token] = scores.logsumexp(0)
+        first_query, first_key = first_query + num_queries, first_key + num_keys
+    return out, sums
+
+
 def cumulative(lengths: list[int]) -> Tensor:
     """Returns [0, a, a + b, ...] int32."""
     return torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)

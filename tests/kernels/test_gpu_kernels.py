@@ -164,6 +164,23 @@ def test_latent_decode(
         )  # fmt: skip
 
 
+@halves
+@pytest.mark.parametrize("num_heads", [8, 16, 40])
+def test_expansion_of_cached_latents(dtype: torch.dtype, num_heads: int) -> None:
+    check.gather_latents(ops.gather_latents, (num_heads, 512, 64), dtype, "cuda")
+    check.merge_attention(ops.merge_attention, (700, num_heads, 128), dtype, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 192, 128), (2, 128, 128), (2, 64, 32)])
+def test_ragged_attention(dtype: torch.dtype, sizes: tuple[int, int, int], causal: bool) -> None:
+    lengths = [40, 1, 129, 600], [1100, 1, 129, 601 if causal else 0]
+    check.ragged_attention(
+        ops.ragged_attention, lengths, sizes, dtype, causal=causal, device="cuda"
+    )
+
+
 @pytest.mark.parametrize("name", check.ROUTERS)
 @pytest.mark.parametrize("num_experts", [16, 64, 128, 256])
 def test_routers(name: str, num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""Latent attention in plain torch against float64."""
+"""Latent attention in plain torch, absorbed and expanded, against float64."""
 
 from __future__ import annotations
 
@@ -25,3 +25,18 @@ def test_attention(dtype: torch.dtype, fixed_order: bool) -> None:
     check.latent_attention(
         ops.latent_attention, lengths, (4, 24, 8), dtype, fixed_order=fixed_order
     )
+
+
+@dtypes
+def test_expansion_of_cached_latents(dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    check.gather_latents(ops.gather_latents, (3, 24, 8), dtype)
+    check.merge_attention(ops.merge_attention, (5, 3, 24), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("causal", [False, True])
+def test_ragged_attention(dtype: torch.dtype, causal: bool) -> None:
+    torch.manual_seed(8)
+    lengths = [40, 3, 20], [100, 3, 33 if causal else 0]
+    check.ragged_attention(ops.ragged_attention, lengths, (3, 24, 12), dtype, causal=causal)

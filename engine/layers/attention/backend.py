@@ -110,6 +110,11 @@ class AttentionBackend(ABC):
             kv_cache: [N, 2, Hkv, B, D] of any layer.
         """
 
+    @property
+    def expands_contexts(self) -> bool:
+        """Returns whether a step takes more memory behind a long cached context."""
+        return False
+
     def order(self, chunks: list[PrefillChunk]) -> list[PrefillChunk]:
         """Returns the same chunks as they shall lie behind each other."""
         return chunks

@@ -21,11 +21,14 @@ from torch import Tensor
 from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillMetadata
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.ragged_batch import RaggedBatch
 
 PACKAGE = "flash_attn_interface"
 PREFILL_PACKAGE = "fa3_fwd_interface"
 _OPERATORS = {PACKAGE: "flash_attn_3", PREFILL_PACKAGE: "fa3_fwd"}
 """The namespace in `torch.ops` in which each package registers its kernels."""
+_UNLIKE_SIZES = {(192, 128)}
+"""Widths of keys and values that its kernels take although they differ."""
 
 
 def is_installed(package: str = PACKAGE) -> bool:
@@ -91,6 +94,38 @@ def forward_kernel(package: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, 
     except AttributeError as error:
         raise ImportError(f"{package} registers no forward kernel: {error}") from None
     return cast(Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], operator)
+
+
+class FlashRagged:
+    """Does what `tandem_kernels.reference.ragged.ragged_attention` does."""
+
+    def __init__(self, package: str) -> None:
+        """Raises `ImportError` or `OSError` when the package does not load."""
+        self._forward = forward_kernel(package)
+
+    @staticmethod
+    def package(dtype: torch.dtype, key: int, value: int, device: torch.device) -> str | None:
+        """Returns the one to use for these widths of heads, or None when there is none."""
+        if key != value and (key, value) not in _UNLIKE_SIZES:
+            return None
+        return FlashPrefill.package(dtype, key, device)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        attended, log_sums, *_ = self._forward(
+            q,
+            k,
+            v,
+            cu_seqlens_q=batch.query_bounds,
+            cu_seqlens_k=batch.key_bounds,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_key_len,
+            softmax_scale=scale,
+            is_causal=batch.causal,
+            num_splits=1,
+        )
+        return attended, log_sums
 
 
 class FlashPrefill(DensePrefill):

@@ -6,8 +6,9 @@
               key ─ rotate ──┘
 
 This is the absorbed form: instead of expanding the cache into keys and values, the two halves of
-`kv_b_proj` are applied to the query and to the result. Heads are split over ranks; the latent is
-computed and cached by all. Source: DeepSeek-V2, 2024.
+`kv_b_proj` are applied to the query and to the result. Long chunks take the other form
+(`latent_backend` says which, `latent_forms` computes both). Heads are split over ranks; the latent
+is computed and cached by all. Source: DeepSeek-V2, 2024.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.layers.attention.latent_forms import LatentForms
+from engine.layers.attention.latent_input import LatentInputProjection
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear, repeated
 from engine.layers.methods.base import ColumnPart, LinearPart
@@ -75,32 +78,32 @@ class LatentAttentionBlock(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.norm = norm
-        self.fixed_order = shard.gemms.deterministic
         self.first_head, self.num_heads = shard.part(num_heads)
         self.total_heads = num_heads
         q_order, key_order = _orders(sizes)
         head = sizes.nope + sizes.rope
-        q = ColumnPart(
+        queries = ColumnPart(
             self.first_head * head,
             self.num_heads * head,
             num_heads * head,
             None if q_order is None else repeated(q_order, self.num_heads),
         )
-        fused = ColumnPart(0, sizes.kv_rank + sizes.rope, sizes.kv_rank + sizes.rope, key_order)
-        self.kv_a_proj = MergedColumnParallelLinear(
-            hidden_size, (fused,), shard.at("kv_a_proj_with_mqa")
-        )
+        latents = ColumnPart(0, sizes.kv_rank + sizes.rope, sizes.kv_rank + sizes.rope, key_order)
         self.kv_a_norm = RMSNorm(sizes.kv_rank, LATENT_NORM_EPS, shard)
-        self.q_a_proj: MergedColumnParallelLinear | None = None
+        self.q_b_proj: MergedColumnParallelLinear | None = None
         self.q_a_norm = None
+        names = "q_proj", "kv_a_proj_with_mqa"
         if sizes.q_rank:
-            whole = ColumnPart(0, sizes.q_rank, sizes.q_rank)
-            self.q_a_proj = MergedColumnParallelLinear(hidden_size, (whole,), shard.at("q_a_proj"))
+            names = "q_a_proj", names[1]
             self.q_a_norm = RMSNorm(sizes.q_rank, LATENT_NORM_EPS, shard)
-        queries = shard.at("q_b_proj" if sizes.q_rank else "q_proj")
-        self.q_proj = MergedColumnParallelLinear(sizes.q_rank or hidden_size, (q,), queries)
+            self.q_b_proj = MergedColumnParallelLinear(
+                sizes.q_rank, (queries,), shard.at("q_b_proj")
+            )
+            queries = ColumnPart(0, sizes.q_rank, sizes.q_rank)
+        self.input_proj = LatentInputProjection(hidden_size, queries, latents, names, shard)
         self.kv_b_format = format_of(shard.scheme("kv_b_proj"), shard.prefix)
-        self.kv_b = shard.parameter(self.num_heads, sizes.nope + sizes.value, sizes.kv_rank)
+        self.kv_b = shard.parameter(self.num_heads, sizes.value + sizes.nope, sizes.kv_rank)
+        self.forms = LatentForms(self.kv_b, sizes.value, sizes.scale, shard.gemms.deterministic)
         self.o_proj = RowParallelLinear(num_heads * sizes.value, hidden_size, shard.at("o_proj"))
 
     def forward(
@@ -109,14 +112,13 @@ class LatentAttentionBlock(nn.Module):
         """Attends for the normed `x`: [T, H]; `kv_cache`: [N, 1, 1, B, L + R]."""
         sizes = self.sizes
         cache = kv_cache[:, 0, 0]
-        queries = x
-        if self.q_a_proj is not None and self.q_a_norm is not None:
-            queries = self.q_a_norm(self.q_a_proj(x))
-        heads = self.q_proj(queries).view(len(x), self.num_heads, sizes.nope + sizes.rope)
-        q_rope = heads[:, :, sizes.nope :]
+        queries, latents = self.input_proj(x)
+        if self.q_b_proj is not None and self.q_a_norm is not None:
+            queries = self.q_b_proj(self.q_a_norm(queries))
+        heads = queries.view(len(x), self.num_heads, sizes.nope + sizes.rope)
         ops.latent_rope_and_cache(
-            q_rope,
-            self.kv_a_proj(x),
+            heads[:, :, sizes.nope :],
+            latents,
             self.kv_a_norm.weight,
             inputs.positions,
             inputs.cos_sin_cache,
@@ -124,34 +126,25 @@ class LatentAttentionBlock(nn.Module):
             inputs.slot_mapping,
             LATENT_NORM_EPS,
         )
-        w_uk, w_uv = torch.split(self.kv_b, [sizes.nope, sizes.value], dim=1)
-        q_latent = self._by_head(heads[:, :, : sizes.nope], w_uk.transpose(1, 2))
-        attended = ops.latent_attention(q_latent, q_rope, cache, inputs.metadata, sizes.scale)
-        self.o_proj.add_to(stream, self._by_head(attended, w_uv).flatten(1), self.norm)
-
-    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiplies each head by its own weight: [T, H, in] x [H, out, in] -> [T, H, out]."""
-        if self.fixed_order:
-            parts = [
-                ops.invariant_gemm(x[:, head].contiguous(), weight[head].contiguous())
-                for head in range(self.num_heads)
-            ]
-            return torch.stack(parts, dim=1)
-        return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+        self.o_proj.add_to(stream, self.forms.attend(heads, cache, inputs).flatten(1), self.norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         sizes = self.sizes
-        if self.q_a_proj is not None and self.q_a_norm is not None:
-            yield from self.q_a_proj.checkpoint_weights(f"{prefix}.q_a_proj")
+        yield from self.input_proj.checkpoint_weights(prefix)
+        if self.q_b_proj is not None and self.q_a_norm is not None:
             yield from self.q_a_norm.checkpoint_weights(f"{prefix}.q_a_layernorm")
-            yield from self.q_proj.checkpoint_weights(f"{prefix}.q_b_proj")
-        else:
-            yield from self.q_proj.checkpoint_weights(f"{prefix}.q_proj")
-        yield from self.kv_a_proj.checkpoint_weights(f"{prefix}.kv_a_proj_with_mqa")
+            yield from self.q_b_proj.checkpoint_weights(f"{prefix}.q_b_proj")
         yield from self.kv_a_norm.checkpoint_weights(f"{prefix}.kv_a_layernorm")
         head = sizes.nope + sizes.value
         shape = self.total_heads * head, sizes.kv_rank
-        part = LinearPart(f"{prefix}.kv_b_proj", shape, 0, self.first_head * head)
+        value_first = torch.cat((torch.arange(sizes.nope, head), torch.arange(sizes.nope)))
+        part = LinearPart(
+            f"{prefix}.kv_b_proj",
+            shape,
+            0,
+            self.first_head * head,
+            order=repeated(value_first, self.num_heads),
+        )
         yield matrix_weight(self.kv_b_format, self.kv_b.view(-1, sizes.kv_rank), part)
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
 

@@ -12,11 +12,14 @@ from engine.errors import CannotStartError
 from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.cudnn_prefill import CudnnPrefill
-from engine.layers.attention.flash_attention import FlashPrefill
+from engine.layers.attention.flash_attention import FlashPrefill, FlashRagged
+from engine.layers.attention.latent_backend import LatentBackend, LatentShape
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
 
 logger = logging.getLogger(__name__)
+
+_NOT_LOADED = "%s is installed but does not load: %s"
 
 
 class AttentionBackendError(CannotStartError):
@@ -29,12 +32,14 @@ def choose_attention(
     *,
     rare_attention: str = "",
     has_sinks: bool = False,
+    latent: LatentShape | None = None,
 ) -> AttentionBackend:
     """Returns the backend that the setting and this device ask for.
 
     Args:
         rare_attention: Names what only our own kernels know of this model's attention.
         has_sinks: Its heads have attention sinks.
+        latent: The sizes of its latent attention; None: it has none.
 
     Raises:
         AttentionBackendError: The kernels that the setting wants are not here.
@@ -49,6 +54,8 @@ def choose_attention(
             f"attention_backend flash-attn does not have {needs_own}, which "
             f"{config.model.architecture} needs; choose auto or triton"
         )
+    if latent is not None:
+        return _latent_backend(config, device, latent)
     if config.device.deterministic or rare_attention or all(has_window):
         wanted = "triton"
     shape = getattr(torch, config.model.dtype), config.model.head_dim, device
@@ -64,6 +71,30 @@ def choose_attention(
     return UncachedPrefillBackend(dense)
 
 
+def _latent_backend(
+    config: EngineConfig, device: torch.device, latent: LatentShape
+) -> LatentBackend:
+    """Returns the backend of latents. In deterministic mode all requests stay absorbed: the two
+    forms round differently, and which one is faster depends on how a prompt is cut into steps."""
+    if config.device.deterministic:
+        logger.info("attention of latents: absorbed alone")
+        return LatentBackend(fixed_order=True)
+    dtype, key = getattr(torch, config.model.dtype), latent.nope + latent.rope
+    package = None
+    if config.device.attention_backend == "auto":
+        package = FlashRagged.package(dtype, key, latent.value, device)
+    if package is not None:
+        try:
+            backend = LatentBackend(shape=latent, ragged=FlashRagged(package))
+        except (ImportError, OSError) as error:
+            logger.warning(_NOT_LOADED, package, error)
+        else:
+            logger.info("attention of latents: expanded FlashAttention 3, absorbed Triton")
+            return backend
+    logger.info("attention of latents: %s", "Triton" if device.type == "cuda" else "torch")
+    return LatentBackend(shape=latent)
+
+
 def _dense_prefill(
     dtype: torch.dtype, head_dim: int, device: torch.device, *, has_sinks: bool
 ) -> DensePrefill | None:
@@ -74,7 +105,7 @@ def _dense_prefill(
         try:
             return FlashPrefill(package)
         except (ImportError, OSError) as error:
-            logger.warning("%s is installed but does not load: %s", package, error)
+            logger.warning(_NOT_LOADED, package, error)
     if has_sinks and not CudnnPrefill.has_sinks:
         return None
     return CudnnPrefill() if CudnnPrefill.is_available(dtype, head_dim, device) else None

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
+from engine.models.specs.latent import LatentSpec
 
 PLAIN_CHECKPOINT = "use a plain checkpoint of this family, in fp32, fp16 or bf16"
 
@@ -62,6 +63,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def rare_attention(self) -> str:
         """Returns the name of what only our own attention kernels know; empty: nothing."""
         return ""
+
+    @property
+    def latent_shape(self) -> LatentSpec | None:
+        """Returns the sizes of latent attention; None: heads have keys and values."""
+        return None
 
     @property
     def has_sinks(self) -> bool:

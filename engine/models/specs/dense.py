@@ -197,6 +197,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             return "latent attention"
         return "a soft bound of scores" if self.attention_softcap else ""
 
+    @property
+    def latent_shape(self) -> LatentSpec | None:
+        return self.latent
+
     def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
         experts = self.experts
         has_dense = experts is None or len(experts.dense_layers) > 0

@@ -95,3 +95,31 @@ def latent_attention(
             attended = torch.einsum("htl,ld->thd", scores.softmax(-1), seen[:, :size])
             out[start:end][own] = attended.to(out.dtype)
     return out
+
+
+def gather_latents(
+    kv_cache: Tensor, block_tables: Tensor, first: Tensor, bounds: Tensor, keys: Tensor
+) -> Tensor:
+    """Reads a range of positions of each of R requests from the cache.
+
+    Args:
+        kv_cache: [N, B, L + R].
+        block_tables: [R, max_blocks] int32.
+        first: [R] int32, the first position of each request.
+        bounds: [R + 1] int32, request r owns rows `bounds[r] : bounds[r + 1]` of the result.
+        keys: [S, H, R], written: the part of the keys that is rotated, which all heads share.
+
+    Returns:
+        [S, L], the latents.
+    """
+    block_size, size = kv_cache.shape[1], kv_cache.shape[2] - keys.shape[2]
+    latents = kv_cache.new_empty(len(keys), size)
+    starts, ends = first.tolist(), bounds.tolist()
+    for r, start in enumerate(starts):
+        positions = torch.arange(ends[r + 1] - ends[r], device=kv_cache.device) + start
+        blocks = block_tables[r].long()[positions // block_size]
+        rows = kv_cache[blocks, positions % block_size]
+        own = slice(ends[r], ends[r + 1])
+        latents[own] = rows[:, :size]
+        keys[own] = rows[:, None, size:]
+    return latents

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from engine.batch.input_batch import BatchOrder
 from engine.config import EngineConfig
+from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
-from tandem_kernels.attention_metadata import AttentionMetadata
 
 BLOCK_SIZE = 16
 _NUM_BLOCKS = 128
@@ -48,6 +50,7 @@ class PagedModel:
         for layer in self.kv_caches:
             layer.fill_(float("nan"))
         self.layers_seen: list[int] = []
+        self.backend: AttentionBackend = PagedBackend()
 
     def use_gemms(self, policy: GemmPolicy) -> None:
         """Uses these GEMMs from now on, whatever the policy that the model was made with."""
@@ -106,7 +109,8 @@ class PagedModel:
         with torch.device(self._device):
             groups = tuple(
                 GroupInputs(
-                    torch.tensor(of_group), replace(_metadata(sequences, counts, i), window=window)
+                    torch.tensor(of_group),
+                    self.backend.metadata(_batch(sequences, counts, i, window)),
                 )
                 for i, (of_group, window) in enumerate(zip(slots, self._windows, strict=True))
             )
@@ -116,7 +120,7 @@ class PagedModel:
                 *inputs,
                 groups,
                 self.kv_caches,
-                PagedBackend(),
+                self.backend,
                 self.layers_seen.append,
             )
         )
@@ -124,17 +128,36 @@ class PagedModel:
         return logits
 
 
-def _metadata(sequences: list[PagedSequence], counts: list[int], group: int) -> AttentionMetadata:
+@dataclass(frozen=True)
+class _Batch:
+    """A step as backends see it."""
+
+    order: BatchOrder
+    block_tables: torch.Tensor
+    window: int | None
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def _batch(
+    sequences: list[PagedSequence], counts: list[int], group: int, window: int | None
+) -> _Batch:
     blocks = [sequence.blocks[group] for sequence in sequences]
     longest = max(map(len, blocks))
     tables = [of_one + [0] * (longest - len(of_one)) for of_one in blocks]
     lengths = [sequence.num_computed for sequence in sequences]
-    starts = torch.tensor([0, *counts]).cumsum(0)
-    return AttentionMetadata(
-        block_tables=torch.tensor(tables, dtype=torch.int32),
-        query_start_loc=starts.to(torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+    num_rows = len(sequences)
+    order = BatchOrder(
+        rows=np.arange(num_rows, dtype=np.int32),
+        query_lens=np.array(counts, np.int32),
+        seq_lens=np.array(lengths, np.int32),
         num_decodes=counts.count(1),
-        max_query_len=max(counts),
-        max_seq_len=max(lengths),
+        num_sampled=num_rows,
+    )
+    return _Batch(
+        order,
+        torch.tensor(tables, dtype=torch.int32),
+        window,
+        torch.tensor([0, *counts]).cumsum(0).int(),
+        torch.tensor(lengths, dtype=torch.int32),
     )

@@ -1,0 +1,208 @@
+"""The choice between the two forms of latent attention, request by request.
+
+    query rows   0 .............. first ................ end ........ T
+                 |  absorbed     |  expanded            |  absorbed  |
+                 |  decodes,     |  long chunks         |  short     |
+                 |  short chunks |                      |  chunks    |
+
+Absorbed, a query attends to the cache as it is, to vectors of 2 L + R numbers instead of P + R + V.
+Expanded, each token of the context first becomes a key and a value of each head, which costs
+L (P + V) products. A chunk of n tokens behind c cached ones has n c + n² / 2 pairs of tokens, so
+expansion is worth while where
+
+    (n c + n² / 2) (2 L - P - V)  >  c L (P + V)
+
+that is, for DeepSeek's sizes, from 171 tokens on behind a long context, and from fewer behind a
+short one; a chunk's own tokens cost the same either way. Steps of few tokens stay absorbed: they
+may be recorded. Source: the absorbed form is DeepSeek-V2's, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from engine.layers.attention.backend import PrefillChunk, StepBatch, StepOrder
+from engine.layers.attention.latent_passes import LatentPass, latent_passes
+from engine.layers.attention.paged import PagedBackend
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.ragged_batch import RaggedBatch
+
+RaggedKernel: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, RaggedBatch, float], tuple[Tensor, Tensor]
+]
+"""See `tandem_kernels.reference.ragged.ragged_attention`."""
+
+_FEWEST_TOKENS = 64
+"""Shorter chunks stay absorbed: a launch more would cost what they save."""
+_FEWEST_OF_STEP = 513
+"""A step with fewer tokens to expand stays absorbed, so that it may be a recorded one."""
+PASS_TOKENS = 16384
+"""The most tokens of contexts that are expanded at once, unless a step has more of its own."""
+
+
+class LatentShape(Protocol):
+    """The sizes of latent attention; see `LatentSizes`."""
+
+    @property
+    def kv_rank(self) -> int: ...
+    @property
+    def nope(self) -> int: ...
+    @property
+    def rope(self) -> int: ...
+    @property
+    def value(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LatentMetadata(AttentionMetadata):
+    """A step's metadata, and its parts.
+
+    Attributes:
+        rows: Query rows that are expanded.
+        passes: What they attend to; the first one is causal and has all of them.
+        before, after: The requests around them, whose query rows count from 0 and from the end of
+            `rows`. None: there are none.
+    """
+
+    rows: slice = field(default_factory=lambda: slice(0))
+    passes: tuple[LatentPass, ...] = ()
+    before: AttentionMetadata | None = None
+    after: AttentionMetadata | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentBackend(PagedBackend):
+    """Attends to latents.
+
+    Attributes:
+        shape: Of the model; None: all requests stay absorbed.
+        ragged: Attends to expanded keys and values.
+        pass_tokens: Of contexts expanded at once.
+        fewest_tokens, fewest_of_step: Of a chunk, and of all that a step expands.
+    """
+
+    shape: LatentShape | None = None
+    ragged: RaggedKernel = ops.ragged_attention
+    pass_tokens: int = PASS_TOKENS
+    fewest_tokens: int = _FEWEST_TOKENS
+    fewest_of_step: int = _FEWEST_OF_STEP
+
+    @property
+    def expands_contexts(self) -> bool:
+        return self.shape is not None
+
+    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
+        """Loads the kernels of a library onto the device: any length has the same."""
+        if self.shape is None:
+            return
+        key, value = self.shape.nope + self.shape.rope, self.shape.value
+        q, k, v = (
+            torch.zeros((self.fewest_of_step, num_heads, size), dtype=kv_cache.dtype).to(
+                kv_cache.device
+            )
+            for size in (key, key, value)
+        )
+        bounds = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+        for causal in (False, True):
+            batch = RaggedBatch(bounds, bounds, len(q), len(q), causal)
+            attended, log_sums = self.ragged(q, k, v, batch, 1.0)
+        ops.merge_attention(attended, log_sums, attended.clone(), log_sums.clone())
+
+    def order(self, chunks: list[PrefillChunk]) -> list[PrefillChunk]:
+        """Orders those to expand last; chunks of a kind stay as they came."""
+        return sorted(chunks, key=self._is_expanded)
+
+    def graph_ok(self, order: StepOrder) -> bool:
+        first, end = self._expanded(order)
+        return first == end and PagedBackend.graph_ok(self, order)
+
+    def metadata(self, batch: StepBatch) -> AttentionMetadata:
+        metadata = PagedBackend.metadata(self, batch)
+        first, end = self._expanded(batch.order)
+        if first == end:
+            return metadata
+        query_lens = batch.order.query_lens
+        begin, stop = int(query_lens[:first].sum()), int(query_lens[:end].sum())
+        chunks = _chunks(batch.order)[first - batch.order.num_decodes :][: end - first]
+        tables = batch.block_tables[first:end]
+        before, after = around(metadata, query_lens.tolist(), first, end)
+        return LatentMetadata(
+            metadata.block_tables,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.num_decodes,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            decode_query_len=metadata.decode_query_len,
+            rows=slice(begin, stop),
+            passes=latent_passes(chunks, tables, self.pass_tokens),
+            before=before,
+            after=after,
+        )
+
+    def _is_expanded(self, chunk: PrefillChunk) -> bool:
+        """Returns whether a chunk alone is worth expanding its context."""
+        shape = self.shape
+        if shape is None or self.fixed_order or chunk.num_tokens < self.fewest_tokens:
+            return False
+        new, cached = chunk.num_tokens, chunk.num_computed
+        pairs = new * cached + new * new / 2
+        saved = 2 * shape.kv_rank - shape.nope - shape.value
+        return pairs * saved > cached * shape.kv_rank * (shape.nope + shape.value)
+
+    def _expanded(self, order: StepOrder) -> tuple[int, int]:
+        """Returns the first request that is expanded and the one behind the last. Those between,
+        if any, are not worth it and rare."""
+        chosen = [
+            order.num_decodes + index
+            for index, chunk in enumerate(_chunks(order))
+            if self._is_expanded(chunk)
+        ]
+        if not chosen:
+            return 0, 0
+        first, end = chosen[0], chosen[-1] + 1
+        if int(order.query_lens[first:end].sum()) < self.fewest_of_step:
+            return 0, 0
+        return first, end
+
+
+def _chunks(order: StepOrder) -> list[PrefillChunk]:
+    """Returns the requests behind the decodes; their rows are not known."""
+    first = order.num_decodes
+    query_lens, seq_lens = order.query_lens[first:].tolist(), order.seq_lens[first:].tolist()
+    return [
+        PrefillChunk(-1, query_len, seq_len - query_len)
+        for query_len, seq_len in zip(query_lens, seq_lens, strict=True)
+    ]
+
+
+def around(
+    metadata: AttentionMetadata, query_lens: list[int], first: int, end: int
+) -> tuple[AttentionMetadata | None, AttentionMetadata | None]:
+    """Returns the parts of `metadata` before request `first` and from request `end` on."""
+    before = after = None
+    if first > 0:
+        before = replace(
+            metadata,
+            block_tables=metadata.block_tables[:first],
+            query_start_loc=metadata.query_start_loc[: first + 1],
+            seq_lens=metadata.seq_lens[:first],
+            max_query_len=max(query_lens[:first]),
+        )
+    if end < len(query_lens):
+        # Copies, because kernels are compiled by how addresses are aligned.
+        after = replace(
+            metadata,
+            block_tables=metadata.block_tables[end:].clone(),
+            query_start_loc=metadata.query_start_loc[end:] - sum(query_lens[:end]),
+            seq_lens=metadata.seq_lens[end:].clone(),
+            num_decodes=0,
+            max_query_len=max(query_lens[end:]),
+        )
+    return before, after

@@ -1,0 +1,113 @@
+"""The two forms of latent attention, which compute the same.
+
+    absorbed   q_nope × W_UK, attend to latents, × W_UV        each query costs more
+    expanded   latents × (W_UV, W_UK), attend to keys          each token of the context costs
+
+What is expanded lies as [value | key] of each head, so that one GEMM writes both and the part of
+the key that rotates is put behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
+from engine.layers.attention.latent_passes import LatentPass
+from engine.layers.attention.layer import AttentionInputs
+from tandem_kernels import ops
+from tandem_kernels.attention_metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class LatentForms:
+    """Attends for one layer.
+
+    Attributes:
+        kv_b: [H, V + P, L]: what makes a value, and the part of a key that does not rotate.
+        value: V.
+        scale: Of the scores.
+        fixed_order: A row's bits do not depend on the others.
+    """
+
+    kv_b: Tensor
+    value: int
+    scale: float
+    fixed_order: bool
+
+    def attend(self, heads: Tensor, cache: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Attends for `heads` [T, H, P + R], rotated, once the step's latents are in `cache`
+        [N, B, L + R].
+
+        Returns:
+            [T, H, V].
+        """
+        metadata, backend = inputs.metadata, inputs.backend
+        if not isinstance(metadata, LatentMetadata) or not isinstance(backend, LatentBackend):
+            return self.absorbed(heads, cache, metadata)
+        expanded = self.expanded(heads[metadata.rows], cache, metadata.passes, backend)
+        if metadata.before is None and metadata.after is None:
+            return expanded
+        first, end = metadata.rows.start, metadata.rows.stop
+        attended = expanded.new_empty(len(heads), *expanded.shape[1:])
+        attended[first:end] = expanded
+        if metadata.before is not None:
+            attended[:first] = self.absorbed(heads[:first], cache, metadata.before)
+        if metadata.after is not None:
+            attended[end:] = self.absorbed(heads[end:], cache, metadata.after)
+        return attended
+
+    def absorbed(self, heads: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Attends to the cache as it is: [T, H, P + R] -> [T, H, V]."""
+        nope = self.kv_b.shape[1] - self.value
+        w_uv, w_uk = torch.split(self.kv_b, [self.value, nope], dim=1)
+        q_latent = self._by_head(heads[:, :, :nope], w_uk)
+        attended = ops.latent_attention(q_latent, heads[:, :, nope:], cache, metadata, self.scale)
+        return self._by_head(attended, w_uv.transpose(1, 2))
+
+    def expanded(
+        self,
+        heads: Tensor,
+        cache: Tensor,
+        passes: tuple[LatentPass, ...],
+        backend: LatentBackend,
+    ) -> Tensor:
+        """Attends to keys and values made of the cache: [T, H, P + R] -> [T, H, V]."""
+        first, *others = passes
+        keys, values = self._expand(heads, cache, first)
+        attended, log_sums = backend.ragged(heads, keys, values, first.batch, self.scale)
+        for part in others:
+            keys, values = self._expand(heads, cache, part)
+            found, sums = backend.ragged(heads[part.rows], keys, values, part.batch, self.scale)
+            ops.merge_attention(attended[part.rows], log_sums[:, part.rows], found, sums)
+        return attended
+
+    def _expand(self, heads: Tensor, cache: Tensor, part: LatentPass) -> tuple[Tensor, Tensor]:
+        """Returns keys [S, H, P + R] and values [S, H, V] of a part of the contexts."""
+        num_heads, width, rank = self.kv_b.shape
+        rope = cache.shape[2] - rank
+        made = heads.new_empty(part.num_keys, num_heads, width + rope)
+        latents = ops.gather_latents(
+            cache, part.block_tables, part.first, part.batch.key_bounds, made[:, :, width:]
+        )
+        torch.bmm(
+            latents.expand(num_heads, -1, -1),
+            self.kv_b.transpose(1, 2),
+            out=made[:, :, :width].transpose(0, 1),
+        )
+        return made[:, :, self.value :], made[:, :, : self.value]
+
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiplies each head by its own weight: [T, H, in] x [H, in, out] -> [T, H, out]."""
+        num_heads, _, width = weight.shape
+        if self.fixed_order:
+            parts = [
+                ops.invariant_gemm(x[:, head].contiguous(), weight[head].t().contiguous())
+                for head in range(num_heads)
+            ]
+            return torch.stack(parts, dim=1)
+        out = x.new_empty(len(x), num_heads, width)
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+        return out
