@@ -18,6 +18,8 @@ from tandem_kernels.reference import (
     batch,
     elementwise,
     experts,
+    fp8,
+    fp8_linear,
     gemm,
     int4,
     latent,
@@ -61,6 +63,11 @@ fused_gate_up = Op(gemm.fused_gate_up, "fused_gate_up")
 int4_gemm = Op(int4.int4_gemm, "int4_gemm")
 int4_gate_up = Op(int4.int4_gate_up, "int4_gemm")
 int4_dequantise = Op(int4.int4_dequantise, "int4_dequantise")
+quantise_fp8 = Op(fp8.quantise_fp8, "fp8_activations")
+rms_norm_fp8 = Op(fp8_linear.rms_norm_fp8, "fp8_activations")
+silu_and_mul_fp8 = Op(fp8_linear.silu_and_mul_fp8, "fp8_activations")
+fp8_gemm = Op(fp8_linear.fp8_gemm, "fp8_gemm")
+fp8_gate_up = Op(fp8_linear.fp8_gate_up, "fp8_gemm")
 silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")
 gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "silu_and_mul")
 route_tokens = Op(experts.route_tokens, "route_tokens")

@@ -29,7 +29,9 @@ from tandem_kernels import (
     expert_rows,
     expert_tuning,
     filter_floor,
+    fp8_activations,
     fp8_experts,
+    fp8_gemm,
     fp8_rows,
     fused_experts,
     fused_gate_up,
@@ -132,6 +134,49 @@ def small_m_cases(capability: int) -> Iterator[Case]:
                 "HAS_BIAS": not gated,
                 "OVERLAP": capability >= 90,
                 **({"bias": None} if gated else {}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+
+
+def fp8_cases(capability: int) -> Iterator[Case]:
+    """Yields cases for Hopper alone: Ampere has no such numbers."""
+    if capability < 90:
+        return
+    types = {
+        **named("*bf16", "x", "residual", "weight", "bias", "out"),
+        **named("*fp32", "x_scales", "w_scales", "scales", "partial"),
+        **named("*fp8e4nv", "numbers"),
+        "tickets": "*i32",
+        "eps": "fp32",
+    }
+    for group in (128, 4096):
+        row = {"GROUP": group, "BLOCK": 4096, "OVERLAP": True}
+        options = {"num_warps": 8}
+        yield Case(fp8_activations.quantise_fp8_kernel, f"group={group}", types, row, options)
+        norm = {**row, "HAS_RESIDUAL": True}
+        yield Case(fp8_activations.rms_norm_fp8_kernel, f"group={group}", types, norm, options)
+        act = {**row, "GELU": False}
+        yield Case(fp8_activations.silu_and_mul_fp8_kernel, f"group={group}", types, act, options)
+    quantised = {**types, **named("*fp8e4nv", "x", "weight")}
+    for rows, gated, blocks in itertools.product((1, 64), (False, True), (False, True)):
+        tuning = fp8_gemm.fp8_tuning(rows, 4096, 4096, gated=gated, blocks=blocks)
+        yield Case(
+            fp8_gemm.fp8_small_m_kernel,
+            f"rows={rows} gated={gated} blocks={blocks}",
+            quantised,
+            {
+                "ROWS": max(16, rows),
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "SPLITS": tuning.splits,
+                "SWAP": tuning.swap,
+                "BLOCKS": blocks,
+                "GATED": gated,
+                "HAS_BIAS": False,
+                "OVERLAP": True,
+                "bias": None,
+                **({} if tuning.splits > 1 else {"partial": None}),
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
@@ -665,6 +710,7 @@ def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
         small_m_cases,
+        fp8_cases,
         fused_gate_up_cases,
         int4_cases,
         invariant_cases,

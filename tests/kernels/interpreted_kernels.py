@@ -7,8 +7,10 @@ float32 and float16.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import fp8_checks
+import fp8_linear_checks
 import int4_checks as int4
 import kernel_checks as check
 import kernel_oracle as oracle
@@ -18,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from interpreted_fixtures import rows_by_themselves  # noqa: F401
+from triton.runtime import interpreter
 
 from tandem_kernels import gumbel, ops
 from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
@@ -30,6 +33,21 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 def _seeded() -> None:
     assert triton.knobs.runtime.interpret
     torch.manual_seed(11)
+
+
+@pytest.fixture
+def _casts_to_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter cast to e4m3 as GPUs do: by itself it loses the carry where a number
+    is rounded up to a power of two."""
+    convert = interpreter._convert_float
+
+    def exact(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if target != tl.float8e4nv or source != tl.float32:
+            return convert(data, source, target, rounding)
+        numbers = torch.from_numpy(data.copy()).to(torch.float8_e4m3fn)
+        return numbers.view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", exact)
 
 
 @dtypes
@@ -299,3 +317,18 @@ def test_logprobs_and_penalties() -> None:
     for num_drafts in (0, 3):
         check.apply_penalties(ops.apply_penalties.kernel, 5, 4200, num_drafts)
     check.sparse_additions(ops.add_sparse.kernel, ops.count_tokens.kernel)
+
+
+@pytest.mark.usefixtures("_casts_to_e4m3")
+@pytest.mark.parametrize("group", [0, 128])
+def test_rows_of_fp8(group: int) -> None:
+    fp8_linear_checks.quantised_rows(ops.quantise_fp8.kernel, 5, 384, group, torch.float32)
+    columns = ops.rms_norm_fp8.kernel, ops.silu_and_mul_fp8.kernel
+    fp8_linear_checks.fp8_norm_and_activation(columns, 256, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_fp8_products_of_few_rows(rows: int, blocks: bool) -> None:
+    columns = ops.fp8_gemm.kernel, ops.fp8_gate_up.kernel
+    fp8_linear_checks.fp8_gemm(columns, (rows, 256, 768), blocks=blocks)

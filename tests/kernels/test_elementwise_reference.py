@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fp8_linear_checks
 import kernel_checks as check
 import pytest
 import torch
@@ -59,3 +60,17 @@ def test_rope_and_cache(dtype: torch.dtype, head_dim: int, head_norm: bool) -> N
     check.rope_and_cache(
         ops.rope_and_cache, dtype, head_dim=head_dim, head_norm=head_norm, keep_k=head_norm
     )
+
+
+@pytest.mark.parametrize("group", [0, 128])
+@dtypes
+def test_rows_of_fp8(dtype: torch.dtype, group: int) -> None:
+    fp8_linear_checks.quantised_rows(ops.quantise_fp8, 5, 384, group, dtype)
+    fp8_linear_checks.fp8_norm_and_activation(
+        (ops.rms_norm_fp8, ops.silu_and_mul_fp8), 256, dtype, "cpu"
+    )
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_fp8_products(blocks: bool) -> None:
+    fp8_linear_checks.fp8_gemm((ops.fp8_gemm, ops.fp8_gate_up), (7, 256, 384), blocks=blocks)

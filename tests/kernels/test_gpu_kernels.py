@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import fp8_linear_checks
 import int4_checks as int4
 import kernel_checks as check
 import kernel_oracle as oracle
@@ -46,6 +47,26 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None
 def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
     columns = ops.small_m_gemm, ops.small_m_gate_up
     check.small_m_gemm(*columns, (rows, *shape), dtype, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("rows", [1, 33, 2049])
+@pytest.mark.parametrize("group", [0, 128])
+def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:
+    for width in (128, 896, 4096, 14336):
+        fp8_linear_checks.quantised_rows(ops.quantise_fp8, rows, width, group, dtype, "cuda")
+        fp8_linear_checks.fp8_norm_and_activation(
+            (ops.rms_norm_fp8, ops.silu_and_mul_fp8), width, dtype, "cuda"
+        )
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 64, 65, 300, 2049])
+@pytest.mark.parametrize("shape", [(6144, 4096), (256, 384), (4096, 14336), (1536, 2304)])
+def test_fp8_products(rows: int, shape: tuple[int, int], blocks: bool) -> None:
+    """Rows that are no multiple of anything, and inner dimensions of 3 and of 18 blocks."""
+    columns = ops.fp8_gemm, ops.fp8_gate_up
+    fp8_linear_checks.fp8_gemm(columns, (rows, *shape), blocks=blocks, device="cuda")
 
 
 @halves

@@ -16,7 +16,15 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
-HOPPER_ALONE = {"fused_gate_up_kernel", "fp8_expert_gemm_kernel", "quantise_rows_kernel"}
+HOPPER_ALONE = {
+    "fused_gate_up_kernel",
+    "fp8_small_m_kernel",
+    "fp8_expert_gemm_kernel",
+    "quantise_fp8_kernel",
+    "quantise_rows_kernel",
+    "rms_norm_fp8_kernel",
+    "silu_and_mul_fp8_kernel",
+}
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from engine.layers.methods.base import LinearPart
 from engine.layers.methods.weight_format import StoredMatrix, WeightFormat
 from engine.layers.shard import FLOATS, TensorSlice
 from engine.quantization import Fp8Scheme
-from tandem_kernels.reference.fp8 import quantise_rows
+from tandem_kernels.reference.fp8 import dequantise_rows, quantise_fp8
 
 E4M3 = frozenset({"F8_E4M3"})
 SCALES = FLOATS | {"F8_E8M0"}
@@ -75,8 +75,8 @@ def _online(part: LinearPart, count: int) -> StoredMatrix:
     an output, so weights are the same for any number of ranks."""
 
     def dequantise(plain: Tensor) -> Tensor:
-        numbers, scales = quantise_rows(plain)
-        wide = numbers.float() * scales[:, None]
+        numbers, scales = quantise_fp8(plain)
+        wide = dequantise_rows(numbers, scales)
         return wide.narrow(part.dim, part.start, count)
 
     return StoredMatrix((TensorSlice(part.prefix + ".weight", part.shape),), dequantise)

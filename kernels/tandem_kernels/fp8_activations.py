@@ -1,0 +1,221 @@
+"""Rows quantised to FP8, alone and fused with what computes them: norms and gated activations.
+
+A row is read once: its program has it whole, finds the largest number of each group, and writes
+e4m3 numbers and the groups' scales. Without groups a row has one scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.device import uses_pdl
+from tandem_kernels.fp8_rows import fp8_scale, to_fp8
+
+ALIGNED_ROWS = 4
+"""The library's GEMMs on groups want multiples of so many rows."""
+
+
+@triton.jit
+def _quantise(
+    value: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    scales_stride: tl.tensor,
+    row: tl.tensor,
+    width: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Writes `value` [BLOCK], zero behind `width`, as row `row`; scale g goes to
+    scales[g, row]."""
+    groups = tl.reshape(value, [BLOCK // GROUP, GROUP])
+    scale = fp8_scale(tl.max(tl.abs(groups), axis=1))
+    scaled = tl.reshape(to_fp8(groups, scale[:, None]), [BLOCK])
+    column = tl.arange(0, BLOCK)
+    tl.store(numbers + row * width + column, scaled, mask=column < width)
+    group = tl.arange(0, BLOCK // GROUP)
+    tl.store(scales + group * scales_stride + row, scale, mask=group * GROUP < width)
+
+
+@triton.jit
+def quantise_fp8_kernel(
+    x: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    x_stride: tl.tensor,
+    scales_stride: tl.tensor,
+    width: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Quantises one row in each program."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + row * x_stride + column, mask=column < width, other=0.0)
+    _quantise(value.to(tl.float32), numbers, scales, scales_stride, row, width, GROUP, BLOCK)
+
+
+@triton.jit
+def rms_norm_fp8_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    scales_stride: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    HAS_RESIDUAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Normalises and quantises one row in each program. With a residual, its row becomes the sum,
+    and the sum is normalised. The norm is rounded to the type of x first, as without FP8.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    kind = x.dtype.element_ty
+    if OVERLAP:
+        gdc_launch_dependents()
+    of_norm = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        place = residual + row * residual_stride + column
+        carried = tl.load(place, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + carried.to(tl.float32)).to(kind)
+        tl.store(place, value, mask=inside)
+    wide = value.to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=0) / width
+    normed = (wide * (1.0 / tl.sqrt_rn(mean_square + eps)) * of_norm).to(kind)
+    _quantise(normed.to(tl.float32), numbers, scales, scales_stride, row, width, GROUP, BLOCK)
+
+
+@triton.jit
+def silu_and_mul_fp8_kernel(
+    x: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    x_stride: tl.tensor,
+    scales_stride: tl.tensor,
+    width: tl.tensor,
+    GELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Activates and quantises one row in each program."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    # See `silu_and_mul_kernel`.
+    steep = wide
+    if GELU:
+        steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    activated = (wide / (1.0 + tl.exp(-steep)) * up).to(gate.dtype)
+    _quantise(activated.to(tl.float32), numbers, scales, scales_stride, row, width, GROUP, BLOCK)
+
+
+def quantise_fp8(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    """See `reference.fp8.quantise_fp8`."""
+    num_rows, width = x.shape
+    numbers, scales = _outputs(x, width, group)
+    if num_rows > 0:
+        overlap = uses_pdl(x.device, num_rows)
+        quantise_fp8_kernel[(num_rows,)](
+            x,
+            numbers,
+            scales,
+            x.stride(0),
+            scales.stride(0),
+            width,
+            **_shape(width, group),
+            OVERLAP=overlap,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+    return numbers, scales
+
+
+def rms_norm_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, group: int = 0
+) -> tuple[Tensor, Tensor]:
+    """See `reference.fp8_linear.rms_norm_fp8`."""
+    num_rows, width = x.shape
+    numbers, scales = _outputs(x, width, group)
+    if num_rows > 0:
+        overlap = uses_pdl(x.device, num_rows)
+        rms_norm_fp8_kernel[(num_rows,)](
+            x,
+            residual,
+            weight,
+            numbers,
+            scales,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            scales.stride(0),
+            width,
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            **_shape(width, group),
+            OVERLAP=overlap,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+    return numbers, scales
+
+
+def silu_and_mul_fp8(x: Tensor, is_gelu: bool = False, group: int = 0) -> tuple[Tensor, Tensor]:
+    """See `reference.fp8_linear.silu_and_mul_fp8`."""
+    num_rows, width = x.shape[0], x.shape[1] // 2
+    numbers, scales = _outputs(x, width, group)
+    if num_rows > 0:
+        overlap = uses_pdl(x.device, num_rows)
+        silu_and_mul_fp8_kernel[(num_rows,)](
+            x,
+            numbers,
+            scales,
+            x.stride(0),
+            scales.stride(0),
+            width,
+            GELU=is_gelu,
+            **_shape(width, group),
+            OVERLAP=overlap,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+    return numbers, scales
+
+
+def _outputs(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
+    num_rows = len(x)
+    padded = -(-num_rows // ALIGNED_ROWS) * ALIGNED_ROWS
+    numbers = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=x.device)
+    num_groups = -(-width // group) if group else 1
+    scales = torch.empty((num_groups, padded), dtype=torch.float32, device=x.device)
+    return numbers[:num_rows], scales[:, :num_rows]
+
+
+def _shape(width: int, group: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {
+        "GROUP": group or block,
+        "BLOCK": block,
+        "num_warps": min(max(block // 512, 1), 16),
+    }

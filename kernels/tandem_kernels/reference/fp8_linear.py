@@ -1,0 +1,61 @@
+"""Linear layers on FP8 weights, step by step in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem_kernels.reference.elementwise import (
+    fused_add_rms_norm,
+    gelu_tanh_and_mul,
+    rms_norm,
+    silu_and_mul,
+)
+from tandem_kernels.reference.fp8 import dequantise_rows, dequantise_weight, quantise_fp8
+
+
+def rms_norm_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, group: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Normalises rows and quantises the norm as `quantise_fp8` does.
+
+    Args:
+        x: [T, H].
+        residual: [T, H] or None; changed in place to the sum with `x`, which is then normalised.
+    """
+    if residual is None:
+        return quantise_fp8(rms_norm(x, weight, eps), group)
+    return quantise_fp8(fused_add_rms_norm(x, residual, weight, eps)[0], group)
+
+
+def silu_and_mul_fp8(x: Tensor, is_gelu: bool = False, group: int = 0) -> tuple[Tensor, Tensor]:
+    """Computes a gated activation [T, 2 I] -> [T, I], quantised as `quantise_fp8` does."""
+    return quantise_fp8(gelu_tanh_and_mul(x) if is_gelu else silu_and_mul(x), group)
+
+
+def fp8_gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiplies [T, K] x [N, K] -> [T, N].
+
+    Args:
+        x: e4m3.
+        x_scales: As `quantise_fp8` gives them: [1, T] beside w_scales [N], else of each 128
+            inputs, [K / 128, T].
+        weight, w_scales: See `dequantise_weight`.
+    """
+    exact = dequantise_rows(x, x_scales) @ dequantise_weight(weight, w_scales).t()
+    return (exact if bias is None else exact + bias.float()).to(out_dtype)
+
+
+def fp8_gate_up(
+    x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Computes [T, K] x [2 I, K] -> [T, I]: `silu(gate) * up`, where gate are the first I
+    outputs."""
+    return silu_and_mul(fp8_gemm(x, x_scales, weight, w_scales, None, out_dtype))
