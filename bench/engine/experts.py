@@ -3,9 +3,11 @@
     python -m bench.engine.experts                 # a layer, with the tables as they are
     python -m bench.engine.experts --tune          # sweep, and write the table of this GPU
     python -m bench.engine.experts --tune --shape mixtral-8x7b --ranks 2 --tables FOLDER
+    python -m bench.engine.experts --shape gpt-oss-120b --format mxfp4
 
 The floor is the bytes of the experts that are touched over what a copy reaches, or the operations
-over what a large GEMM reaches, whichever is longer. Routing is uniformly random.
+over what a large GEMM reaches, whichever is longer. Routing is uniformly random. Reports are
+written to bench/results.
 """
 
 from __future__ import annotations
@@ -16,105 +18,64 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from triton.runtime.errors import OutOfResources
 
+from bench.engine.expert_formats import FORMATS, SHAPES, ExpertWeights, LayerShape
 from bench.engine.kernel_timing import copy_bytes_per_us, graph_us
+from bench.record import write_result
 from tandem_kernels.device import gpu_name
 from tandem_kernels.expert_rows import ExpertRows
-from tandem_kernels.expert_tuning import (
-    TABLES,
-    ExpertShape,
-    ExpertTable,
-    ExpertTuning,
-    Range,
-)
-from tandem_kernels.fused_experts import expert_gemm, fused_experts
+from tandem_kernels.expert_tuning import TABLES, ExpertTable, ExpertTuning, Range
 
-_FLOPS_PER_US = 690e6
-"""A large bf16 GEMM on an H200, as measured inside our steps."""
-_TOKENS = (1, 4, 16, 64, 256, 2048, 8192)
+_TOKENS = (1, 16, 64, 256, 2048, 8192)
 _SETS = 8
 Timed = dict[int, list[tuple[float, ExpertTuning]]]
 """Microseconds of tunings, by tokens of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    num_experts: int
-    top_k: int
-    hidden: int
-    width: int
-
-    @property
-    def table(self) -> ExpertShape:
-        return ExpertShape(self.num_experts, self.width, self.hidden)
-
-
-SHAPES = {
-    "deepseek-v2-lite": LayerShape(64, 6, 2048, 1408),
-    "deepseek-v3": LayerShape(256, 8, 7168, 2048),
-    "glm-4.5-air": LayerShape(128, 8, 4096, 1408),
-    "gpt-oss-20b": LayerShape(32, 4, 2880, 2880),
-    "gpt-oss-120b": LayerShape(128, 4, 2880, 2880),
-    "minimax-m2": LayerShape(256, 8, 3072, 1536),
-    "mixtral-8x7b": LayerShape(8, 2, 4096, 14336),
-    "qwen3-30b-a3b": LayerShape(128, 8, 2048, 768),
-    "qwen3-235b-a22b": LayerShape(128, 8, 4096, 1536),
-}
-"""Layers on one rank; `--ranks` divides their width."""
-
-
 class Layer:
     """One layer's experts, and steps of uniformly random routing."""
 
-    def __init__(self, shape: LayerShape, num_tokens: int) -> None:
-        self.shape = shape
+    def __init__(self, held: ExpertWeights, num_tokens: int) -> None:
+        self.held, self.shape = held, held.shape
         with torch.device("cuda"):
-            size = shape.num_experts, 2 * shape.width, shape.hidden
-            self.w13 = torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02)
-            self.w2 = torch.empty(
-                (shape.num_experts, shape.hidden, shape.width), dtype=torch.bfloat16
-            ).normal_(0, 0.02)
-            self.x = torch.randn(num_tokens, shape.hidden, dtype=torch.bfloat16)
-            self.weights = torch.rand(num_tokens, shape.top_k)
+            self.x = torch.randn(num_tokens, self.shape.hidden, dtype=torch.bfloat16)
+            self.weights = torch.rand(num_tokens, self.shape.top_k)
             self.chosen = [
-                torch.rand(num_tokens, shape.num_experts).argsort(-1)[:, : shape.top_k].int()
+                torch.rand(num_tokens, self.shape.num_experts)
+                .argsort(-1)[:, : self.shape.top_k]
+                .int()
                 for _ in range(_SETS)
             ]
 
     def floor_us(self, bytes_per_us: float) -> float:
         shape = self.shape
         touched = sum(len(chosen.unique()) for chosen in self.chosen) / _SETS
-        expert_bytes = 6 * shape.hidden * shape.width
+        expert_bytes = 3 * shape.hidden * shape.width * self.held.bits / 8
         operations = 6 * shape.hidden * shape.width * self.weights.numel()
-        return max(touched * expert_bytes / bytes_per_us, operations / _FLOPS_PER_US)
+        return max(touched * expert_bytes / bytes_per_us, operations / self.held.flops_per_us)
 
     def all_us(self) -> float:
         return graph_us(
-            [
-                partial(fused_experts, self.x, self.w13, self.w2, self.weights, chosen)
-                for chosen in self.chosen
-            ]
+            [partial(self.held.experts, self.x, self.weights, chosen) for chosen in self.chosen]
         )
 
     def gemm_us(self, tuning: ExpertTuning, *, gated: bool, replays: int) -> float:
         """Microseconds of one GEMM, or infinity where the tuning does not fit the device. Without
         `replays` it runs once."""
-        pairs = self.weights.numel()
-        hidden, width = self.shape.hidden, self.shape.width
-        kind = {"dtype": torch.bfloat16, "device": "cuda"}
-        x = self.x if gated else torch.randn(pairs, width, **kind)
-        out = torch.empty(pairs, width if gated else hidden, **kind)
-        weight = self.w13 if gated else self.w2
+        x = self.x
+        if not gated:
+            pairs = self.weights.numel()
+            x = torch.randn(pairs, self.shape.width, dtype=torch.bfloat16, device="cuda")
+        given = self.held.given(x)
 
         def run(rows: ExpertRows) -> None:
-            expert_gemm(x, weight, self.weights, rows, out, tuning, gated=gated)
+            self.held.gemm(given, self.weights, rows, tuning, gated=gated)
 
         steps = [ExpertRows.of(chosen, self.shape.num_experts) for chosen in self.chosen]
         try:
@@ -124,44 +85,35 @@ class Layer:
             return math.inf
 
 
-def tunings(rows_per_expert: float) -> Iterator[ExpertTuning]:
-    if rows_per_expert <= 8:
-        for cols, depth, stages in itertools.product((32, 64, 128), (64, 128, 256), (3, 4, 5)):
-            if cols * depth * stages <= 64 * 128 * 5:
-                yield ExpertTuning(16, cols, depth, 4, stages)
-    elif rows_per_expert <= 32:
-        for rows, cols, depth, warps in itertools.product(
-            (16, 32, 64), (32, 64, 128), (64, 128), (4, 8)
-        ):
-            yield ExpertTuning(rows, cols, depth, warps, 3 if depth == 128 else 4)
-    else:
-        for rows, cols, warps, stages, group in itertools.product(
-            (64, 128), (64, 128, 256), (4, 8), (3, 4), (1, 8)
-        ):
-            if rows * cols <= 128 * 256 and (rows * cols <= 128 * 128 or warps == 8):
-                yield ExpertTuning(rows, cols, 64, warps, stages, group)
-
-
-def candidates(shape: LayerShape) -> list[tuple[int, bool, ExpertTuning]]:
+def candidates(
+    kind: type[ExpertWeights], shape: LayerShape
+) -> list[tuple[int, bool, ExpertTuning]]:
     return [
         (num_tokens, gated, tuning)
         for num_tokens in _TOKENS
         for gated in (True, False)
-        for tuning in tunings(num_tokens * shape.top_k / shape.num_experts)
+        for tuning in kind.tunings(num_tokens * shape.top_k / shape.num_experts)
     ]
 
 
-def tune(shape: LayerShape, part: tuple[int, int] | None) -> dict[bool, Timed]:
+def smaller(shape: LayerShape) -> LayerShape:
+    """Returns a layer for which the same kernels are compiled."""
+    return replace(shape, hidden=shape.hidden % 256 + 256, width=shape.width % 256 + 256)
+
+
+def tune(
+    kind: type[ExpertWeights], shape: LayerShape, part: tuple[int, int] | None
+) -> dict[bool, Timed]:
     """Returns the time of every tuning, of the first GEMM (True) and of the second. With `part`
     only compiles every so many-th."""
     found: dict[bool, Timed] = {True: {}, False: {}}
+    held = kind(shape if part is None else smaller(shape))
     layer: Layer | None = None
-    for index, (num_tokens, gated, tuning) in enumerate(candidates(shape)):
+    for index, (num_tokens, gated, tuning) in enumerate(candidates(kind, shape)):
         if part is not None and index % part[1] != part[0]:
             continue
         if layer is None or len(layer.x) != num_tokens:
-            layer = None
-            layer = Layer(shape, num_tokens)
+            layer = Layer(held, num_tokens)
         us = layer.gemm_us(tuning, gated=gated, replays=0 if part else 7)
         found[gated].setdefault(num_tokens, []).append((us, tuning))
     return found
@@ -187,7 +139,9 @@ def ranges(times: Timed, rows_per_token: float) -> tuple[Range, ...]:
     return tuple(parts)
 
 
-def write_table(shape: LayerShape, found: dict[bool, Timed], tables: Path) -> Path:
+def write_table(
+    kind: type[ExpertWeights], shape: LayerShape, found: dict[bool, Timed], tables: Path
+) -> Path:
     """Writes the table of a shape on this GPU, and prints the three fastest of each step."""
     for gated, times in found.items():
         for num_tokens, timed in times.items():
@@ -195,7 +149,7 @@ def write_table(shape: LayerShape, found: dict[bool, Timed], tables: Path) -> Pa
                 print(f"T={num_tokens} {'gate-up' if gated else 'down'} {us:.1f} us {tuning}")
     rows = shape.top_k / shape.num_experts
     table = ExpertTable(gate_up=ranges(found[True], rows), down=ranges(found[False], rows))
-    path = tables / gpu_name(torch.device("cuda")) / shape.table.file_name
+    path = tables / gpu_name(torch.device("cuda")) / kind.table_shape(shape).file_name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(table.to_json())
     return path
@@ -208,33 +162,43 @@ def compile_all(options: list[str], processes: int) -> None:
     assert all(part.wait() == 0 for part in parts)
 
 
-def report(name: str, shape: LayerShape) -> None:
+def report(name: str, kind: type[ExpertWeights], shape: LayerShape) -> list[dict[str, float]]:
+    """Prints and returns how long a layer takes beside its floor, by tokens of a step."""
     bytes_per_us = copy_bytes_per_us()
+    held = kind(shape)
+    figures = []
     for num_tokens in _TOKENS:
-        layer = Layer(shape, num_tokens)
+        layer = Layer(held, num_tokens)
         us, floor = layer.all_us(), layer.floor_us(bytes_per_us)
         print(f"{name} T={num_tokens}: {us:.1f} us, floor {floor:.1f}, {us / floor:.2f} x")
+        figures.append(
+            {"tokens": num_tokens, "us": us, "floor_us": floor, "times_floor": us / floor}
+        )
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--format", choices=FORMATS, default="bf16", help="of the weights")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--tune", action="store_true", help="sweep the tunings, write the table")
     parser.add_argument("--tables", type=Path, default=TABLES, help="folder of the tables")
     parser.add_argument("--part", help="I/N: only compile every N-th from I on")
     given = parser.parse_args()
-    whole = SHAPES[given.shape]
+    whole, kind = SHAPES[given.shape], FORMATS[given.format]
     shape = replace(whole, width=whole.width // given.ranks)
     if not given.tune:
-        report(given.shape, shape)
+        name = f"{given.shape} {given.format}"
+        figures = {"shape": asdict(shape), "layer": report(name, kind, shape)}
+        print(write_result(f"experts-{given.shape}-{given.format}", figures))
     elif given.part is None:
-        options = ["--shape", given.shape, "--ranks", str(given.ranks)]
-        compile_all(options, min(8, os.cpu_count() or 1))
-        print(write_table(shape, tune(shape, None), given.tables))
+        options = ["--shape", given.shape, "--format", given.format, "--ranks", str(given.ranks)]
+        compile_all(options, min(16, os.cpu_count() or 1))
+        print(write_table(kind, shape, tune(kind, shape, None), given.tables))
     else:
         index, count = map(int, given.part.split("/"))
-        tune(shape, (index, count))
+        tune(kind, shape, (index, count))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def _of_columns(places: tl.tensor, real_col: tl.tensor) -> tl.tensor:
     return tl.load(places, mask=real_col, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_row_tiles"])
 def fp8_expert_gemm_kernel(
     x: tl.tensor,
     x_scales: tl.tensor,

@@ -28,7 +28,7 @@ FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_row_tiles", "num_tile_rows", "num_tile_columns"])
 def mxfp4_expert_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,

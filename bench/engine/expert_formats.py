@@ -1,0 +1,251 @@
+"""One layer's experts in each format of weights: random ones, their GEMMs, and tiles to try."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tandem_kernels import ops
+from tandem_kernels.expert_rows import ExpertRows
+from tandem_kernels.expert_tuning import ExpertShape, ExpertTuning
+from tandem_kernels.fp8_experts import fp8_gemm
+from tandem_kernels.fp8_rows import GROUP, quantise_rows
+from tandem_kernels.fused_experts import expert_gemm
+from tandem_kernels.mxfp4_experts import mxfp4_gemm
+from tandem_kernels.mxfp4_tiles import NUMBER_WORDS, tiles_of
+
+_BF16_FLOPS_PER_US = 690e6
+"""A large bf16 GEMM on an H200, as measured inside our steps."""
+_POWERS = 0x76767676
+"""Bytes of exponents, as `mxfp4_tiles` keeps them, of small weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    num_experts: int
+    top_k: int
+    hidden: int
+    width: int
+
+
+SHAPES = {
+    "deepseek-v2-lite": LayerShape(64, 6, 2048, 1408),
+    "deepseek-v3": LayerShape(256, 8, 7168, 2048),
+    "glm-4.5-air": LayerShape(128, 8, 4096, 1408),
+    "gpt-oss-20b": LayerShape(32, 4, 2880, 2880),
+    "gpt-oss-120b": LayerShape(128, 4, 2880, 2880),
+    "minimax-m2": LayerShape(256, 8, 3072, 1536),
+    "mixtral-8x7b": LayerShape(8, 2, 4096, 14336),
+    "qwen3-30b-a3b": LayerShape(128, 8, 2048, 768),
+    "qwen3-235b-a22b": LayerShape(128, 8, 4096, 1536),
+}
+"""Layers on one rank; `--ranks` divides their width."""
+
+
+class ExpertWeights(ABC):
+    """Holds the weights of one layer on the GPU.
+
+    Attributes:
+        table: The format's name in tables of tiles.
+        bits: Of a weight, with its share of a scale.
+        flops_per_us: What a large GEMM reaches.
+    """
+
+    table: ClassVar[str]
+    bits: ClassVar[float]
+    flops_per_us: ClassVar[float] = _BF16_FLOPS_PER_US
+
+    def __init__(self, shape: LayerShape) -> None:
+        self.shape = shape
+
+    @classmethod
+    def table_shape(cls, shape: LayerShape) -> ExpertShape:
+        return ExpertShape(shape.num_experts, shape.width, shape.hidden, cls.table)
+
+    @abstractmethod
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Computes all experts of a step, as the engine does."""
+
+    @abstractmethod
+    def gemm(
+        self, x: Tensor, weights: Tensor, rows: ExpertRows, tuning: ExpertTuning, *, gated: bool
+    ) -> None:
+        """Computes one of both GEMMs of `x`, which is as `given` made it."""
+
+    def given(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns what a GEMM takes for its rows `x` in bf16."""
+        return x
+
+    @classmethod
+    @abstractmethod
+    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
+        """Yields the tiles that may be fast where experts have so many rows."""
+
+    def _outputs(self, weights: Tensor, gated: bool) -> Tensor:
+        columns = self.shape.width if gated else self.shape.hidden
+        return torch.empty(weights.numel(), columns, dtype=torch.bfloat16, device="cuda")
+
+
+class Bf16Weights(ExpertWeights):
+    table, bits = "bf16", 16
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        sizes = (2 * shape.width, shape.hidden), (shape.hidden, shape.width)
+        self.w13, self.w2 = (
+            torch.empty(shape.num_experts, *size, dtype=torch.bfloat16, device="cuda")
+            for size in sizes
+        )
+        for weight in (self.w13, self.w2):
+            weight.normal_(0, 0.02)
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return ops.fused_experts(x, self.w13, self.w2, weights, chosen)
+
+    def gemm(
+        self, x: Tensor, weights: Tensor, rows: ExpertRows, tuning: ExpertTuning, *, gated: bool
+    ) -> None:
+        weight = self.w13 if gated else self.w2
+        expert_gemm(x, weight, weights, rows, self._outputs(weights, gated), tuning, gated=gated)
+
+    @classmethod
+    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
+        if rows_per_expert <= 8:
+            for cols, depth, stages in itertools.product((32, 64, 128), (64, 128, 256), (3, 4, 5)):
+                if cols * depth * stages <= 64 * 128 * 5:
+                    yield ExpertTuning(16, cols, depth, 4, stages)
+        elif rows_per_expert <= 32:
+            for rows, cols, depth, warps in itertools.product(
+                (16, 32, 64), (32, 64, 128), (64, 128), (4, 8)
+            ):
+                yield ExpertTuning(rows, cols, depth, warps, 3 if depth == 128 else 4)
+        else:
+            for rows, cols, warps, stages, group in itertools.product(
+                (64, 128), (64, 128, 256), (4, 8), (3, 4), (1, 8)
+            ):
+                if rows * cols <= 128 * 256 and (rows * cols <= 128 * 128 or warps == 8):
+                    yield ExpertTuning(rows, cols, 64, warps, stages, group)
+
+
+class Fp8BlockWeights(ExpertWeights):
+    table, bits, flops_per_us = "fp8", 8, 2 * _BF16_FLOPS_PER_US
+    blocks: ClassVar[bool] = True
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.w13, self.s13 = self._random(2, shape.width, shape.hidden)
+        self.w2, self.s2 = self._random(1, shape.hidden, shape.width)
+
+    def _random(self, parts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+        outer = self.shape.num_experts, parts
+        numbers = torch.empty(*outer, outputs, inputs, dtype=torch.float8_e4m3fn, device="cuda")
+        for expert in numbers:
+            expert.copy_(torch.randn(expert.shape, device="cuda"))
+        size = (-(-outputs // GROUP), -(-inputs // GROUP)) if self.blocks else (outputs,)
+        return numbers, torch.full((*outer, *size), 0.02, device="cuda")
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        down = self.w2.squeeze(1), self.s2.squeeze(1)
+        return ops.fp8_experts(x, self.w13, self.s13, *down, weights, chosen)
+
+    def given(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantise_rows(x)
+
+    def gemm(
+        self,
+        x: tuple[Tensor, Tensor],  # type: ignore[override]
+        weights: Tensor,
+        rows: ExpertRows,
+        tuning: ExpertTuning,
+        *,
+        gated: bool,
+    ) -> None:
+        """Computes one of both GEMMs; the first with the quantisation of its output."""
+        weight = (self.w13, self.s13) if gated else (self.w2, self.s2)
+        out = self._outputs(weights, gated)
+        if gated and tuning.cols == GROUP:
+            numbers = torch.empty_like(out, dtype=torch.float8_e4m3fn)
+            scales = torch.empty(len(out), -(-self.shape.width // GROUP), device="cuda")
+            fp8_gemm(x, weight, weights, rows, (numbers, scales), tuning)
+            return
+        fp8_gemm(x, weight, weights, rows, (out, None), tuning)
+        if gated:
+            quantise_rows(out)
+
+    @classmethod
+    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
+        if rows_per_expert <= 8:
+            for cols, warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 5, 6)):
+                if warps == 4 or cols == 128:
+                    yield ExpertTuning(16, cols, GROUP, warps, stages)
+        elif rows_per_expert <= 32:
+            for rows, cols, warps, stages in itertools.product(
+                (16, 32, 64), (64, 128), (4, 8), (3, 4, 5)
+            ):
+                yield ExpertTuning(rows, cols, GROUP, warps, stages)
+        else:
+            sizes = (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 8), (128, 128, 8)
+            for size, stages, group in itertools.product(sizes, (2, 3, 4), (1, 8)):
+                rows, cols, warps = size
+                yield ExpertTuning(rows, cols, GROUP, warps, stages, group)
+
+
+class Fp8ChannelWeights(Fp8BlockWeights):
+    blocks = False
+
+
+class Mxfp4Weights(ExpertWeights):
+    table, bits = "mxfp4", 4.25
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.w13 = self._random(2, shape.width, shape.hidden)
+        self.w2 = self._random(1, shape.hidden, shape.width)
+
+    def _random(self, parts: int, outputs: int, inputs: int) -> Tensor:
+        size = self.shape.num_experts, parts, *tiles_of(outputs, inputs)
+        tiles = torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device="cuda")
+        tiles[..., NUMBER_WORDS:] = _POWERS
+        return tiles
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return ops.mxfp4_experts(x, self.w13, self.w2.squeeze(1), self.shape.width, weights, chosen)
+
+    def gemm(
+        self, x: Tensor, weights: Tensor, rows: ExpertRows, tuning: ExpertTuning, *, gated: bool
+    ) -> None:
+        weight = self.w13 if gated else self.w2
+        mxfp4_gemm(x, weight, weights, rows, self._outputs(weights, gated), tuning)
+
+    @classmethod
+    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
+        if rows_per_expert <= 8:
+            for cols, depth, stages in itertools.product((64, 128), (64, 128, 256), (3, 4, 5, 6)):
+                if cols * depth * stages <= 128 * 128 * 4:
+                    yield ExpertTuning(16, cols, depth, 4, stages)
+        elif rows_per_expert <= 32:
+            for rows, cols, depth, stages in itertools.product(
+                (16, 32, 64), (64, 128), (64, 128), (3, 4, 5)
+            ):
+                yield ExpertTuning(rows, cols, depth, cols // 16, stages)
+        else:
+            for rows, cols, depth, warps, group in itertools.product(
+                (64, 128, 256), (64, 128), (64, 128), (4, 8), (1, 8)
+            ):
+                if rows * cols <= 64 * 64 * warps // 2 and cols >= 16 * warps:
+                    yield ExpertTuning(rows, cols, depth, warps, 3, group)
+                    yield ExpertTuning(rows, cols, depth, warps, 4, group)
+
+
+FORMATS: dict[str, type[ExpertWeights]] = {
+    "bf16": Bf16Weights,
+    "fp8-block": Fp8BlockWeights,
+    "fp8-channel": Fp8ChannelWeights,
+    "mxfp4": Mxfp4Weights,
+}
