@@ -111,6 +111,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         kv_heads: Which key/value heads this rank stores. Ranks beyond their number share one.
         head_order: [head_dim] int64 or None: element i of each query and key head is element
             `head_order[i]` of the checkpoint's.
+        gated: The checkpoint has a gate behind each query head. Those of all heads come first.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         *,
         bias: bool,
         head_order: Tensor | None = None,
+        gated: bool = False,
     ) -> None:
         start, count = shard.part(num_heads)
 
@@ -133,11 +135,14 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             return ColumnPart(first * head_dim, heads * head_dim, total * head_dim, order)
 
         kv = kv_heads.start, kv_heads.count, num_kv_heads
-        parts = (
-            part(start, count, num_heads, head_order),
-            part(*kv, head_order),
-            part(*kv, None),
-        )
+        queries = part(start, count, num_heads, head_order)
+        if gated:
+            of_query = torch.arange(head_dim) if head_order is None else head_order
+            pairs = torch.arange(count)[:, None] * (2 * head_dim)
+            gates = (pairs + head_dim + torch.arange(head_dim)).flatten()
+            order = torch.cat((gates, (pairs + of_query).flatten()))
+            queries = ColumnPart(2 * queries.start, 2 * queries.count, 2 * queries.total, order)
+        parts = (queries, part(*kv, head_order), part(*kv, None))
         names = ("q_proj", "k_proj", "v_proj")
         super().__init__(hidden_size, parts, shard, bias=bias, names=names)
 

@@ -1,13 +1,15 @@
-"""Builds the attention block of a layer from what its spec says."""
+"""Builds the block of a layer that looks at other tokens, from what its spec says."""
 
 from __future__ import annotations
 
 from engine.config import ModelConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
+from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard
 from engine.models.specs.dense import DenseSpec
+from engine.models.specs.linear import LinearSpec
 
 
 def attention_block(
@@ -34,6 +36,7 @@ def attention_block(
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,
         head_order=head_order,
+        output_gate=spec.output_gate,
     )
     return AttentionBlock(
         spec.hidden_size,
@@ -44,3 +47,18 @@ def attention_block(
         options,
         norm=norm,
     )
+
+
+def linear_attention_block(
+    spec: DenseSpec, linear: LinearSpec, shard: Shard, norm: RMSNorm | None
+) -> GatedDeltaNet:
+    """Returns the block of a layer that keeps a state, not yet loaded."""
+    sizes = DeltaSizes(
+        key_heads=linear.key_heads,
+        value_heads=linear.value_heads,
+        key_dim=linear.key_dim,
+        value_dim=linear.value_dim,
+        kernel=linear.kernel,
+        is_split=linear.is_split,
+    )
+    return GatedDeltaNet(spec.hidden_size, sizes, spec.rms_norm_eps, shard, norm=norm)

@@ -68,10 +68,11 @@ class ConfigFile(msgspec.Struct):
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
+    intermediate_size: int = 0
+    """Checkpoints whose every layer has experts may leave it out."""
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
@@ -136,6 +137,13 @@ class ConfigFile(msgspec.Struct):
     num_mtp_layers: int | None = None
     """The newer name of `num_nextn_predict_layers`."""
     qkv_bias: bool | None = None
+    full_attention_interval: int | None = None
+    attn_output_gate: bool | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int | None = None
     quantization_config: dict[str, object] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None

@@ -14,20 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
-from engine.layers.attention.layer import AttentionInputs
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rotary import cos_sin_cache
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.base import CausalLM, ForwardInputs
+from engine.models.layer_kinds import LayerKinds
 from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
-from tandem_kernels.attention_metadata import AttentionMetadata
 
 
 class LlamaForCausalLM(CausalLM):
-    """Embedding, layers, head. The tables of cosines and sines cover `max_model_len` positions."""
+    """Embedding, layers, head."""
 
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard) -> None:
         super().__init__()
@@ -45,24 +43,10 @@ class LlamaForCausalLM(CausalLM):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
         shared = self.embed_tokens.weight if spec.tie_word_embeddings else None
         self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), shared)
-        rotations = [spec.rotary_of(index) for index in self.layer_indices]
-        tables = {
-            rotary: cos_sin_cache(model.head_dim, model.max_model_len, rotary).to(shard.device)
-            for rotary in dict.fromkeys(rotations)
-        }
-        groups = config.kv_layout.groups
-        group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
-        kinds = [
-            (group_of[index], rotary)
-            for index, rotary in zip(self.layer_indices, rotations, strict=True)
-        ]
-        distinct = list(dict.fromkeys(kinds))
-        self.kinds = [(group_index, tables[rotary]) for group_index, rotary in distinct]
-        """KV groups and tables of cosines and sines that layers attend with."""
-        self.kind_of_layer = [distinct.index(kind) for kind in kinds]
+        self.kinds = LayerKinds(config, spec, self.layer_indices, shard.device)
 
     def forward(self, step: ForwardInputs) -> Tensor:
-        inputs = [self._inputs(step, *kind) for kind in self.kinds]
+        inputs = self.kinds.inputs(step)
         embedded = self.embed_tokens(step.input_ids)
         if self.spec.scales_embedding:
             embedded = embedded * torch.tensor(self.spec.hidden_size**0.5, dtype=embedded.dtype)
@@ -70,16 +54,9 @@ class LlamaForCausalLM(CausalLM):
             embedded = embedded * self.spec.stream_scale
         stream = ResidualStream(embedded)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
-            layer(stream, kv_cache, inputs[self.kind_of_layer[index]])
+            layer(stream, kv_cache, inputs[index])
             step.on_layer(index)
         return stream.normed(self.norm)
-
-    @staticmethod
-    def _inputs(step: ForwardInputs, group_index: int, table: Tensor) -> AttentionInputs:
-        group = step.groups[group_index]
-        metadata = group.metadata
-        assert isinstance(metadata, AttentionMetadata)
-        return AttentionInputs(step.positions, table, group.slot_mapping, metadata, step.backend)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
@@ -103,5 +80,6 @@ class LlamaForCausalLM(CausalLM):
         """Returns the names of a tied head, which may be stored beside the embedding, and of layers
         behind the last."""
         last = self.num_layers
-        extra = {f"model.layers.{last + i}." for i in range(self.spec.num_extra_layers)}
+        extra = set(self.spec.other_weights)
+        extra |= {f"model.layers.{last + i}." for i in range(self.spec.num_extra_layers)}
         return frozenset(extra | ({"lm_head.weight"} if self.spec.tie_word_embeddings else set()))

@@ -10,12 +10,13 @@ from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock
 from engine.layers.attention.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import AttentionInputs
+from engine.layers.linear_attention import GatedDeltaNet, StateInputs
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
-from engine.models.attention_block import attention_block
+from engine.models.attention_block import attention_block, linear_attention_block
 from engine.models.expert_block import expert_weights, sparse_mlp
 from engine.models.specs.dense import DenseSpec
 
@@ -29,7 +30,7 @@ class LlamaDecoderLayer(nn.Module):
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard, index: int) -> None:
         super().__init__()
         model = config.model
-        self.self_attn: AttentionBlock | LatentAttentionBlock
+        self.self_attn: AttentionBlock | LatentAttentionBlock | GatedDeltaNet
         self.spec = spec
 
         def norm(name: str | None) -> RMSNorm | None:
@@ -38,9 +39,13 @@ class LlamaDecoderLayer(nn.Module):
             return RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
 
         self.before_attention = norm(spec.norms.before_attention)
-        self.self_attn = attention_block(
-            model, spec, index, shard.at("self_attn"), norm(spec.norms.after_attention)
-        )
+        after = norm(spec.norms.after_attention)
+        if spec.linear is not None and index in spec.linear.layers:
+            self.self_attn = linear_attention_block(
+                spec, spec.linear, shard.at("linear_attn"), after
+            )
+        else:
+            self.self_attn = attention_block(model, spec, index, shard.at("self_attn"), after)
         self.before_mlp = norm(spec.norms.before_mlp)
         self.mlp: GatedMLP | SparseMLP
         if spec.experts is not None and index not in spec.experts.dense_layers:
@@ -54,7 +59,9 @@ class LlamaDecoderLayer(nn.Module):
                 norm=norm(spec.norms.after_mlp),
             )
 
-    def forward(self, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs) -> None:
+    def forward(
+        self, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs | StateInputs
+    ) -> None:
         self.self_attn(stream.read(self.before_attention), stream, kv_cache, inputs)
         x = stream.read(self.before_mlp)
         if isinstance(self.mlp, SparseMLP):
@@ -73,7 +80,9 @@ class LlamaDecoderLayer(nn.Module):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")
         attention = f"{prefix}.self_attn"
-        if isinstance(self.self_attn, LatentAttentionBlock):
+        if isinstance(self.self_attn, GatedDeltaNet):
+            yield from self.self_attn.checkpoint_weights(f"{prefix}.linear_attn")
+        elif isinstance(self.self_attn, LatentAttentionBlock):
             yield from self.self_attn.checkpoint_weights(attention)
         else:
             yield from self.self_attn.checkpoint_weights(attention, is_fused=spec.fused_qkv)

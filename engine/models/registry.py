@@ -26,6 +26,7 @@ from engine.models.specs.mixtral import MixtralSpec
 from engine.models.specs.olmo import Olmo2Spec, Olmo3Spec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec
+from engine.models.specs.qwen_hybrid import Qwen3NextSpec, Qwen35MoeSpec, Qwen35Spec
 from engine.models.specs.qwen_moe import Qwen2MoeSpec, Qwen3MoeSpec
 from engine.models.specs.seed_oss import SeedOssSpec
 from engine.models.specs.smollm3 import SmolLM3Spec
@@ -69,6 +70,9 @@ MODELS: dict[str, Entry] = {
     "Qwen3MoeForCausalLM": Entry(Qwen3MoeSpec, _LLAMA),
     "SeedOssForCausalLM": Entry(SeedOssSpec, _LLAMA),
     "SmolLM3ForCausalLM": Entry(SmolLM3Spec, _LLAMA),
+    "Qwen3NextForCausalLM": Entry(Qwen3NextSpec, _LLAMA),
+    "Qwen3_5ForCausalLM": Entry(Qwen35Spec, _LLAMA),
+    "Qwen3_5MoeForCausalLM": Entry(Qwen35MoeSpec, _LLAMA),
 }
 
 

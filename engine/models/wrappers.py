@@ -56,6 +56,8 @@ WRAPPERS = {
     ),
     "Qwen2_5_VLForConditionalGeneration": Wrapper({"": "Qwen2ForCausalLM"}),
     "Qwen3VLForConditionalGeneration": Wrapper({"": "Qwen3ForCausalLM"}),
+    "Qwen3_5ForConditionalGeneration": Wrapper({"": "Qwen3_5ForCausalLM"}),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper({"": "Qwen3_5MoeForCausalLM"}),
 }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem_kernels.reference import (
     attention,
     batch,
+    delta_rule,
     elementwise,
     experts,
     fp8,
@@ -70,6 +71,10 @@ fp8_gemm = Op(fp8_linear.fp8_gemm, "fp8_gemm")
 fp8_gate_up = Op(fp8_linear.fp8_gate_up, "fp8_gemm")
 silu_and_mul = Op(elementwise.silu_and_mul, "silu_and_mul")
 gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "silu_and_mul")
+sigmoid_and_mul = Op(elementwise.sigmoid_and_mul, "sigmoid_and_mul")
+causal_conv = Op(delta_rule.causal_conv, "causal_conv")
+gated_delta_rule = Op(delta_rule.gated_delta_rule, "delta_rule")
+gated_rms_norm = Op(delta_rule.gated_rms_norm, "gated_rms_norm")
 route_tokens = Op(experts.route_tokens, "route_tokens")
 fused_experts = Op(experts.fused_experts, "fused_experts")
 quantise_rows = Op(quantised_experts.quantise_rows, "fp8_rows")

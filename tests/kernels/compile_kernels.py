@@ -24,8 +24,11 @@ from triton.compiler import ASTSource
 from tandem_kernels import (
     batch_prep,
     block_copies,
+    causal_conv,
     decode_attention,
     decode_tuning,
+    delta_chunks,
+    delta_rule,
     expert_rows,
     expert_tuning,
     filter_floor,
@@ -35,6 +38,7 @@ from tandem_kernels import (
     fp8_rows,
     fused_experts,
     fused_gate_up,
+    gated_rms_norm,
     int4_dequantise,
     int4_gemm,
     int4_tuning,
@@ -53,6 +57,7 @@ from tandem_kernels import (
     rope_and_cache,
     route_tokens,
     sampling,
+    sigmoid_and_mul,
     silu_and_mul,
     small_m_gemm,
     staged_writes,
@@ -612,6 +617,38 @@ def ragged_cases(capability: int) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def linear_attention_cases(capability: int) -> Iterator[Case]:
+    floats = named("*fp32", "a_log", "dt_bias")
+    ints = named("*i32", "blocks", "query_start_loc", "seq_lens")
+    shape = {"NUM_KEYS": 16, "NUM_VALUES": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_KEY": 128}
+    for dtype in DTYPES if capability >= 90 else ("bf16",):
+        names = ("x", "weight", "out", "gate", "mixed", "gates", "changes", "reads")
+        types = {**named(f"*{dtype}", *names), **floats, **ints, "scale": "fp32", "eps": "fp32"}
+        for tile in (1, causal_conv.TILE):
+            yield Case(
+                causal_conv.causal_conv_kernel,
+                f"{dtype} {tile}",
+                {**types, "states": f"*{dtype}"},
+                {"WIDTH": 4, "WIDTHS": 4, "TILE": tile, "CHANNELS": causal_conv.CHANNELS},
+            )
+        types["states"] = "*fp32"
+        part = {"VALUES": delta_rule.VALUES}
+        yield Case(delta_rule.delta_rule_kernel, dtype, types, {**shape, **part})
+        chunk = {"CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
+        solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
+        yield Case(delta_chunks.delta_chunk_kernel, dtype, types, {**shape, **chunk, **solve})
+        part = {"VALUES": delta_chunks.VALUES}
+        constants, options = {**shape, **chunk, **part}, {"num_warps": 4, "num_stages": 2}
+        yield Case(delta_chunks.delta_walk_kernel, dtype, types, constants, options)
+        yield Case(
+            gated_rms_norm.gated_rms_norm_kernel,
+            dtype,
+            types,
+            {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS},
+        )
+        yield Case(sigmoid_and_mul.sigmoid_and_mul_kernel, dtype, types, {"BLOCK": 1024})
+
+
 def batch_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*i32", "idx_mapping", "query_start_loc", "token_ids", "num_computed"),
@@ -721,6 +758,7 @@ def compile_all(capability: int) -> None:
         mxfp4_expert_cases,
         latent_cases,
         ragged_cases,
+        linear_attention_cases,
         batch_cases,
         sampling_cases,
     ]

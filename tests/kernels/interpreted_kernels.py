@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import delta_checks
 import fp8_checks
 import fp8_linear_checks
 import int4_checks as int4
@@ -332,3 +333,30 @@ def test_rows_of_fp8(group: int) -> None:
 def test_fp8_products_of_few_rows(rows: int, blocks: bool) -> None:
     columns = ops.fp8_gemm.kernel, ops.fp8_gate_up.kernel
     fp8_linear_checks.fp8_gemm(columns, (rows, 256, 768), blocks=blocks)
+
+
+SMALL = delta_checks.Sizes(key_heads=1, value_heads=2, key_dim=16, value_dim=40)
+
+
+@dtypes
+def test_convolution_of_linear_attention(dtype: torch.dtype) -> None:
+    for batch in (delta_checks.DECODES, delta_checks.MIXED, delta_checks.BORDERS):
+        for width in (3, 4):
+            sizes = delta_checks.Sizes(kernel=width)
+            delta_checks.causal_conv(ops.causal_conv.kernel, batch, sizes, dtype)
+
+
+@dtypes
+def test_delta_rule(dtype: torch.dtype) -> None:
+    op = ops.gated_delta_rule.kernel
+    delta_checks.gated_delta_rule(op, delta_checks.DECODES, delta_checks.Sizes(), dtype)
+    for batch in (delta_checks.MIXED, delta_checks.BORDERS):
+        delta_checks.gated_delta_rule(op, batch, SMALL, dtype)
+    delta_checks.repeated_tokens(op, SMALL, dtype)
+    short = delta_checks.Batch((1, 5), (3, 0), num_decodes=1)
+    delta_checks.gated_delta_rule(op, short, SMALL, dtype, fixed_order=True)
+
+
+def test_gates_of_linear_attention() -> None:
+    delta_checks.gated_rms_norm(ops.gated_rms_norm.kernel, 3, 5, 24, torch.float16, "cpu")
+    delta_checks.sigmoid_and_mul(ops.sigmoid_and_mul.kernel, 3, 1100, torch.float16, "cpu")

@@ -16,6 +16,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
 from kv_transfer.layout import HeadRange, heads_of_rank
+from tandem_kernels import ops
 
 HeadNorm = Literal["none", "each", "all"]
 
@@ -33,6 +34,7 @@ class AttentionOptions:
         scale: Of the scores; None: head_dim ** -0.5.
         softcap: Bound of the scores; 0: none.
         head_order: See `engine.rope.Rotary.head_order`.
+        output_gate: What each head attends to is multiplied by the sigmoid of a gate of its own.
     """
 
     bias: bool = False
@@ -42,6 +44,7 @@ class AttentionOptions:
     scale: float | None = None
     softcap: float = 0.0
     head_order: tuple[int, ...] | None = None
+    output_gate: bool = False
 
 
 class AttentionBlock(nn.Module):
@@ -82,7 +85,9 @@ class AttentionBlock(nn.Module):
             shard,
             bias=options.bias,
             head_order=head_order,
+            gated=options.output_gate,
         )
+        self.num_gates = local_heads * head_dim if options.output_gate else 0
         self.q_norm = self.k_norm = None
         if options.head_norm == "each":
             self.q_norm, self.k_norm = (
@@ -111,7 +116,9 @@ class AttentionBlock(nn.Module):
         self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
     ) -> None:
         """Attends for the normed `x`: [T, H]."""
-        qkv = self.qkv_proj(x)
+        qkv = projected = self.qkv_proj(x)
+        if self.num_gates:
+            qkv = projected[:, self.num_gates :]
         weights: list[Tensor | None] = [None, None]
         if isinstance(self.q_norm, SplitRMSNorm) and isinstance(self.k_norm, SplitRMSNorm):
             q, k = self.q_norm.weight.numel(), self.k_norm.weight.numel()
@@ -120,6 +127,8 @@ class AttentionBlock(nn.Module):
         else:
             weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         attended: Tensor = self.attention(qkv, kv_cache, inputs, *weights, self.eps)
+        if self.num_gates:
+            attended = ops.sigmoid_and_mul(attended, projected[:, : self.num_gates])
         self.o_proj.add_to(stream, attended, self.norm)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:

@@ -12,6 +12,7 @@ from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.experts import ExpertSpec
 from engine.models.specs.latent import LatentSpec
+from engine.models.specs.linear import LinearSpec
 from engine.models.specs.rope import read_rotary
 from engine.rope import UNROTATED, Rotary
 from kv_transfer.layout import attention_group
@@ -58,6 +59,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             always all of it.
         default_theta: The base by which heads rotate where config.json has none.
         interleaved_rotary: See `engine.rope.Rotary`.
+        output_gate: What a head attends to is multiplied by a gate of its own.
+        other_weights: Names of the checkpoint's tensors that are not read, such as layers that
+            predict several tokens at once; those that begin with them.
+        has_dense_layers: Layers may have an ordinary feed-forward block.
         scales_embedding: Embeddings are multiplied by the root of the hidden size.
         attention_bias: Queries, keys and values have a bias.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
@@ -77,6 +82,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
         latent: All heads share one latent vector a token; None: heads have keys and values.
+        linear: Some layers keep one state of all tokens instead; None: none does.
     """
 
     default_attention_bias: ClassVar[bool] = False
@@ -92,6 +98,9 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = DEFAULT_ROPE_THETA
     interleaved_rotary: ClassVar[bool] = False
     scales_embedding: ClassVar[bool] = False
+    output_gate: ClassVar[bool] = False
+    other_weights: ClassVar[tuple[str, ...]] = ()
+    has_dense_layers: ClassVar[bool] = True
 
     hidden_size: int
     intermediate_size: int
@@ -112,6 +121,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     final_softcap: float = 0.0
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
+    linear: LinearSpec | None = None
 
     @classmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
@@ -209,6 +219,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             (self.intermediate_size if has_dense else 0, "feed-forward units"),
             (0 if experts is None else experts.intermediate_size, "units in each expert"),
             (0 if experts is None else experts.shared_size, "units in the shared expert"),
+            (0 if self.linear is None else self.linear.key_heads, "key heads of linear attention"),
         ):
             if count % tp_size:
                 raise CheckpointError(
@@ -255,13 +266,14 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("attention_softcap", self.attention_softcap, 0.0),
             ("experts", self.experts, None),
             ("latent", self.latent, None),
+            ("linear", self.linear, None),
         )
         return tuple((name, value) for name, value, default in facts if value != default)
 
     @classmethod
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         """Yields what config.json asks for and this family does not have."""
-        yield from _size_faults(file)
+        yield from _size_faults(file, cls.has_dense_layers)
         activation = file.hidden_activation or file.hidden_act
         if ACTIVATIONS.get(activation) != cls.activation:
             yield UnsupportedField("hidden_act", repr(activation))
@@ -280,11 +292,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             )
 
 
-def _size_faults(file: ConfigFile) -> Iterator[UnsupportedField]:
+def _size_faults(file: ConfigFile, has_dense_layers: bool) -> Iterator[UnsupportedField]:
     sizes = {
         "vocab_size": file.vocab_size,
         "hidden_size": file.hidden_size,
-        "intermediate_size": file.intermediate_size,
+        "intermediate_size": file.intermediate_size if has_dense_layers else 1,
         "num_hidden_layers": file.num_hidden_layers,
         "num_attention_heads": file.num_attention_heads,
         "max_position_embeddings": file.max_position_embeddings,

@@ -56,6 +56,13 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate.float(), approximate="tanh").mul_(up).to(x.dtype)
 
 
+def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Computes `x * sigmoid(gate)`, both [T, I]. The memory of `x` may be reused."""
+    if x.dtype == torch.float32:
+        return x.mul_(gate.sigmoid())
+    return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+
 def rope_and_cache(
     q: Tensor,
     k: Tensor,

@@ -20,11 +20,11 @@ from tests.engine.models.family import Family
 
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 _TOWER |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-_QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-_QWEN_TOWER |= {"out_hidden_size": 64}
+QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+QWEN_TOWER |= {"out_hidden_size": 64}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 _NO_TOKENS: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-_QWEN_TOKENS = {
+QWEN_TOKENS = {
     "image_token_id": 1000,
     "video_token_id": 1001,
     "vision_start_token_id": 1002,
@@ -58,14 +58,14 @@ IMAGE_FAMILIES = {
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLConfig,
         {**_NO_TOKENS, "rope_parameters": _MROPE},
-        vision={**_QWEN_TOWER, "fullatt_block_indexes": [0]},
-        whole=_QWEN_TOKENS,
+        vision={**QWEN_TOWER, "fullatt_block_indexes": [0]},
+        whole=QWEN_TOKENS,
     ),
     "qwen3_images_tied": Family(
         Qwen3VLForConditionalGeneration,
         Qwen3VLConfig,
         {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
-        vision={**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-        whole={**_QWEN_TOKENS, "tie_word_embeddings": True},
+        vision={**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        whole={**QWEN_TOKENS, "tie_word_embeddings": True},
     ),
 }

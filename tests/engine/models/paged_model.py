@@ -15,6 +15,9 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
+from kv_transfer.layout import KVGroup
+from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.state_metadata import StateMetadata
 
 BLOCK_SIZE = 16
 _NUM_BLOCKS = 128
@@ -34,7 +37,7 @@ class PagedSequence:
 
 class PagedModel:
     """The cache is full of NaN at first, and blocks are given out in falling order, so what is
-    read from a wrong place shows."""
+    read from a wrong place shows. Bytes of states are 255: NaN in every dtype."""
 
     def __init__(
         self, config: EngineConfig, model: CausalLM, device: torch.device | str = "cpu"
@@ -43,12 +46,13 @@ class PagedModel:
         self._device = device
         self._free = list(range(_NUM_BLOCKS))
         layout = config.kv_layout
-        self._windows = [group.window for group in layout.groups]
-        assert {group.block_size for group in layout.groups} == {BLOCK_SIZE}
+        self._groups = layout.groups
+        sizes = {group.block_size for group in layout.groups if not group.is_state}
+        assert sizes == {BLOCK_SIZE}
         memory = torch.empty(_NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
         self.kv_caches = layer_views(memory, layout)
         for layer in self.kv_caches:
-            layer.fill_(float("nan"))
+            layer.fill_(float("nan") if layer.is_floating_point() else 255)
         self.layers_seen: list[int] = []
         self.backend: AttentionBackend = PagedBackend()
 
@@ -64,11 +68,13 @@ class PagedModel:
 
     def prefill_behind(self, first: list[int], second: list[int], chunk: int) -> torch.Tensor:
         """Logits of `second` from where it leaves the full blocks that it shares with `first`."""
-        leader = PagedSequence(first)
-        self._compute([leader], chunk)
         common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
         shared = common // BLOCK_SIZE
         assert shared > 0
+        if any(group.is_state for group in self._groups):
+            first = first[: shared * BLOCK_SIZE]  # A state is right for its last token only.
+        leader = PagedSequence(first)
+        self._compute([leader], chunk)
         blocks = [of_group[:shared] for of_group in leader.blocks]
         follower = PagedSequence(second, blocks, shared * BLOCK_SIZE)
         return self._compute([follower], chunk)[0]
@@ -92,17 +98,18 @@ class PagedModel:
     def _step(self, sequences: list[PagedSequence], counts: list[int]) -> torch.Tensor:
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[list[int]] = [[] for _ in self._windows]
+        slots: list[list[int]] = [[] for _ in self._groups]
         for sequence, count in zip(sequences, counts, strict=True):
             stop = sequence.num_computed + count
-            sequence.blocks = sequence.blocks or [[] for _ in self._windows]
+            sequence.blocks = sequence.blocks or [[] for _ in self._groups]
             positions += range(sequence.num_computed, stop)
             ids += sequence.tokens[sequence.num_computed : stop]
-            for blocks, of_group in zip(sequence.blocks, slots, strict=True):
-                while len(blocks) * BLOCK_SIZE < stop:
+            for group, blocks, of_group in zip(self._groups, sequence.blocks, slots, strict=True):
+                size = group.block_size
+                while len(blocks) * size < stop:
                     blocks.append(self._free.pop())
                 of_group += [
-                    blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                    blocks[position // size] * size + position % size
                     for position in range(sequence.num_computed, stop)
                 ]
             sequence.num_computed = stop
@@ -110,9 +117,9 @@ class PagedModel:
             groups = tuple(
                 GroupInputs(
                     torch.tensor(of_group),
-                    self.backend.metadata(_batch(sequences, counts, i, window)),
+                    self._metadata(_batch(sequences, counts, i, group), group),
                 )
-                for i, (of_group, window) in enumerate(zip(slots, self._windows, strict=True))
+                for i, (of_group, group) in enumerate(zip(slots, self._groups, strict=True))
             )
             inputs = torch.tensor(ids), torch.tensor(positions)
         hidden = self._model(
@@ -127,6 +134,18 @@ class PagedModel:
         logits: torch.Tensor = self._model.compute_logits(hidden)
         return logits
 
+    def _metadata(self, batch: _Batch, group: KVGroup) -> AttentionMetadata | StateMetadata:
+        if not group.is_state:
+            return self.backend.metadata(batch)
+        order = batch.order
+        return StateMetadata(
+            batch.block_tables[:, 0],
+            batch.query_start_loc,
+            batch.seq_lens,
+            order.num_decodes,
+            tuple(order.query_lens[order.num_decodes :].tolist()),
+        )
+
 
 @dataclass(frozen=True)
 class _Batch:
@@ -139,10 +158,8 @@ class _Batch:
     seq_lens: torch.Tensor
 
 
-def _batch(
-    sequences: list[PagedSequence], counts: list[int], group: int, window: int | None
-) -> _Batch:
-    blocks = [sequence.blocks[group] for sequence in sequences]
+def _batch(sequences: list[PagedSequence], counts: list[int], index: int, group: KVGroup) -> _Batch:
+    blocks = [sequence.blocks[index] for sequence in sequences]
     longest = max(map(len, blocks))
     tables = [of_one + [0] * (longest - len(of_one)) for of_one in blocks]
     lengths = [sequence.num_computed for sequence in sequences]
@@ -157,7 +174,7 @@ def _batch(
     return _Batch(
         order,
         torch.tensor(tables, dtype=torch.int32),
-        window,
+        group.window,
         torch.tensor([0, *counts]).cumsum(0).int(),
         torch.tensor(lengths, dtype=torch.int32),
     )

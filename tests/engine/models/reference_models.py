@@ -44,6 +44,7 @@ from transformers import (
 )
 
 from tests.engine.models.family import LATENT, YARN, Family
+from tests.engine.models.hybrid_families import HYBRID_FAMILIES
 from tests.engine.models.image_families import IMAGE_FAMILIES
 from tests.engine.models.more_families import MORE_FAMILIES
 from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, prompts
@@ -74,6 +75,7 @@ _LOCAL_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"] *
 FAMILIES = {
     **MORE_FAMILIES,
     **IMAGE_FAMILIES,
+    **HYBRID_FAMILIES,
     "deepseek_v2": Family(
         DeepseekV2ForCausalLM,
         DeepseekV2Config,

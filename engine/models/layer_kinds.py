@@ -1,0 +1,62 @@
+"""Says with what each layer looks at other tokens: its KV group, and how it rotates.
+
+Layers that agree in both share their inputs, which are made once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.layers.attention.layer import AttentionInputs
+from engine.layers.linear_attention import StateInputs
+from engine.layers.rotary import cos_sin_cache
+from engine.models.base import ForwardInputs
+from engine.models.specs.dense import DenseSpec
+from tandem_kernels.state_metadata import StateMetadata
+
+
+class LayerKinds:
+    """The kinds of some layers. Tables of cosines and sines cover `max_model_len` positions; layers
+    that keep a state have none.
+    """
+
+    def __init__(
+        self, config: EngineConfig, spec: DenseSpec, layers: Iterable[int], device: torch.device
+    ) -> None:
+        model, groups = config.model, config.kv_layout.groups
+        group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+        kinds = [
+            (group_of[i], None if groups[group_of[i]].is_state else spec.rotary_of(i))
+            for i in layers
+        ]
+        distinct = list(dict.fromkeys(kinds))
+        tables = {
+            rotary: cos_sin_cache(model.head_dim, model.max_model_len, rotary).to(device)
+            for rotary in dict.fromkeys(rotary for _, rotary in distinct)
+            if rotary is not None
+        }
+        self._kinds = [
+            (group, None if rotary is None else tables[rotary]) for group, rotary in distinct
+        ]
+        self._of_layer = [distinct.index(kind) for kind in kinds]
+
+    def inputs(self, step: ForwardInputs) -> list[AttentionInputs | StateInputs]:
+        """Returns what each layer is given."""
+        of_kind = [_inputs(step, *kind) for kind in self._kinds]
+        return [of_kind[kind] for kind in self._of_layer]
+
+
+def _inputs(
+    step: ForwardInputs, group_index: int, table: Tensor | None
+) -> AttentionInputs | StateInputs:
+    group = step.groups[group_index]
+    metadata = group.metadata
+    if isinstance(metadata, StateMetadata):
+        # A state has no slots: any group of tokens tells what is padding.
+        return StateInputs(step.groups[0].slot_mapping, metadata)
+    assert table is not None
+    return AttentionInputs(step.positions, table, group.slot_mapping, metadata, step.backend)

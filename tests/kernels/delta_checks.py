@@ -1,0 +1,262 @@
+"""Checks what linear attention must do, in either column and on any device; the expected numbers
+are float64, one token and one head at a time, and share no code with either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kernel_oracle import relative_error
+from torch import Tensor
+
+from tandem_kernels.state_metadata import StateMetadata
+
+Op = Callable[..., Any]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Relative, for what one token reads: chunks multiply numbers that are rounded to the dtype."""
+STATE_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shape of a layer."""
+
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 8
+    value_dim: int = 12
+    kernel: int = 4
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests by the tokens of this step and those before; the first `num_decodes` have one token.
+    A request without tokens is padding."""
+
+    lengths: tuple[int, ...]
+    before: tuple[int, ...]
+    num_decodes: int = 0
+
+    def metadata(self, device: str) -> StateMetadata:
+        count = len(self.lengths)
+        starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        pairs = zip(self.lengths, self.before, strict=True)
+        return StateMetadata(
+            blocks=torch.randperm(count + 3)[:count].int().to(device),
+            query_start_loc=starts.int().to(device),
+            seq_lens=torch.tensor([n and n + m for n, m in pairs]).int().to(device),
+            num_decodes=self.num_decodes,
+            query_lens=self.lengths[self.num_decodes :],
+        )
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Returns (request, first token) of those that are no padding."""
+        first, found = 0, []
+        for r, length in enumerate(self.lengths):
+            found += [(r, first)] if length else []
+            first += length
+        return found
+
+
+DECODES = Batch((1, 1, 1, 0, 0), (5, 0, 900, 0, 0), num_decodes=5)
+MIXED = Batch((1, 1, 70, 64, 0, 3, 130), (9, 0, 0, 31, 0, 6, 2), num_decodes=2)
+BORDERS = Batch((2, 3, 4, 5, 63, 64, 65, 128), (0, 1, 0, 2, 0, 64, 3, 0))
+
+
+def spoiled(states: Tensor, batch: Batch, blocks: Tensor) -> Tensor:
+    """Returns states that are NaN where a request must begin with zeros, and where nobody may
+    look."""
+    used = [int(blocks[r]) for r, _ in batch.spans() if batch.before[r]]
+    kept = torch.full_like(states, math.nan)
+    kept[used] = states[used]
+    return kept
+
+
+def causal_conv(
+    op: Op, batch: Batch, sizes: Sizes, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Rows of the input lie apart, as a slice's do, and so do the blocks."""
+    metadata = batch.metadata(device)
+    num_tokens, width = sum(batch.lengths), sizes.kernel
+    wide = torch.randn(num_tokens, sizes.channels + 8, device=device).to(dtype)
+    x = wide[:, : sizes.channels]
+    weight = torch.randn(sizes.channels, width, device=device).to(dtype)
+    pages = torch.randn(len(batch.lengths) + 3, sizes.channels * (width - 1) + 4, device=device)
+    shape = (len(pages), sizes.channels, width - 1)
+    states = pages.to(dtype)[:, : shape[1] * shape[2]].view(shape)
+    states.copy_(spoiled(states.clone(), batch, metadata.blocks))
+    before = states.clone()
+    out = op(x, weight, states, metadata)
+    expected_states = before.clone()
+    for r, first in batch.spans():
+        block = int(metadata.blocks[r])
+        old = before[block].double().t() if batch.before[r] else torch.zeros(width - 1, shape[1])
+        inputs = torch.cat((old.to(device), x[first : first + batch.lengths[r]].double()))
+        expected_states[block] = inputs[-(width - 1) :].t().to(dtype)
+        for i in range(batch.lengths[r]):
+            total = (inputs[i : i + width] * weight.double().t()).sum(0)
+            error = relative_error(out[first + i], total / (1 + (-total).exp()))
+            assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+    torch.testing.assert_close(states, expected_states, rtol=0, atol=0, equal_nan=True)
+
+
+@dataclass
+class Layer:
+    """The inputs of one call, and what it must give."""
+
+    batch: Batch
+    metadata: StateMetadata
+    mixed: Tensor
+    gates: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    states: Tensor
+
+    @classmethod
+    def random(cls, batch: Batch, sizes: Sizes, dtype: torch.dtype, device: str) -> Layer:
+        metadata = batch.metadata(device)
+        num_tokens, heads = sum(batch.lengths), sizes.value_heads
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device)
+
+        shape = (len(batch.lengths) + 3, heads, sizes.key_dim, sizes.value_dim)
+        pages = randn(shape[0], heads * sizes.key_dim * sizes.value_dim + 4)
+        states = pages[:, :-4].view(shape)
+        states.copy_(spoiled(states.clone(), batch, metadata.blocks))
+        return cls(
+            batch,
+            metadata,
+            randn(num_tokens, sizes.channels).to(dtype),
+            (2 * randn(num_tokens, 2 * heads)).to(dtype),
+            randn(heads) - 1,
+            randn(heads),
+            states,
+        )
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Returns what every token reads [T, Hv, V], and the states."""
+        _, num_values, key_dim, value_dim = self.states.shape
+        num_keys = (self.mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
+        wide = self.mixed.double()
+        queries, keys = (
+            wide[:, i * num_keys * key_dim :][:, : num_keys * key_dim].unflatten(1, (num_keys, -1))
+            for i in range(2)
+        )
+        values = wide[:, 2 * num_keys * key_dim :].unflatten(1, (num_values, -1))
+        b, a = self.gates.double().unflatten(1, (2, num_values)).unbind(1)
+        decay = (-self.a_log.double().exp() * (a + self.dt_bias.double()).exp().log1p()).exp()
+        rate = 1 / (1 + (-b).exp())
+        read = torch.full(values.shape, math.nan, dtype=torch.float64, device=wide.device)
+        states = self.states.double()
+        for r, first in self.batch.spans():
+            block = int(self.metadata.blocks[r])
+            if not self.batch.before[r]:
+                states[block] = 0
+            for t in range(first, first + self.batch.lengths[r]):
+                for head in range(num_values):
+                    q, k = (
+                        x / (x.square().sum() + 1e-6).sqrt()
+                        for x in (of[t, head * num_keys // num_values] for of in (queries, keys))
+                    )
+                    state = decay[t, head] * states[block, head]
+                    change = rate[t, head] * (values[t, head] - k @ state)
+                    states[block, head] = state + torch.outer(k, change)
+                    read[t, head] = q @ states[block, head] / key_dim**0.5
+        return read, states
+
+    def check(self, op: Op, fixed_order: bool = False, widen: float = 1.0) -> Tensor:
+        """Runs `op` and compares; returns what was read."""
+        expected, expected_states = self.expected()
+        untouched = self.states.clone()
+        out = op(
+            self.mixed, self.gates, self.a_log, self.dt_bias, self.states, self.metadata,
+            fixed_order,
+        )  # fmt: skip
+        dtype = self.mixed.dtype
+        assert out.dtype == dtype
+        used = torch.zeros(len(self.states), dtype=torch.bool, device=out.device)
+        for r, first in self.batch.spans():
+            rows = slice(first, first + self.batch.lengths[r])
+            assert relative_error(out[rows], expected[rows]) < widen * TOLERANCE[dtype]
+            block = int(self.metadata.blocks[r])
+            found = relative_error(self.states[block], expected_states[block])
+            assert found < widen * STATE_TOLERANCE[dtype]
+            used[block] = True
+        torch.testing.assert_close(
+            self.states[~used], untouched[~used], rtol=0, atol=0, equal_nan=True
+        )
+        return out
+
+
+def gated_delta_rule(
+    op: Op,
+    batch: Batch,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    fixed_order: bool = False,
+) -> None:
+    Layer.random(batch, sizes, dtype, device).check(op, fixed_order)
+
+
+def repeated_tokens(op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
+    """All tokens alike, nothing forgotten and everything taken in: the worst conditioned system
+    that there is, whose solution is small and whose powers are not."""
+    layer = Layer.random(Batch((150,), (0,)), sizes, dtype, device)
+    layer.mixed[:] = layer.mixed[0]
+    layer.gates[:, : sizes.value_heads] = 8.0
+    layer.gates[:, sizes.value_heads :] = -12.0
+    layer.check(op, widen=3.0)
+
+
+def cut_anywhere(op: Op, sizes: Sizes, device: str = "cpu") -> None:
+    """In fixed order a request's bits do not depend on how its tokens are cut into steps."""
+    whole = Layer.random(Batch((90,), (0,)), sizes, torch.float32, device)
+    given = whole.gates, whole.mixed
+    expected = whole.check(op, fixed_order=True)
+    states, block = torch.full_like(whole.states, math.nan), int(whole.metadata.blocks[0])
+    done = 0
+    for count in (1, 63, 2, 1, 23):
+        metadata = StateMetadata(
+            whole.metadata.blocks,
+            torch.tensor([0, count], device=device).int(),
+            torch.tensor([done + count], device=device).int(),
+            int(count == 1),
+            (count,) * (count > 1),
+        )
+        gates, mixed = (part[done : done + count] for part in given)
+        out = op(mixed, gates, whole.a_log, whole.dt_bias, states, metadata, True)
+        assert torch.equal(out, expected[done : done + count])
+        done += count
+    assert torch.equal(states[block], whole.states[block])
+
+
+def gated_rms_norm(
+    op: Op, rows: int, heads: int, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    x = (3 * torch.randn(rows, heads, dim, device=device)).to(dtype)
+    gate = torch.randn(rows, 2 * heads * dim, device=device).to(dtype)[:, heads * dim :]
+    weight = torch.randn(dim, device=device).to(dtype)
+    wide, steep = x.double(), gate.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    expected = normed.flatten(1) * steep / (1 + (-steep).exp())
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+    out = op(x, gate, weight, 1e-6)
+    assert out.dtype == dtype and relative_error(out, expected) < tolerance
+
+
+def sigmoid_and_mul(op: Op, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(rows, width, device=device).to(dtype)
+    gate = (4 * torch.randn(rows, 3 * width, device=device)).to(dtype)[:, :width]
+    expected = x.double() / (1 + (-gate.double()).exp())
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+    assert relative_error(op(x.clone(), gate), expected) < tolerance

@@ -1,0 +1,36 @@
+"""The plain-torch column of linear attention, against float64."""
+
+from __future__ import annotations
+
+import delta_checks as check
+import pytest
+import torch
+
+from tandem_kernels import ops
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+batches = pytest.mark.parametrize("batch", [check.DECODES, check.MIXED, check.BORDERS])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(5)
+
+
+@dtypes
+@batches
+@pytest.mark.parametrize("kernel", [2, 4])
+def test_causal_conv(dtype: torch.dtype, batch: check.Batch, kernel: int) -> None:
+    check.causal_conv(ops.causal_conv, batch, check.Sizes(kernel=kernel), dtype)
+
+
+@dtypes
+@batches
+def test_gated_delta_rule(dtype: torch.dtype, batch: check.Batch) -> None:
+    check.gated_delta_rule(ops.gated_delta_rule, batch, check.Sizes(), dtype)
+
+
+@dtypes
+def test_gates(dtype: torch.dtype) -> None:
+    check.gated_rms_norm(ops.gated_rms_norm, 5, 3, 24, dtype, "cpu")
+    check.sigmoid_and_mul(ops.sigmoid_and_mul, 5, 72, dtype, "cpu")
