@@ -18,24 +18,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
-from tandem_kernels.int4_numbers import four_numbers, group_factors, weights_of
 from tandem_kernels.int4_packing import block_size, packed_group_size
+from tandem_kernels.int4_tiles import multiplied_strip
 from tandem_kernels.int4_tuning import FIXED, Int4Tuning, int4_tuning
 
 MAX_STRIPS = 1 << 14
 """More than GEMMs whose inner dimension is split have."""
-
-
-@triton.jit
-def _multiplied(
-    given: tl.tensor, weights: tl.tensor, sums: tl.tensor, SWAPPED: tl.constexpr
-) -> tl.tensor:
-    """Adds [ROWS, K] times [COLS, K] to sums [ROWS, COLS]; SWAPPED: to [COLS, ROWS]."""
-    if SWAPPED:
-        sums = tl.dot(weights, tl.trans(given), sums)
-    else:
-        sums = tl.dot(given, tl.trans(weights), sums)
-    return sums
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -76,60 +64,30 @@ def int4_gemm_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real_row = row < num_rows
     real_col = col < num_outputs
-    QUARTER: tl.constexpr = BLOCK // 4
-    lane = tl.arange(0, QUARTER)
-    kind: tl.constexpr = x.dtype.element_ty
-    inputs = x + row.to(tl.int64)[:, None] * x_stride + lane[None, :]
-    strip = packed + col.to(tl.int64)[:, None] * (num_blocks * QUARTER) + lane[None, :]
-    other_strip = strip + num_outputs.to(tl.int64) * (num_blocks * QUARTER)
-    width = num_outputs
-    if GATED:
-        width = 2 * num_outputs
+    strip = packed + col.to(tl.int64) * (num_blocks * (BLOCK // 4))
+    up_strip = strip + num_outputs.to(tl.int64) * (num_blocks * (BLOCK // 4))
     words = groups + col
-    shape: tl.constexpr = [COLS, ROWS] if SWAPPED else [ROWS, COLS]
-    acc = tl.zeros(shape, tl.float32)
-    second = tl.zeros(shape, tl.float32)
-    first_block = tl.program_id(2) * num_blocks // SPLITS
-    last_block = (tl.program_id(2) + 1) * num_blocks // SPLITS
-    for block in range(first_block, last_block):
-        if EVEN:
-            numbers = four_numbers(tl.load(strip + block * QUARTER), kind, IN_PAIRS)
-        else:
-            places = tl.load(strip + block * QUARTER, mask=real_col[:, None], other=0)
-            numbers = four_numbers(places, kind, IN_PAIRS)
-        if GATED:
-            if EVEN:
-                others = four_numbers(tl.load(other_strip + block * QUARTER), kind, IN_PAIRS)
-            else:
-                places = tl.load(other_strip + block * QUARTER, mask=real_col[:, None], other=0)
-                others = four_numbers(places, kind, IN_PAIRS)
-        for quarter in tl.static_range(4):
-            start = block * BLOCK + quarter * QUARTER
-            if (quarter * QUARTER) % GROUP == 0:
-                of_group = words + (start // GROUP).to(tl.int64) * width
-                if EVEN:
-                    scale, zero = group_factors(tl.load(of_group), kind, IN_PAIRS)
-                else:
-                    word = tl.load(of_group, mask=real_col, other=0)
-                    scale, zero = group_factors(word, kind, IN_PAIRS)
-                if GATED:
-                    if EVEN:
-                        word = tl.load(of_group + num_outputs)
-                    else:
-                        word = tl.load(of_group + num_outputs, mask=real_col, other=0)
-                    scale2, zero2 = group_factors(word, kind, IN_PAIRS)
-            real = real_row[:, None]
-            if not EVEN:
-                real &= (start + lane < inner)[None, :]
-            given = tl.load(inputs + start, mask=real, other=0.0)
-            by = weights_of(numbers[quarter], scale[:, None], zero[:, None], kind, IN_PAIRS)
-            acc = _multiplied(given, by, acc, SWAPPED)
-            if GATED:
-                by = weights_of(others[quarter], scale2[:, None], zero2[:, None], kind, IN_PAIRS)
-                second = _multiplied(given, by, second, SWAPPED)
-    if SWAPPED:
-        acc = tl.trans(acc)
-        second = tl.trans(second)
+    acc, second = multiplied_strip(
+        x + row.to(tl.int64) * x_stride,
+        strip,
+        words,
+        up_strip,
+        words + num_outputs,
+        real_row,
+        real_col,
+        inner,
+        2 * num_outputs if GATED else num_outputs,
+        tl.program_id(2) * num_blocks // SPLITS,
+        (tl.program_id(2) + 1) * num_blocks // SPLITS,
+        ROWS,
+        COLS,
+        BLOCK,
+        GROUP,
+        SWAPPED,
+        GATED,
+        EVEN,
+        IN_PAIRS,
+    )
     real = real_row[:, None] & real_col[None, :]
     place = row.to(tl.int64)[:, None] * num_outputs + col[None, :]
     if SPLITS > 1:

@@ -40,6 +40,7 @@ from tandem_kernels import (
     fused_gate_up,
     gated_rms_norm,
     int4_dequantise,
+    int4_experts,
     int4_gemm,
     int4_tuning,
     invariant_gemm,
@@ -238,11 +239,51 @@ def int4_cases(capability: int) -> Iterator[Case]:
                 },
                 {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
             )
+        if not many:
+            continue
+        yield from int4_expert_cases()
         yield Case(
             int4_dequantise.int4_dequantise_kernel,
             dtype,
             types,
             {"COLS": 32, "BLOCK": 128, "GROUP": 32, "IN_PAIRS": True},
+        )
+
+
+def int4_expert_cases() -> Iterator[Case]:
+    types = {
+        **named("*bf16", "x", "out"),
+        **named("*i32", "groups", "experts", "order", "counts"),
+        **named("*fp32", "pair_weights"),
+        "packed": "*i16",
+    }
+    tables = expert_tuning.ExpertShape(128, 768, 2048, int4_experts.FORMAT)
+    for num_pairs, gated in itertools.product((8, 8192, 65536), (True, False)):
+        tuning = expert_tuning.expert_tuning(tables, num_pairs, "NVIDIA_H200", gated=gated)
+        is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
+        yield Case(
+            int4_experts.int4_expert_gemm_kernel,
+            f"pairs={num_pairs} gated={gated}",
+            types,
+            {
+                "TOP_K": 8,
+                "ROWS": tuning.rows,
+                "COLS": tuning.cols,
+                "TILE_GROUP": tuning.group,
+                "PAIRS": 1 if is_sorted else max(16, num_pairs),
+                "TILES": 1,
+                "EXPERTS": 128,
+                "GATED": gated,
+                "SORTED": is_sorted,
+                "BY_PAIR": num_pairs <= 128,
+                "BLOCK": 256,
+                "GROUP": 128,
+                "SWAPPED": tuning.cols >= int4_experts.LEAST_SWAPPED_COLS,
+                "EVEN": True,
+                "IN_PAIRS": True,
+                **({} if is_sorted else {"order": None, "counts": None}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
 
 

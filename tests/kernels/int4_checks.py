@@ -86,3 +86,48 @@ def int4_gemm_again(op: Op, shape: tuple[int, int, int], device: str) -> None:
     x = torch.randn(rows, inner, device=device).to(torch.bfloat16)
     first = op(x, packed, groups)
     assert all(torch.equal(op(x, packed, groups), first) for _ in range(50))
+
+
+def int4_experts(
+    op: Op,
+    sizes: tuple[int, int, int, int, int],
+    group_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """Checks tokens of which one goes to no expert; in fixed order rows have the same bits in any
+    company. `sizes`: tokens, experts of one, experts, hidden size, units of one."""
+    num_tokens, top_k, num_experts, hidden, width = sizes
+    w13, packed13, groups13 = _expert_weights(
+        num_experts, 2 * width, hidden, group_size, dtype, device
+    )
+    w2, packed2, groups2 = _expert_weights(num_experts, hidden, width, group_size, dtype, device)
+    x = torch.randn(num_tokens, hidden, device=device).to(dtype)
+    weights = torch.rand(num_tokens, top_k, device=device)
+    chosen = torch.rand(num_tokens, num_experts, device=device).argsort(-1)[:, :top_k].int()
+    chosen[num_tokens // 3] = -1
+    given = packed13, groups13, packed2, groups2
+    exact = oracle.experts(x, w13, w2, weights, chosen)
+    for fixed in (False, True):
+        found = op(x, *given, weights, chosen, fixed)
+        assert found.dtype == dtype and not found[num_tokens // 3].any()
+        assert oracle.relative_error(found, exact) < 3 * TOLERANCE[dtype]
+    for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
+        part = weights[start:end], chosen[start:end]
+        assert torch.equal(op(x[start:end], *given, *part, True), found[start:end])
+
+
+def _expert_weights(
+    num_experts: int,
+    num_outputs: int,
+    num_inputs: int,
+    group_size: int,
+    dtype: torch.dtype,
+    device: str,
+) -> list[Tensor]:
+    """Makes what `packed_weights` does, of every expert."""
+    made = [
+        packed_weights(num_outputs, num_inputs, group_size, dtype, device)
+        for _ in range(num_experts)
+    ]
+    return [torch.stack(parts) for parts in zip(*made, strict=True)]

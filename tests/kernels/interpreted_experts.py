@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import int4_checks as int4
 import pytest
 import quantised_expert_checks as check
 import torch
@@ -49,3 +50,12 @@ def test_mxfp4_experts(sizes: check.Sizes, clamped: bool) -> None:
 
 def test_mxfp4_experts_in_halves() -> None:
     check.mxfp4_experts(ops.mxfp4_experts.kernel, (9, 2, 4, 64, 64), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "group_size"),
+    [((3, 2, 8, 320, 96), 32), ((9, 2, 4, 256, 128), 64), ((140, 2, 3, 256, 128), 128)],
+    ids=["by pair", "by expert", "sorted"],
+)
+def test_int4_experts(sizes: check.Sizes, group_size: int) -> None:
+    int4.int4_experts(ops.int4_experts.kernel, sizes, group_size, torch.float16)

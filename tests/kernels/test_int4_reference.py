@@ -60,3 +60,8 @@ def test_groups_are_cut_where_ranks_are() -> None:
     assert group_size_for(64, 96) == 32
     assert group_size_for(128, 1000) is None
     assert group_size_for(48, 96) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts(dtype: torch.dtype) -> None:
+    check.int4_experts(ops.int4_experts, (13, 3, 8, 96, 64), 32, dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.int4_packing import packed_group_size, unpack_numbers
 from tandem_kernels.reference.elementwise import silu_and_mul
+from tandem_kernels.reference.experts import fused_experts
 from tandem_kernels.reference.gemm import invariant_gemm
 
 
@@ -38,3 +40,37 @@ def int4_gate_up(x: Tensor, packed: Tensor, groups: Tensor, fixed_order: bool = 
     """Multiplies [T, K] by packed weights of 2 I outputs -> [T, I]: `silu(gate) * up`, where gate
     are the first I outputs."""
     return silu_and_mul(int4_gemm(x, packed, groups, None, fixed_order))
+
+
+def int4_experts(
+    x: Tensor,
+    packed13: Tensor,
+    groups13: Tensor,
+    packed2: Tensor,
+    groups2: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    fixed_order: bool = False,
+) -> Tensor:
+    """Computes the weighted sum of each token's experts, as `fused_experts` does.
+
+    Args:
+        x: [T, H].
+        packed13, groups13: [E, 2 I, H' / 4] and [E, H' / G, 2 I, 2], of each expert its gate, then
+            its up projection.
+        packed2, groups2: [E, H, I' / 4] and [E, I' / G, H, 2].
+        weights, experts, fixed_order: As in `fused_experts`.
+
+    Returns:
+        [T, H] in the dtype of `x`.
+    """
+    used = sorted(set(experts.flatten().tolist()) - {-1})
+    place = {expert: index for index, expert in enumerate(used)}
+    chosen = torch.tensor([place.get(e, -1) for e in experts.flatten().tolist()])
+    if not used:
+        return torch.zeros_like(x)
+    width = packed13.shape[1] // 2
+    w13 = torch.stack([int4_dequantise(packed13[e], groups13[e], x.shape[1]) for e in used])
+    w2 = torch.stack([int4_dequantise(packed2[e], groups2[e], width) for e in used])
+    own = chosen.view(experts.shape).to(experts)
+    return fused_experts(x, w13, w2, weights, own, fixed_order)
