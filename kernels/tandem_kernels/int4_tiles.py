@@ -17,8 +17,7 @@ from tandem_kernels.int4_numbers import four_numbers, group_factors, weights_of
 
 @triton.jit
 def _loaded(places: tl.tensor, mask: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    found = tl.load(places) if EVEN else tl.load(places, mask=mask, other=0)
-    return found
+    return tl.load(places) if EVEN else tl.load(places, mask=mask, other=0)
 
 
 @triton.jit

@@ -68,6 +68,10 @@ class ExpertLayer(nn.Module):
     fixed_order: bool
     w13: Tensor
     w2: Tensor
+    packed13: Tensor
+    groups13: Tensor
+    packed2: Tensor
+    groups2: Tensor
 
 
 class ExpertMethod(ABC):

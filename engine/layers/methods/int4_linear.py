@@ -30,7 +30,13 @@ from engine.layers.methods.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Int4Scheme
 from tandem_kernels import ops
-from tandem_kernels.int4_packing import group_size_for, pack_groups, pack_numbers, padded_inputs
+from tandem_kernels.int4_packing import (
+    group_size_for,
+    pack_groups,
+    pack_numbers,
+    packed_group_size,
+    padded_inputs,
+)
 
 _NOT_LOADED = -1
 
@@ -104,7 +110,7 @@ class Int4Linear(LinearMethod):
             matrix = in_output_order(read(*stored), part.order)
             if layer.input_order is not None:
                 matrix = self._in_input_order(matrix, layer.input_order, part.prefix)
-            pack_into(packed, groups, matrix, self.group_size)
+            pack_into(packed, groups, matrix)
 
         yield filled_weight(packed, slices, fill, self.form.beside(part.prefix))
         yield from bias_weights(layer, part)
@@ -168,8 +174,9 @@ def in_output_order(matrix: Int4Matrix, order: Tensor | None) -> Int4Matrix:
     )
 
 
-def pack_into(packed: Tensor, groups: Tensor, matrix: Int4Matrix, group_size: int) -> None:
+def pack_into(packed: Tensor, groups: Tensor, matrix: Int4Matrix) -> None:
     """Fills packed weights [N, K' / 4] and their groups [K' / G, N, 2]."""
+    group_size = packed_group_size(packed, groups)
     published = matrix.group_of[::group_size]
     scales, zeros = (part[:, published] for part in (matrix.scales, matrix.zeros))
     packed.copy_(pack_numbers(matrix.numbers, group_size))

@@ -20,6 +20,8 @@ from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.methods.int4_linear import InputOrderError, Int4Linear
+from engine.layers.methods.registry import UnsupportedScheme
+from engine.layers.sparse_mlp import Experts
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
@@ -121,10 +123,53 @@ def test_packed_layers_hold_what_the_numbers_mean(
     assert num_packed == 3 * per_layer
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq asymmetric", "gptq ordered", "ct"])
+@pytest.mark.parametrize("layout", ["awq", "gptq asymmetric", "ct channels"])
 @pytest.mark.usefixtures("packed_on_cpu")
-def test_logits_of_packed_weights_are_those_of_plain_ones(layout: str, make_pair: MakePair) -> None:
-    quantised, plain = make_pair("qwen2", layout)
+def test_packed_experts_hold_what_the_numbers_mean(layout: str, make_pair: MakePair) -> None:
+    """Of 96 units the first of two ranks has 64: no group is cut."""
+    quantised, plain = make_pair("mixtral", layout)
+    ranks = [_experts(quantised, rank, 2) for rank in (0, 1)]
+    whole = _experts(plain, 0, 1)
+    assert [rank.sizes.width for rank in ranks] == [64, 32]
+    for expert in range(4):
+        gates, ups, downs = [], [], []
+        for rank in ranks:
+            hidden, width = rank.sizes.hidden, rank.sizes.width
+            first = ops.int4_dequantise(rank.packed13[expert], rank.groups13[expert], hidden)
+            gates.append(first[:width])
+            ups.append(first[width:])
+            downs.append(ops.int4_dequantise(rank.packed2[expert], rank.groups2[expert], width))
+        assert torch.equal(torch.cat(gates + ups), whole.w13[expert])
+        assert torch.equal(torch.cat(downs, dim=1), whole.w2[expert])
+
+
+def _experts(folder: Path, rank: int, size: int) -> Experts:
+    return next(m for m in model_of(folder, rank, size).modules() if isinstance(m, Experts))
+
+
+@pytest.mark.usefixtures("packed_on_cpu")
+def test_experts_of_other_sizes_are_refused_by_name(make_pair: MakePair) -> None:
+    folder, _ = make_pair("mixtral", "gptq")
+    with pytest.raises(UnsupportedScheme, match=r"layers\.0.*experts .* groups of 16"):
+        model_of(folder, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2", "awq"),
+        ("qwen2", "gptq asymmetric"),
+        ("qwen2", "gptq ordered"),
+        ("qwen2", "ct"),
+        ("mixtral", "ct asymmetric"),
+        ("mixtral", "gptq ordered"),
+    ],
+)
+@pytest.mark.usefixtures("packed_on_cpu")
+def test_logits_of_packed_weights_are_those_of_plain_ones(
+    family: str, layout: str, make_pair: MakePair
+) -> None:
+    quantised, plain = make_pair(family, layout)
     ours, expected = (
         make_paged_model(folder, ParallelGroup(0, 1)).prefill(prompts()[:3], 13)
         for folder in (quantised, plain)
