@@ -239,9 +239,9 @@ def int4_cases(capability: int) -> Iterator[Case]:
                 },
                 {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
             )
-        if not many:
+        if dtype == "fp16":
             continue
-        yield from int4_expert_cases()
+        yield from int4_expert_cases((8, 8192, 65536) if many else (8,))
         yield Case(
             int4_dequantise.int4_dequantise_kernel,
             dtype,
@@ -250,7 +250,7 @@ def int4_cases(capability: int) -> Iterator[Case]:
         )
 
 
-def int4_expert_cases() -> Iterator[Case]:
+def int4_expert_cases(steps: tuple[int, ...]) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out"),
         **named("*i32", "groups", "experts", "order", "counts"),
@@ -258,7 +258,7 @@ def int4_expert_cases() -> Iterator[Case]:
         "packed": "*i16",
     }
     tables = expert_tuning.ExpertShape(128, 768, 2048, int4_experts.FORMAT)
-    for num_pairs, gated in itertools.product((8, 8192, 65536), (True, False)):
+    for num_pairs, gated in itertools.product(steps, (True, False)):
         tuning = expert_tuning.expert_tuning(tables, num_pairs, "NVIDIA_H200", gated=gated)
         is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
         yield Case(
