@@ -126,7 +126,7 @@ def test_packed_layers_hold_what_the_numbers_mean(
 @pytest.mark.parametrize("layout", ["awq", "gptq asymmetric", "ct channels"])
 @pytest.mark.usefixtures("packed_on_cpu")
 def test_packed_experts_hold_what_the_numbers_mean(layout: str, make_pair: MakePair) -> None:
-    """Of 96 units the first of two ranks has 64: no group is cut."""
+    """No group is cut: of 96 units the first of two ranks has 64."""
     quantised, plain = make_pair("mixtral", layout)
     ranks = [_experts(quantised, rank, 2) for rank in (0, 1)]
     whole = _experts(plain, 0, 1)
