@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.kv_scales import KVScaleTable
 from engine.quantization import Quantization
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import (
@@ -17,6 +18,7 @@ from kv_transfer.layout import (
     KVLayout,
     Plane,
     attention_group,
+    in_fp8,
     share_page_size,
 )
 
@@ -25,6 +27,7 @@ Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 FastPath = Literal["fused-gate-up", "pdl", "prompt-graphs", "residual-gemm", "small-m-gemm"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
 
@@ -97,6 +100,8 @@ class CacheConfig:
 
     `kv_cache_memory_bytes` limits one rank's cache; None takes `gpu_memory_utilization` of what the
     device has (GPU) or a tenth of free memory (CPU), but never more than all rows could use.
+
+    `kv_scales`: keys and values are kept in FP8, with these scales; None: in the model's dtype.
     """
 
     block_size: int = 16
@@ -104,6 +109,7 @@ class CacheConfig:
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    kv_scales: KVScaleTable | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +210,11 @@ class EngineConfig:
     def kv_layout(self) -> KVLayout:
         """Returns the layout that peers compare and that divides one pool of blocks."""
         model, tp_size = self.model, self.parallel.tensor_parallel_size
+        groups = kv_groups(model, self.cache.block_size)
+        if (scales := self.cache.kv_scales) is not None:
+            groups = [in_fp8(group, scales.digest) for group in groups]
         return KVLayout(
-            groups=share_page_size(kv_groups(model, self.cache.block_size), tp_size),
+            groups=share_page_size(groups, tp_size),
             tp_size=tp_size,
             model_hash=model.model_hash,
         )

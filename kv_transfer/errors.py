@@ -27,7 +27,7 @@ class HandshakeMismatch(KVTransferError):
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(
             f"KV layouts differ in {field}: this node has {ours!r}, the peer has {theirs!r}; "
-            f"start both tiers with the same model, dtype and tandem version"
+            f"start both tiers with the same model, dtypes, scales and tandem version"
         )
         self.field = field
         self.ours = ours

@@ -43,7 +43,8 @@ STATE_SPAN = 1 << 30
 """The `block_size` of a group whose layers keep no row for each token but one state of all tokens
 so far: more tokens than any sequence has, so a request has one block, with one row."""
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+FP8 = "float8_e4m3fn"
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, FP8: 1}
 
 MAX_TP_SIZE = 1024
 """A peer that claims more is refused: what is computed for each of its ranks must be bounded."""
@@ -167,6 +168,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         block_size: Tokens in one block. Nodes may differ in it. `STATE_SPAN`: it holds a state.
         dtype: Of the numbers in the planes; those of a state may differ from it.
         window: A token sees itself and the `window - 1` before it; None: all before it.
+        scales: Of quantised numbers; equal texts stand for equal scales. Empty: they have none.
     """
 
     layers: tuple[int, ...]
@@ -174,6 +176,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     block_size: int
     dtype: str
     window: int | None = None
+    scales: str = ""
 
     @property
     def is_state(self) -> bool:
@@ -324,6 +327,17 @@ def attention_group(
     )
 
 
+def in_fp8(group: KVGroup, scales: str) -> KVGroup:
+    """Returns the group with numbers of one byte, where it keeps rows of tokens; states stay."""
+    if group.is_state:
+        return group
+    size = DTYPE_BYTES[group.dtype]
+    planes = tuple(
+        msgspec.structs.replace(plane, row_bytes=plane.row_bytes // size) for plane in group.planes
+    )
+    return msgspec.structs.replace(group, planes=planes, dtype=FP8, scales=scales)
+
+
 def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, ...]:
     """Returns the groups with block sizes at which they share pages best: a group that needs less
     than the largest gets 2, 4, ... times its block size, as long as that fits. What is left of its
@@ -343,7 +357,7 @@ def _check_equal(field: str, ours: object, theirs: object) -> None:
 
 
 def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
-    for field in ("layers", "dtype", "window", "is_state"):
+    for field in ("layers", "dtype", "scales", "window", "is_state"):
         _check_equal(f"{name}.{field}", getattr(ours, field), getattr(theirs, field))
     _check_equal(f"len({name}.planes)", len(ours.planes), len(theirs.planes))
     for index, (plane, other) in enumerate(zip(ours.planes, theirs.planes, strict=True)):

@@ -26,6 +26,7 @@ from engine.config import (
     DeviceConfig,
     EngineConfig,
     FastPath,
+    KVCacheDtype,
     ParallelConfig,
     SchedulerConfig,
 )
@@ -34,6 +35,7 @@ from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
+from engine.models.kv_scale_files import choose_kv_scales
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 
@@ -135,6 +137,7 @@ def shape_config(
     deterministic: bool = False,
     tensor_parallel_size: int = 1,
     quantization: str = "",
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> EngineConfig:
     """Returns an engine with random weights, of `QUANTIZATIONS` or plain; the prefix cache is
     off."""
@@ -149,7 +152,11 @@ def shape_config(
         engine_id=f"bench-{random.getrandbits(32):08x}",
         epoch=1,
         model=model,
-        cache=CacheConfig(block_size=block_size, enable_prefix_caching=False),
+        cache=CacheConfig(
+            block_size=block_size,
+            enable_prefix_caching=False,
+            kv_scales=choose_kv_scales(model, kv_cache_dtype),
+        ),
         parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

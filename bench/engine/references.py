@@ -1,7 +1,7 @@
 """Figures of others to hold ours against, by model shape and case.
 
-All are of one H200 in bf16. Peers are vLLM 0.26.0 on the same kind of machine; for mixtures of
-experts with uniformly random routing.
+All are of one H200, in bf16 unless a shape's name says how weights and cache are quantised. Peers
+are vLLM 0.26.0 on the same kind of machine; for mixtures of experts with uniformly random routing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ REFERENCES = {
         "prefill 32 x 2048": Reference(42.5, 43.0, 46.0),
         "prefill 12 x 8192": Reference(38.6, 38.6, 42.0),
         "throughput 256 x 2000/150": Reference(15.96, 15.9, 13.5),
+    },
+    "llama-3.1-8b-fp8-kv-fp8": {
+        "decode 1": Reference(3.54, 3.4, 2.7),
+        "decode 16": Reference(3.90, 3.8, 3.1),
+        "decode 64": Reference(5.65, 5.5, 4.2),
+        "decode 128": Reference(7.97, 7.7, 5.8),
+        "decode 256": Reference(13.06, 12.5, 9.0),
+        "throughput 256 x 2000/150": Reference(10.57, 10.3, 8.8),
     },
     "qwen3-30b-a3b": {
         "decode 1": Reference(4.23, 4.1, 2.8, 1.41),

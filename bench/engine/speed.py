@@ -11,6 +11,7 @@ mixtures of experts.
     python -m bench.engine.speed --shape qwen2.5-7b --cases decode
     python -m bench.engine.speed --breakdown              # also: where the time of a step goes
     python -m bench.engine.speed --tp 2 --cases decode    # two GPUs
+    python -m bench.engine.speed --quantization fp8 --kv-cache-dtype fp8
     python -m bench.engine.speed --quantization int4      # 4-bit weights in groups of 128
 
 Weights and prompts are random. Results: bench/results/NAME.json and NAME.png.
@@ -187,6 +188,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "bfloat16", "fp8"),
+        default="auto",
+        help="see the setting",
+    )
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument(
@@ -209,6 +216,8 @@ def main() -> None:
     suffix = f"-tp{arguments.tp}" if arguments.tp > 1 else ""
     if arguments.quantization:
         suffix = f"-{arguments.quantization}{suffix}"
+    if arguments.kv_cache_dtype == "fp8":
+        suffix = f"{suffix}-kv-fp8"
     name = arguments.name or f"engine-{arguments.shape}{suffix}"
     figures: list[Figure] = []
     results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
@@ -222,8 +231,10 @@ def main() -> None:
         capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
         tensor_parallel_size=arguments.tp,
         quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
     )
     results["quantization"] = arguments.quantization
+    results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     if cases:
         with offline_engine(config) as engine:
@@ -240,8 +251,7 @@ def main() -> None:
         from bench.engine.step_breakdown import measure_breakdown
 
         results["breakdown"] = measure_breakdown(arguments.shape)
-    is_plain = arguments.tp == 1 and not arguments.quantization
-    references = REFERENCES.get(arguments.shape, {}) if is_plain else {}
+    references = REFERENCES.get(f"{arguments.shape}{suffix}", {})
     print_table(figures, references)
     if any(figure.case in references for figure in figures):
         RESULTS.mkdir(exist_ok=True)

@@ -52,8 +52,10 @@ class GroupManager:
         self.block_size = group.block_size
         self._group = group
         self._pool = pool
-        self._tag = bytes([index]) if index else b""
-        """Behind a block's hash: groups share the chain of hashes, and never a block."""
+        kept_as = f"{group.dtype}:{group.scales}".encode() if group.scales else b""
+        self._tag = (bytes([index]) if index else b"") + kept_as
+        """Behind a block's hash: groups share the chain of hashes, and never a block. Nor do caches
+        of other dtypes or scales, should blocks ever outlive their node."""
 
     def find_cached(
         self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None

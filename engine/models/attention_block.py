@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from engine.config import ModelConfig
+from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
+from engine.layers.kv_scales import layer_scales
 from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard
@@ -13,9 +14,10 @@ from engine.models.specs.linear import LinearSpec
 
 
 def attention_block(
-    model: ModelConfig, spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
+    config: EngineConfig, spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
 ) -> AttentionBlock | LatentAttentionBlock:
     """Returns the block of layer `index`, not yet loaded; `norm` is that of what it adds."""
+    model = config.model
     head_order = spec.rotary_of(index).head_order(model.head_dim)
     if (latent := spec.latent) is not None:
         sizes = LatentSizes(
@@ -37,6 +39,7 @@ def attention_block(
         softcap=spec.attention_softcap,
         head_order=head_order,
         output_gate=spec.output_gate,
+        kv_scales=layer_scales(config.cache.kv_scales, index, model.num_kv_heads, shard),
     )
     return AttentionBlock(
         spec.hidden_size,

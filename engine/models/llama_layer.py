@@ -29,7 +29,6 @@ class LlamaDecoderLayer(nn.Module):
 
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard, index: int) -> None:
         super().__init__()
-        model = config.model
         self.self_attn: AttentionBlock | LatentAttentionBlock | GatedDeltaNet
         self.spec = spec
 
@@ -45,7 +44,7 @@ class LlamaDecoderLayer(nn.Module):
                 spec, spec.linear, shard.at("linear_attn"), after
             )
         else:
-            self.self_attn = attention_block(model, spec, index, shard.at("self_attn"), after)
+            self.self_attn = attention_block(config, spec, index, shard.at("self_attn"), after)
         self.before_mlp = norm(spec.norms.before_mlp)
         self.mlp: GatedMLP | SparseMLP
         if spec.experts is not None and index not in spec.experts.dense_layers:

@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
 from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
+from engine.models.kv_scale_files import is_kv_scale
 from engine.models.weight_files import StoredTensor, WeightFiles
 
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
@@ -83,7 +84,9 @@ def _check_names(files: WeightFiles, wanted: set[str], unused: frozenset[str]) -
     extra = sorted(
         name
         for name in files.tensors.keys() - wanted - unused
-        if not name.endswith(_COMPUTED_SUFFIX) and not name.startswith(prefixes)
+        if not name.endswith(_COMPUTED_SUFFIX)
+        and not name.startswith(prefixes)
+        and not is_kv_scale(name)
     )
     if extra:
         raise CheckpointError(

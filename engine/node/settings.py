@@ -38,6 +38,8 @@ from engine.models.checkpoint import (
     load_model_config,
     resolve_model,
 )
+from engine.models.kv_scale_files import choose_kv_scales
+from engine.node.cache_settings import CacheSettings
 from engine.node.command_line import parse_settings
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
 from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
@@ -61,7 +63,7 @@ class SettingsError(Exception):
     """Settings do not fit together. The message says how to mend it."""
 
 
-class EngineSettings(SecuritySettings):
+class EngineSettings(CacheSettings, SecuritySettings):
     """The settings of the engine of either kind of node."""
 
     model_config = SettingsConfigDict(
@@ -83,8 +85,8 @@ class EngineSettings(SecuritySettings):
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
-        description="Type of weights and KV cache. auto: the type that the checkpoint names. "
-        "Prefill and decode nodes must agree.",
+        description="Type of weights, and of the KV cache unless --kv-cache-dtype says otherwise. "
+        "auto: the type that the checkpoint names. Prefill and decode nodes must agree.",
     )
     load_format: LoadFormat = Field(
         default="safetensors",
@@ -160,24 +162,6 @@ class EngineSettings(SecuritySettings):
     async_scheduling: bool | None = Field(
         default=None,
         description="Schedule the next step during the current one. Default: on a GPU, not on CPU.",
-    )
-    block_size: int = Field(
-        default=16,
-        ge=1,
-        le=1024,
-        description="Tokens in one KV block. Prefill and decode nodes may differ.",
-    )
-    enable_prefix_caching: bool = Field(
-        default=True, description="Keep KV of finished requests for prompts that begin the same."
-    )
-    num_blocks: int | None = Field(
-        default=None, ge=1, description="KV blocks. Default: as many as fit into memory."
-    )
-    kv_cache_memory_bytes: int | None = Field(
-        default=None, ge=1, description="Memory of each worker's KV cache. Default: measured."
-    )
-    gpu_memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="Share of the GPU's memory that a worker may use."
     )
     max_num_seqs: int = Field(default=256, ge=1, description="Most requests that run at once.")
     max_num_batched_tokens: int = Field(
@@ -309,7 +293,8 @@ class EngineSettings(SecuritySettings):
         return 0
 
     def to_engine_config(self, kv_role: KVRole | None) -> EngineConfig:
-        """Finds and reads the checkpoint. Raises `CheckpointError`. May download."""
+        """Finds and reads the checkpoint. Raises `CheckpointError`, `KVCacheDtypeError`. May
+        download."""
         folder = resolve_model(self.model, load_format=self.load_format)
         model = load_model_config(
             folder,
@@ -330,7 +315,10 @@ class EngineSettings(SecuritySettings):
             engine_id=f"{kv_role or 'engine'}-{secrets.token_hex(6)}",
             epoch=secrets.randbits(_EPOCH_BITS) | 1,
             model=model,
-            cache=CacheConfig(**self._named_as_in(CacheConfig)),
+            cache=CacheConfig(
+                **self._named_as_in(CacheConfig),
+                kv_scales=choose_kv_scales(model, self.kv_cache_dtype, self.kv_cache_scales),
+            ),
             parallel=self._parallel_config(),
             scheduler=SchedulerConfig(**scheduler),
             device=device,

@@ -227,5 +227,6 @@ class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
 def fingerprint(layout: KVLayout) -> str:
     """Returns a text that is equal for nodes whose KV fits together; block size and TP size may
     differ."""
-    dtypes = "+".join(sorted({group.dtype for group in layout.groups}))
+    formats = {f"{group.dtype}:{group.scales}".rstrip(":") for group in layout.groups}
+    dtypes = "+".join(sorted(formats))
     return f"{layout.protocol_version}-{dtypes}-{layout.model_hash}"

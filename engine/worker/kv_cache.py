@@ -71,8 +71,10 @@ def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
     block_size, num_bytes = layout.groups[0].block_size, num_blocks * layout.block_bytes
     states = sum(group.is_state for group in layout.groups)
     besides = f" ({states} a request for its states)" if states else ""
+    scales = config.cache.kv_scales
+    kept_as = "" if scales is None else f" in FP8 (e4m3), scales {scales.source}"
     return (
-        f"{num_blocks} blocks of {block_size} tokens{besides}, {format_bytes(num_bytes)}: "
+        f"{num_blocks} blocks of {block_size} tokens{kept_as}{besides}, {format_bytes(num_bytes)}: "
         f"{tokens_that_fit(layout.groups, num_blocks)} tokens, or "
         f"{num_blocks / blocks_per_sequence(config):.1f} requests of {config.model.max_model_len}"
     )

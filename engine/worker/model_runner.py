@@ -198,7 +198,8 @@ class ModelRunner:
         steps = warm_up_steps(limits.max_num_seqs, longest, max_model_len)
         num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
         attended = self.kv_caches[self._groups[0].layers[0]]
-        self._attention.prepare(num_heads, attended, longest)
+        dtype = getattr(torch, self._config.model.dtype)
+        self._attention.prepare(num_heads, attended, dtype, longest)
         for index, step in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(step)

@@ -61,6 +61,7 @@ def _layout_to_proto(layout: KVLayout) -> pb.KVLayout:
                 block_size=group.block_size,
                 dtype=group.dtype,
                 window=group.window,
+                scales=group.scales,
             )
             for group in layout.groups
         ],
@@ -82,6 +83,7 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
                 block_size=group.block_size,
                 dtype=group.dtype,
                 window=group.window if group.HasField("window") else None,
+                scales=group.scales,
             )
             for group in message.groups
         ),

@@ -19,18 +19,20 @@ class KVLayout(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
 
 class KVGroup(_message.Message):
-    __slots__ = ("layers", "planes", "block_size", "dtype", "window")
+    __slots__ = ("layers", "planes", "block_size", "dtype", "window", "scales")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PLANES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     planes: _containers.RepeatedCompositeFieldContainer[KVPlane]
     block_size: int
     dtype: str
     window: int
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[KVPlane, _Mapping]]] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ...) -> None: ...
+    scales: str
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[KVPlane, _Mapping]]] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., scales: _Optional[str] = ...) -> None: ...
 
 class KVPlane(_message.Message):
     __slots__ = ("name", "heads", "row_bytes", "replicated")

@@ -18,9 +18,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.kv_scales import KVScales
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
@@ -89,6 +91,7 @@ class AttentionSpec:
         scale: Factor of the scores.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; 0: none.
         sinks: [num_heads] float32 or None: scores without a value, which the softmax counts.
+        kv_scales: Of an FP8 cache; None: the cache is in the dtype of keys and values.
     """
 
     num_heads: int
@@ -97,17 +100,21 @@ class AttentionSpec:
     scale: float
     softcap: float = 0.0
     sinks: Tensor | None = field(default=None, compare=False)
+    kv_scales: KVScales | None = field(default=None, compare=False)
 
 
 class AttentionBackend(ABC):
     """Owns the order of chunks, the metadata and the kernels of attention."""
 
-    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:  # noqa: B027
+    def prepare(  # noqa: B027
+        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> None:
         """Does what takes long the first time, for prompts of up to `max_tokens` tokens.
 
         Args:
             num_heads: Query heads of this rank.
             kv_cache: [N, 2, Hkv, B, D] of any layer.
+            dtype: Of queries, keys and values, before they are in the cache.
         """
 
     @property

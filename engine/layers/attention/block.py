@@ -17,6 +17,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
 from kv_transfer.layout import HeadRange, heads_of_rank
 from tandem_kernels import ops
+from tandem_kernels.kv_scales import KVScales
 
 HeadNorm = Literal["none", "each", "all"]
 
@@ -35,6 +36,7 @@ class AttentionOptions:
         softcap: Bound of the scores; 0: none.
         head_order: See `engine.rope.Rotary.head_order`.
         output_gate: What each head attends to is multiplied by the sigmoid of a gate of its own.
+        kv_scales: See `AttentionSpec`.
     """
 
     bias: bool = False
@@ -45,6 +47,7 @@ class AttentionOptions:
     softcap: float = 0.0
     head_order: tuple[int, ...] | None = None
     output_gate: bool = False
+    kv_scales: KVScales | None = None
 
 
 class AttentionBlock(nn.Module):
@@ -108,7 +111,12 @@ class AttentionBlock(nn.Module):
                 for part, total in heads
             )
         self.attention = Attention(
-            local_heads, kv_heads.count, head_dim, options.scale, options.softcap
+            local_heads,
+            kv_heads.count,
+            head_dim,
+            options.scale,
+            options.softcap,
+            kv_scales=options.kv_scales,
         )
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, shard.at("o_proj"))
 

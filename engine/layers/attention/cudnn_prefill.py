@@ -49,11 +49,13 @@ class CudnnPrefill(DensePrefill):
             start = end
         return attended
 
-    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
+    def prepare(
+        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> None:
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
         for length in range(self.min_tokens, max_tokens + 1, BUCKET):
             shape = (length, num_heads + 2 * num_kv_heads, head_dim)
-            heads = torch.zeros(shape, dtype=kv_cache.dtype, device=kv_cache.device)
+            heads = torch.zeros(shape, dtype=dtype, device=kv_cache.device)
             _attend(heads, num_heads, head_dim**-0.5)
 
 

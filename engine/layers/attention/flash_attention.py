@@ -159,13 +159,13 @@ class FlashPrefill(DensePrefill):
         bounds = metadata.query_start_loc[first : first + len(lengths) + 1]
         return self._attend(q, k, v, bounds, max(lengths), spec.scale, spec.sinks)
 
-    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
+    def prepare(
+        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> None:
         """Loads its kernels onto the device: any length has the same."""
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
         q, k, v = (
-            torch.zeros(
-                (self.min_tokens, n, head_dim), dtype=kv_cache.dtype, device=kv_cache.device
-            )
+            torch.zeros((self.min_tokens, n, head_dim), dtype=dtype, device=kv_cache.device)
             for n in (num_heads, num_kv_heads, num_kv_heads)
         )
         bounds = torch.tensor([0, self.min_tokens], dtype=torch.int32, device=q.device)

@@ -97,15 +97,15 @@ class LatentBackend(PagedBackend):
     def expands_contexts(self) -> bool:
         return self.shape is not None
 
-    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
+    def prepare(
+        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> None:
         """Loads the kernels of a library onto the device: any length has the same."""
         if self.shape is None:
             return
         key, value = self.shape.nope + self.shape.rope, self.shape.value
         q, k, v = (
-            torch.zeros((self.fewest_of_step, num_heads, size), dtype=kv_cache.dtype).to(
-                kv_cache.device
-            )
+            torch.zeros((self.fewest_of_step, num_heads, size), dtype=dtype).to(kv_cache.device)
             for size in (key, key, value)
         )
         bounds = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.kv_scales import KVScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Attention(nn.Module):
     Args:
         num_heads, num_kv_heads: Of this rank.
         scale: Factor of the scores; None: head_dim ** -0.5.
-        softcap, sinks: See `AttentionSpec`.
+        softcap, sinks, kv_scales: See `AttentionSpec`.
     """
 
     def __init__(
@@ -47,10 +48,13 @@ class Attention(nn.Module):
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> None:
         super().__init__()
         scale = head_dim**-0.5 if scale is None else scale
-        self.spec = AttentionSpec(num_heads, num_kv_heads, head_dim, scale, softcap, sinks)
+        self.spec = AttentionSpec(
+            num_heads, num_kv_heads, head_dim, scale, softcap, sinks, kv_scales
+        )
 
     def forward(
         self,
@@ -79,5 +83,6 @@ class Attention(nn.Module):
             k_weight,
             eps,
             keep_k=backend.reads_new_keys(inputs.metadata),
+            kv_scales=spec.kv_scales,
         )
         return backend.attend(spec, heads, kv_cache, inputs.metadata).flatten(1)

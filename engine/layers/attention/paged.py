@@ -18,8 +18,8 @@ from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
 
 PagedKernel = Callable[..., Tensor]
-"""See `tandem_kernels.reference.attention.paged_attention`; not all have its soft bound and its
-sinks."""
+"""See `tandem_kernels.reference.attention.paged_attention`; not all have its soft bound, its
+sinks and its FP8 caches."""
 
 _LONGEST_DECODE_BESIDE_PROMPTS = 4096
 """A recorded step with prompts attends decodes without cutting their contexts: one program walks
@@ -63,4 +63,6 @@ class PagedBackend(AttentionBackend):
         rare: dict[str, Any] = {"softcap": spec.softcap} if spec.softcap else {}
         if spec.sinks is not None:
             rare["sinks"] = spec.sinks
+        if spec.kv_scales is not None:
+            rare["kv_scales"] = spec.kv_scales
         return self.kernel(queries, kv_cache, metadata, spec.scale, **rare)

@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import AttentionBackendName, EngineConfig
 from engine.errors import CannotStartError
 from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import AttentionBackend
@@ -16,6 +16,7 @@ from engine.layers.attention.flash_attention import FlashPrefill, FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend, LatentShape
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
+from tandem_kernels.device import has_e4m3
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ def choose_attention(
         AttentionBackendError: The kernels that the setting wants are not here.
     """
     wanted = config.device.attention_backend
+    if config.cache.kv_scales is not None:
+        _check_fp8_cache(wanted, device)
     has_window = [group.window is not None for group in config.kv_layout.groups]
     needs_own = "a sliding window" if any(has_window) else rare_attention
     if any(group.is_state for group in config.kv_layout.groups):
@@ -93,6 +96,19 @@ def _latent_backend(
             return backend
     logger.info("attention of latents: %s", "Triton" if device.type == "cuda" else "torch")
     return LatentBackend(shape=latent)
+
+
+def _check_fp8_cache(wanted: AttentionBackendName, device: torch.device) -> None:
+    if wanted == "flash-attn":
+        raise AttentionBackendError(
+            "attention_backend flash-attn does not read an FP8 KV cache; choose auto or triton, or "
+            "bfloat16 as kv_cache_dtype"
+        )
+    if device.type == "cuda" and not has_e4m3(device):
+        raise AttentionBackendError(
+            f"{torch.cuda.get_device_name(device)} has no instructions for FP8; choose bfloat16 as "
+            "kv_cache_dtype (FP8 needs compute capability 8.9: Ada, Hopper or later)"
+        )
 
 
 def _dense_prefill(

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from engine.layers.attention.backend import (
@@ -77,7 +78,9 @@ class DensePrefill(ABC):
         """
 
     @abstractmethod
-    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
+    def prepare(
+        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> None:
         """Prepares as `AttentionBackend.prepare` says."""
 
 
@@ -88,8 +91,10 @@ class UncachedPrefillBackend(AttentionBackend):
     dense: DensePrefill
     paged: PagedBackend = field(default_factory=PagedBackend)
 
-    def prepare(self, num_heads: int, kv_cache: Tensor, max_tokens: int) -> None:
-        self.dense.prepare(num_heads, kv_cache, max_tokens)
+    def prepare(
+        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> None:
+        self.dense.prepare(num_heads, kv_cache, dtype, max_tokens)
 
     def order(self, chunks: list[PrefillChunk]) -> list[PrefillChunk]:
         """Orders long uncached prompts first; the others stay as they came."""

@@ -186,7 +186,7 @@ def test_flash_way_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
         fewest_tokens=6,
         fewest_of_step=6,
     )
-    flash.prepare(3, batch.cache[:, None, None], 100)
+    flash.prepare(3, batch.cache[:, None, None], batch.cache.dtype, 100)
     assert torch.equal(batch.attended(flash), batch.attended(tiny_backend(60)))
 
 
@@ -212,7 +212,7 @@ def test_both_forms_are_as_exact_on_a_gpu(
     batch = Batch(
         2, chunks, DEEPSEEK, num_heads, dtype=torch.bfloat16, device="cuda", block_size=64
     )
-    backend.prepare(num_heads, batch.cache[:, None, None], 4096)
+    backend.prepare(num_heads, batch.cache[:, None, None], batch.cache.dtype, 4096)
     truth = Batch(2, chunks, DEEPSEEK, num_heads, device="cpu", block_size=64)
     truth.cache, truth.heads = batch.cache.float().cpu(), batch.heads.float().cpu()
     truth.forms = LatentForms(batch.forms.kv_b.float().cpu(), 128, DEEPSEEK.scale, False)

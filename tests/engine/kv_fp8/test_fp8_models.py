@@ -1,0 +1,228 @@
+"""Tests that models over an FP8 cache equal transformers over one: logits, greedy tokens of one
+node and of two, behind cached prefixes and after preemptions; and that both stay near plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import CacheConfig, DeviceConfig, EngineConfig
+from engine.distributed import ParallelGroup
+from engine.kv_scales import KVScaleTable
+from engine.models.checkpoint import load_model_config
+from engine.models.factory import create_model
+from engine.models.loader import load_weights
+from engine.parallel import ParallelPlace
+from kv_transfer.config import KVRole, KVTransferConfig
+from kv_transfer.metadata import KVTransferParams
+from tests.engine.kv_fp8.quantised_reference import QuantisedReference, scale_table
+from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
+from tests.engine.models.paged_model import BLOCK_SIZE, PagedModel
+from tests.engine.models.parity_cases import prompts
+from tests.engine.models.reference_models import (
+    FAMILIES,
+    reference,
+    reference_logits,
+    save_checkpoint,
+)
+
+MODELS = ["llama", "gemma2", "gemma3", "qwen3_tied"]
+"""Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads."""
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in MODELS:
+        save_checkpoint(FAMILIES[name], folder / name)
+    return folder
+
+
+@cache
+def table_of(folder: Path) -> KVScaleTable:
+    model = load_model_config(folder)
+    return scale_table(model.num_layers, model.num_kv_heads)
+
+
+@cache
+def quantised(folder: Path) -> QuantisedReference:
+    return QuantisedReference(folder, table_of(folder))
+
+
+def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((ours - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_equal_those_over_the_same_rounded_keys_and_values(
+    family: str, checkpoints: Path
+) -> None:
+    """Rarely a key lies so near the middle of two numbers that the last bit of float32 decides: one
+    step of one number. Rounding as such moves logits by fifty times more, and by a tenth at most.
+    """
+    folder = checkpoints / family
+    model = load_model_config(folder)
+    cache = CacheConfig(block_size=BLOCK_SIZE, kv_scales=table_of(folder))
+    config = EngineConfig(engine_id="fp8", epoch=1, model=model, cache=cache)
+    created = create_model(
+        config, ParallelPlace(range(model.num_layers), ParallelGroup(0, 1)), "cpu"
+    )
+    load_weights(created, config, lambda fraction: None)
+    paged = PagedModel(config, created)
+    assert {layer.dtype for layer in paged.kv_caches} == {torch.float8_e4m3fn}
+    plain = reference(folder)
+    for chunk in (1000, 13):
+        for prompt, ours in zip(prompts(), paged.prefill(prompts(), chunk), strict=True):
+            assert relative_error(ours, quantised(folder).logits(prompt)) < 1e-3
+            assert 0.02 < relative_error(ours, reference_logits(plain, prompt)) < 0.12
+    behind = paged.prefill_behind(prompts()[-2], prompts()[-1], 13)
+    expected = quantised(folder).logits(prompts()[-1])[-len(behind) :]
+    assert relative_error(behind, expected) < 1e-3
+
+
+@contextmanager
+def started(*configs: EngineConfig) -> Iterator[list[GroupedNode]]:
+    with ExitStack() as stack:
+        nodes = []
+        for config in configs:
+            nodes.append(GroupedNode.start(config))
+            stack.callback(nodes[-1].shutdown)
+        yield nodes
+
+
+def config_of(
+    folder: Path,
+    role: KVRole | None = None,
+    *,
+    scales: KVScaleTable | None = None,
+    transports: str = "stream",
+    block_size: int = 16,
+    tp_size: int = 1,
+    num_blocks: int = 160,
+) -> EngineConfig:
+    kv = None if role is None else KVTransferConfig(kv_role=role, transports=transports)
+    config = engine_config(
+        load_model_config(folder),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        tp_size=tp_size,
+        kv_transfer=kv,
+    )
+    return replace(config, cache=replace(config.cache, kv_scales=scales))
+
+
+def asked() -> dict[str, list[int]]:
+    return {str(index): prompt for index, prompt in enumerate(prompts())}
+
+
+def pair(
+    folder: Path, scales: KVScaleTable | None, transports: str, tp_size: int, sizes: tuple[int, int]
+) -> tuple[EngineConfig, EngineConfig]:
+    """Returns a prefill node with `tp_size` ranks, and a decode node; `sizes` are of blocks."""
+    given = {"scales": scales, "transports": transports}
+    return (
+        config_of(folder, "kv_producer", block_size=sizes[0], tp_size=tp_size, **given),  # type: ignore[arg-type]
+        config_of(folder, "kv_consumer", block_size=sizes[1], **given),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "transports", "tp_size", "sizes"),
+    [
+        ("gemma3", "stream", 2, (16, 32)),
+        ("llama", "cuda_ipc,stream", 1, (32, 16)),
+    ],
+)
+def test_two_nodes_equal_transformers(
+    family: str, transports: str, tp_size: int, sizes: tuple[int, int], checkpoints: Path
+) -> None:
+    folder = checkpoints / family
+    with started(*pair(folder, table_of(folder), transports, tp_size, sizes)) as nodes:
+        hand_over(*nodes, asked(), quantised(folder))
+        assert nodes[1].core.stats().prompt_tokens_computed == 0
+
+
+class OneNode:
+    """Answers as one node with both parts does."""
+
+    def __init__(self, node: GroupedNode) -> None:
+        self._node = node
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        name = str(len(self._node.tokens))
+        self._node.add(name, prompt, count)
+        run_until([self._node], lambda: name in self._node.ended)
+        return self._node.tokens[name]
+
+
+def test_in_half_precision_two_nodes_equal_one_and_move_half_the_bytes(checkpoints: Path) -> None:
+    """In deterministic mode: else rounding in bfloat16 depends on what shares a step."""
+    folder = checkpoints / "llama"
+    model, moved = load_model_config(folder, dtype="bfloat16"), []
+    for scales in (None, table_of(folder)):
+        configs = *pair(folder, scales, "stream", 1, (16, 16)), config_of(folder, scales=scales)
+        in_half = [
+            replace(config, model=model, device=DeviceConfig(deterministic=True))
+            for config in configs
+        ]
+        with started(*in_half) as (prefill, decode, alone):
+            hand_over(prefill, decode, asked(), OneNode(alone))
+            assert all(result.ok for result in decode.results)
+            moved.append(sum(result.stats.num_bytes for result in decode.results))
+    blocks = sum(-(-len(prompt) // 16) for prompt in prompts())
+    assert moved[1] == 2 * model.num_layers * model.num_kv_heads * model.head_dim * 16 * blocks
+    assert moved[0] == 2 * moved[1]
+
+
+def test_one_node_preempts_and_finds_prefixes(checkpoints: Path) -> None:
+    """Blocks are too few for all requests at once; asked again, prompts are found in the cache."""
+    folder = checkpoints / "llama"
+    config = config_of(folder, scales=table_of(folder), num_blocks=14)
+    with started(config) as (node,):
+        for turn in ("first", "second"):
+            names = {f"{turn} {name}": prompt for name, prompt in asked().items()}
+            for name, prompt in names.items():
+                node.add(name, prompt, NUM_TOKENS)
+            run_until([node], lambda names=names: node.ended.issuperset(names))
+            for name, prompt in names.items():
+                tokens, lead = quantised(folder).greedy(prompt, NUM_TOKENS)
+                assert lead > 1e-4
+                assert node.tokens[name] == tokens
+        stats = node.core.stats()
+        assert stats.num_preemptions > 0
+        assert stats.prefix_cache_hits > 0
+        node.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field", "has"),
+    [(None, "groups[0].dtype", "float32"), (KVScaleTable(), "groups[0].scales", "1.0")],
+    ids=["unquantised", "other scales"],
+)
+def test_nodes_whose_caches_differ_refuse_each_other(
+    theirs: KVScaleTable | None, field: str, has: str, checkpoints: Path
+) -> None:
+    folder = checkpoints / "llama"
+    prefill, _ = pair(folder, theirs, "stream", 1, (16, 16))
+    _, decode = pair(folder, table_of(folder), "stream", 1, (16, 16))
+    transfer_id = "ab" * 16
+    with started(prefill, decode) as (holder, puller):
+        pull = KVTransferParams(
+            do_remote_prefill=True, transfer_id=transfer_id, peer=holder.core.connector.peer_info
+        )
+        puller.add("asked", prompts()[2], 4, pull)
+        run_until([holder, puller], lambda: puller.results)
+        (result,) = puller.results
+    assert not result.ok and not result.retryable
+    ours = table_of(folder).digest if has == "1.0" else "float8_e4m3fn"
+    both = f"this node has {ours!r}, the peer has {has!r}"
+    assert f"{field}: {both}" in result.reason
