@@ -68,6 +68,12 @@ class CausalLM(nn.Module):
         """Yields every tensor that the checkpoint must have, and where it goes."""
 
     @property
+    def may_have_stacked_experts(self) -> bool:
+        """Returns whether a checkpoint may have all experts of a layer in one tensor; see
+        `engine.models.stacked_experts`."""
+        return False
+
+    @property
     def unused_weights(self) -> frozenset[str]:
         """Returns names of tensors that a checkpoint may have and this model does not read; one
         that ends with a dot stands for all that begin with it."""

@@ -76,6 +76,11 @@ class LlamaForCausalLM(CausalLM):
             yield from self.lm_head.checkpoint_weights("lm_head")
 
     @property
+    def may_have_stacked_experts(self) -> bool:
+        experts = self.spec.experts
+        return experts is not None and experts.names.may_be_stacked
+
+    @property
     def unused_weights(self) -> frozenset[str]:
         """Returns the names of a tied head, which may be stored beside the embedding, and of layers
         behind the last."""

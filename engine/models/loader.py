@@ -21,6 +21,7 @@ from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
 from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
 from engine.models.kv_scale_files import is_kv_scale
+from engine.models.stacked_experts import unstacked
 from engine.models.weight_files import StoredTensor, WeightFiles
 
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
@@ -51,6 +52,8 @@ def load_weights(model: CausalLM, config: EngineConfig, report: Callable[[float]
             _fill_dummy(wanted, report)
         else:
             files = WeightFiles(Path(config.model.path), config.model.wrapper)
+            if model.may_have_stacked_experts:
+                files.tensors = unstacked(files.tensors)
             _load(files, wanted, model.unused_weights, report)
     report(1.0)
 
@@ -139,7 +142,7 @@ def _fill_from(
                     if stored.file not in opened:
                         file = stack.enter_context(safe_open(stored.file, framework="pt"))
                         opened[stored.file] = file
-                    slices.append(_read(opened[stored.file], part, stored.name))
+                    slices.append(_read(opened[stored.file], part, stored))
                 _fill(weight, *slices)
                 yield weight
     except (SafetensorError, OSError) as error:
@@ -161,15 +164,21 @@ def _fill(weight: CheckpointWeight, stored: Tensor, *companions: Tensor) -> None
         weight.target.add_(weight.offset)
 
 
-def _read(file: Any, part: TensorSlice, name: str) -> Tensor:
-    """Reads one slice of the tensor that the file calls `name`; `file` is safetensors' open file,
-    which has no types."""
-    stored = file.get_slice(name)
-    if part.dim is None:
-        whole: Tensor = stored[:] if part.shape else file.get_tensor(name)
+def _read(file: Any, part: TensorSlice, stored: StoredTensor) -> Tensor:
+    """Reads one slice of a tensor; `file` is safetensors' open file, which has no types."""
+    tensor = file.get_slice(stored.name)
+    place: list[int | slice] = [slice(None)] * (part.dim or 0)
+    if part.dim is not None:
+        place.append(slice(part.start, part.start + part.count))
+    if stored.inside is not None:
+        index, first = stored.inside
+        rows = place[0] if part.dim == 0 else slice(0, stored.shape[0])
+        assert isinstance(rows, slice)
+        place = [index, slice(first + rows.start, first + rows.stop), *place[1:]]
+    if not place:
+        whole: Tensor = tensor[:] if part.shape else file.get_tensor(stored.name)
         return whole
-    index = (slice(None),) * part.dim + (slice(part.start, part.start + part.count),)
-    sliced: Tensor = stored[index]
+    sliced: Tensor = tensor[tuple(place)]
     return sliced
 
 

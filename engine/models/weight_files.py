@@ -39,7 +39,12 @@ class _Index(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Says where one tensor lies, and what its file calls it; `start` and `stop` are byte offsets
-    there."""
+    there.
+
+    Attributes:
+        inside: Where it is a matrix in a tensor of three dimensions: its index there, and its first
+            row.
+    """
 
     name: str
     file: Path
@@ -47,6 +52,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     stop: int
+    inside: tuple[int, int] | None = None
 
 
 class WeightFiles:

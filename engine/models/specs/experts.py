@@ -16,6 +16,8 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
         router, choice_bias: Of the router's weight, and of the bias it chooses by.
         gate, up, down: Of an expert's projections.
         shared: Of the expert that every token goes to.
+        may_be_stacked: All experts of a layer may be one tensor; see
+            `engine.models.stacked_experts`.
     """
 
     block: str = "mlp"
@@ -25,6 +27,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     down: str = "down_proj"
     shared: str = "shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
+    may_be_stacked: bool = False
 
 
 SHARED_EXPERTS = ExpertNames(shared="shared_experts")

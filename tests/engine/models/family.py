@@ -43,6 +43,7 @@ class Family:
             others.
         vision, whole: Of a model that takes images: its tower's settings, and its own. `changes`
             are then those of its text part.
+        stacks_experts: All experts of a layer are one tensor, as its authors publish them.
     """
 
     model: type[PreTrainedModel]
@@ -54,6 +55,7 @@ class Family:
     published: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] | None = None
     whole: dict[str, Any] = field(default_factory=dict)
+    stacks_experts: bool = False
 
     def make_config(self) -> PretrainedConfig:
         if self.vision is not None:

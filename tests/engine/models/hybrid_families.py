@@ -47,5 +47,6 @@ HYBRID_FAMILIES = {
         norm_center=0.0,
         vision={**QWEN_TOWER, "num_position_embeddings": 16},
         whole=QWEN_TOKENS,
+        stacks_experts=True,
     ),
 }

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -226,11 +227,27 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
     model.to(dtype).save_pretrained(folder, max_shard_size=family.shard_size)
+    if family.stacks_experts:
+        _stack_experts(folder / "model.safetensors")
     if family.older_config:
         _to_older_config(folder / "config.json")
     if family.published:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | family.published))
+
+
+def _stack_experts(path: Path) -> None:
+    tensors = load_file(path)
+    layers = {name.partition("0.gate_proj")[0] for name in tensors if ".experts.0.gate" in name}
+    for layer in layers:
+        count = sum(name.startswith(layer) for name in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{layer}{i}.{name}_proj.weight") for i in range(count)])
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{layer}gate_up_proj"] = torch.cat((gate, up), dim=1)
+        tensors[f"{layer}down_proj"] = down
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _to_older_config(path: Path) -> None:
