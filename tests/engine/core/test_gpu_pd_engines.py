@@ -12,6 +12,7 @@ import pytest_asyncio
 from engine.config import DeviceConfig, EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
+from engine.kv_scales import KVScaleTable
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVRole, KVTransferConfig
@@ -28,8 +29,15 @@ pytestmark = [
 LENGTHS = [1, 7, 8, 9, 40, 63, 64, 65, 130, 200]
 
 
+caches = pytest.mark.parametrize("kv_scales", [None, KVScaleTable()], ids=["bfloat16", "fp8"])
+
+
 def config(
-    kv_role: KVRole | None, transport: str = "auto", *, deterministic: bool = False
+    kv_role: KVRole | None,
+    transport: str = "auto",
+    *,
+    deterministic: bool = False,
+    kv_scales: KVScaleTable | None = None,
 ) -> EngineConfig:
     """A budget of 64 tokens cuts longer prompts into chunks."""
     base = tiny_config(
@@ -43,7 +51,7 @@ def config(
         )
     return replace(
         base,
-        cache=replace(base.cache, num_blocks=512, enable_prefix_caching=False),
+        cache=replace(base.cache, num_blocks=512, enable_prefix_caching=False, kv_scales=kv_scales),
         device=DeviceConfig(device="cuda", enforce_eager=True, deterministic=deterministic),
         kv_transfer=transfer,
     )
@@ -65,21 +73,30 @@ async def ended(llm: AsyncLLM) -> None:
     await until(lambda: all(is_gone(pid) for pid in pids), "the end of all processes")
 
 
+Answers = dict[int, list[int]]
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def one_node() -> AsyncIterator[dict[int, list[int]]]:
-    """Returns one node's answers by prompt length."""
-    llm = await AsyncLLM.start(config(None))
-    yield {length: await tokens_of(llm, request(f"o{length}", length)) for length in LENGTHS}
-    await ended(llm)
+async def one_node() -> AsyncIterator[dict[KVScaleTable | None, Answers]]:
+    """Returns one node's answers by prompt length, for both kinds of cache."""
+    answers = {}
+    for kv_scales in (None, KVScaleTable()):
+        llm = await AsyncLLM.start(config(None, kv_scales=kv_scales))
+        answers[kv_scales] = {
+            length: await tokens_of(llm, request(f"o{length}", length)) for length in LENGTHS
+        }
+        await ended(llm)
+    yield answers
 
 
+@caches
 @pytest.mark.parametrize("transport", ["cuda_ipc,stream", "stream"])
 async def test_two_engines_on_one_gpu_equal_one(
-    one_node: dict[int, list[int]], transport: str
+    one_node: dict[KVScaleTable | None, Answers], transport: str, kv_scales: KVScaleTable | None
 ) -> None:
     prefill, decode = await asyncio.gather(
-        AsyncLLM.start(config("kv_producer", transport)),
-        AsyncLLM.start(config("kv_consumer", transport)),
+        AsyncLLM.start(config("kv_producer", transport, kv_scales=kv_scales)),
+        AsyncLLM.start(config("kv_consumer", transport, kv_scales=kv_scales)),
     )
     for number, length in enumerate(LENGTHS):
         export, pull = request(f"r{number}", length, max_tokens=1), request(f"r{number}", length)
@@ -97,19 +114,25 @@ async def test_two_engines_on_one_gpu_equal_one(
         assert received.ok, received
         assert (await prefill.wait_kv_result(export.request_id)).ok
         found = [token async for output in stream for token in output.token_ids]
-        assert found == one_node[length], length
+        assert found == one_node[kv_scales][length], length
     for llm in (prefill, decode):
         await until(lambda: llm.stats.kv_transfer["live_transfers"] == 0, "no transfer")  # noqa: B023
         await ended(llm)
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc,stream", "stream"])
-async def test_choices_of_one_prompt_are_requests_with_their_seeds(transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "kv_scales"),
+    [("cuda_ipc,stream", None), ("stream", None), ("stream", KVScaleTable())],
+    ids=["cuda_ipc", "stream", "stream, fp8"],
+)
+async def test_choices_of_one_prompt_are_requests_with_their_seeds(
+    transport: str, kv_scales: KVScaleTable | None
+) -> None:
     """The prompt is computed once and pulled once; its last block is copied on the device, or all
     of it is full. Alone, the decode engine computes the whole request."""
     prefill, decode = await asyncio.gather(
-        AsyncLLM.start(config("kv_producer", transport, deterministic=True)),
-        AsyncLLM.start(config("kv_consumer", transport, deterministic=True)),
+        AsyncLLM.start(config("kv_producer", transport, deterministic=True, kv_scales=kv_scales)),
+        AsyncLLM.start(config("kv_consumer", transport, deterministic=True, kv_scales=kv_scales)),
     )
     for number, length in enumerate([7, 64, 200]):
         choices = [request(f"c{number}.{i}", length, temperature=1.0, seed=i) for i in range(5)]

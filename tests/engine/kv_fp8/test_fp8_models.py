@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import CacheConfig, DeviceConfig, EngineConfig
+from engine.config import CacheConfig, Device, DeviceConfig, EngineConfig
 from engine.distributed import ParallelGroup
 from engine.kv_scales import KVScaleTable
 from engine.models.checkpoint import load_model_config
@@ -89,6 +89,19 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
     assert relative_error(behind, expected) < 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", MODELS)
+def test_greedy_tokens_on_a_gpu_equal_transformers(family: str, checkpoints: Path) -> None:
+    """Every kernel computes in float32, in CUDA graphs."""
+    folder = checkpoints / family
+    with started(config_of(folder, scales=table_of(folder), device="cuda")) as (node,):
+        for name, prompt in asked().items():
+            node.add(name, prompt, NUM_TOKENS)
+        run_until([node], lambda: node.ended.issuperset(asked()))
+        for name, prompt in asked().items():
+            assert node.tokens[name] == quantised(folder).tokens(prompt, NUM_TOKENS)
+
+
 @contextmanager
 def started(*configs: EngineConfig) -> Iterator[list[GroupedNode]]:
     with ExitStack() as stack:
@@ -108,6 +121,7 @@ def config_of(
     block_size: int = 16,
     tp_size: int = 1,
     num_blocks: int = 160,
+    device: Device = "cpu",
 ) -> EngineConfig:
     kv = None if role is None else KVTransferConfig(kv_role=role, transports=transports)
     config = engine_config(
@@ -117,7 +131,8 @@ def config_of(
         tp_size=tp_size,
         kv_transfer=kv,
     )
-    return replace(config, cache=replace(config.cache, kv_scales=scales))
+    cache = replace(config.cache, kv_scales=scales)
+    return replace(config, cache=cache, device=DeviceConfig(device=device))
 
 
 def asked() -> dict[str, list[int]]:
@@ -183,10 +198,11 @@ def test_in_half_precision_two_nodes_equal_one_and_move_half_the_bytes(checkpoin
     assert moved[0] == 2 * moved[1]
 
 
-def test_one_node_preempts_and_finds_prefixes(checkpoints: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_node_preempts_and_finds_prefixes(device: Device, checkpoints: Path) -> None:
     """Blocks are too few for all requests at once; asked again, prompts are found in the cache."""
     folder = checkpoints / "llama"
-    config = config_of(folder, scales=table_of(folder), num_blocks=14)
+    config = config_of(folder, scales=table_of(folder), num_blocks=14, device=device)
     with started(config) as (node,):
         for turn in ("first", "second"):
             names = {f"{turn} {name}": prompt for name, prompt in asked().items()}
