@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engine.layers.expert_methods.base import PROJECTIONS, ExpertLayer, ExpertPart, ExpertSizes
 from engine.layers.expert_methods.choice import expert_method
+from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
@@ -103,7 +104,13 @@ class Experts(ExpertLayer):
         self.names = names
         self.method = expert_method(shard, shard.scheme(*(f"0.{name}" for name in names)))
         self.fixed_order = shard.gemms.deterministic
-        start, width = shard.part_of_units(intermediate_size, self.method.unit)
+        try:
+            start, width = shard.part_of_units(intermediate_size, self.method.unit)
+        except ValueError as error:
+            raise UnsupportedScheme(
+                f"{shard.prefix}: units of an expert stay together with their scales, and {error}: "
+                "choose a smaller tensor_parallel_size"
+            ) from error
         self.sizes = ExpertSizes(num_experts, hidden_size, intermediate_size, start, width)
         self.method.create(self, shard)
 

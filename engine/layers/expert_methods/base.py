@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -68,6 +68,8 @@ class ExpertLayer(nn.Module):
     fixed_order: bool
     w13: Tensor
     w2: Tensor
+    s13: Tensor
+    s2: Tensor
     packed13: Tensor
     groups13: Tensor
     packed2: Tensor
@@ -81,7 +83,7 @@ class ExpertMethod(ABC):
         unit: So many units of an expert stay together: ranks are given multiples of it.
     """
 
-    unit: ClassVar[int] = 1
+    unit: int = 1
 
     @abstractmethod
     def create(self, layer: ExpertLayer, shard: Shard) -> None:

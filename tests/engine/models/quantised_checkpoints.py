@@ -37,7 +37,8 @@ def quantise_checkpoint(
     """
     stored: Stored = {}
     meant: Stored = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
+    files = sorted(folder.glob("*.safetensors"))
+    for name, weight in (item for file in files for item in load_file(file).items()):
         layer = name.removesuffix(".weight")
         if not _is_projection(layer) or any(part in name for part in leave):
             stored[name] = meant[name] = weight
@@ -46,7 +47,7 @@ def quantise_checkpoint(
         stored |= tensors
         meant[name] = meaning
     for to, tensors in ((quantised, stored), (plain, meant)):
-        shutil.copytree(folder, to)
+        shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors*"))
         save_file({name: t.contiguous() for name, t in tensors.items()}, to / "model.safetensors")
     path = quantised / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
