@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -40,7 +40,7 @@ from tandem_kernels.int4_tuning import Int4Tuning, int4_tuning
 
 BF16 = torch.bfloat16
 ROWS = (1, 4, 16, 32, 64, 128, 256, 2048)
-TUNED_ROWS = ROWS[:-1]
+TUNED_ROWS = (1, 16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +122,21 @@ class Case:
 
 
 def tunings(rows: int, *, gated: bool) -> Iterator[Int4Tuning]:
-    """Lists what may suit `rows` tokens."""
-    tile = next((size for size in (16, 32, 64, 128) if rows <= size), 256)
-    splits = (1,) if gated else (1, 2, 4, 8) if tile <= 32 else (1, 2, 4)
-    stages = (3, 4, 6) if tile <= 32 else (2, 3, 4)
-    sizes = [(32, 4), (64, 4), (128, 4), (128, 8)]
-    for (cols, warps), split, stage in itertools.product(sizes, splits, stages):
-        if tile <= 32:
-            yield Int4Tuning(tile, cols, split, False, warps, stage)
-        if cols >= 64:
-            yield Int4Tuning(tile, cols, split, True, warps, stage)
-            if rows > 128:
-                yield Int4Tuning(128, cols, split, True, warps, stage)
+    """Lists what may suit `rows` tokens: few, because each takes seconds to compile."""
+    tile = next((size for size in (16, 32, 64) if rows <= size), 128)
+    first = replace(int4_tuning(rows, 4096, 4096, gated=gated), ahead=0)
+    yield first
+    if rows <= 64:
+        yield replace(first, ahead=8)
+        yield replace(first, ahead=16)
+    if tile <= 16:
+        yield Int4Tuning(16, 128, 1 if gated else 8, False, 4, 3, 8)
+        yield Int4Tuning(16, 32, 1 if gated else 4, False, 4, 5, 8)
+    else:
+        yield replace(first, cols=192 - first.cols, num_warps=12 - first.num_warps)
+        yield replace(first, num_stages=3)
+    if not gated:
+        yield replace(first, splits=2 * first.splits, ahead=8 if rows <= 64 else 0)
 
 
 def candidates() -> Iterator[tuple[str, int, Int4Tuning]]:

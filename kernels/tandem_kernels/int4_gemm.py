@@ -1,10 +1,11 @@
 """GEMMs with 4-bit weights (`int4_packing`), which become half precision in registers.
 
 With few rows reading the weights is all that takes time, so a program reads a strip of them once,
-in pieces that are on their way before they are needed, and starts before its predecessor has
-drained (PDL). Where outputs are few, the inner dimension is split, too: the last program of a strip
-to arrive sums the parts, in the order of the dimension, so the result does not depend on who that
-was. Many rows are faster by `int4_dequantise` and the library.
+in pieces that are on their way before they are needed. It starts before its predecessor has ended
+(PDL), and while it waits for that, memory brings its weights into the L2 cache. Where outputs are
+few, the inner dimension is split, too: the last program of a strip to arrive sums the parts, in the
+order of the dimension, so the result does not depend on who that was. Many rows are faster by
+`int4_dequantise` and the library.
 """
 
 from __future__ import annotations
@@ -24,6 +25,39 @@ from tandem_kernels.int4_tuning import FIXED, Int4Tuning, int4_tuning
 
 MAX_STRIPS = 1 << 14
 """More than GEMMs whose inner dimension is split have."""
+
+
+_LINE_BYTES = tl.constexpr(128)
+"""A prefetch brings so much: the numbers of 256 inputs."""
+
+
+@triton.jit
+def _prefetched(places: tl.tensor) -> None:
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def _bring_into_cache(
+    strip: tl.tensor,
+    words: tl.tensor,
+    width: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+) -> None:
+    """Prefetches the first LINES lines of blocks [first, last) of each output, and their groups;
+    `words` point to the first groups of the outputs, one in a line."""
+    byte = first * (BLOCK // 2) + tl.arange(0, LINES) * _LINE_BYTES
+    byte = tl.maximum(tl.minimum(byte, last * (BLOCK // 2) - _LINE_BYTES), 0)
+    _prefetched(strip.to(tl.pointer_type(tl.int8))[:, None] + byte[None, :])
+    per_line: tl.constexpr = 2 * _LINE_BYTES // GROUP
+    group = first * (BLOCK // GROUP) + tl.arange(0, LINES * per_line)
+    group = tl.minimum(group, last * (BLOCK // GROUP) - 1)
+    _prefetched(words[None, :] + group.to(tl.int64)[:, None] * width)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -51,15 +85,13 @@ def int4_gemm_kernel(
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """Computes, in program (i, j, s), tile i of outputs and j of rows over part s of the blocks.
 
     `groups` are 32-bit words. When GATED, the outputs are the gate's, and their other halves lie
     `num_outputs` behind; `packed` then has twice as many.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real_row = row < num_rows
@@ -67,6 +99,22 @@ def int4_gemm_kernel(
     strip = packed + col.to(tl.int64) * (num_blocks * (BLOCK // 4))
     up_strip = strip + num_outputs.to(tl.int64) * (num_blocks * (BLOCK // 4))
     words = groups + col
+    width = 2 * num_outputs if GATED else num_outputs
+    first_block = tl.program_id(2) * num_blocks // SPLITS
+    last_block = (tl.program_id(2) + 1) * num_blocks // SPLITS
+    if OVERLAP:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            near = tl.where(real_col, strip, packed)
+            in_line = tl.program_id(0) * COLS + tl.arange(0, COLS // 16) * 16
+            near_words = groups + tl.minimum(in_line, num_outputs - 1)
+            blocks = first_block, last_block
+            _bring_into_cache(near, near_words, width, *blocks, BLOCK, GROUP, AHEAD)
+            if GATED:
+                near = tl.where(real_col, up_strip, packed)
+                near_words += num_outputs
+                _bring_into_cache(near, near_words, width, *blocks, BLOCK, GROUP, AHEAD)
+        gdc_wait()
     acc, second = multiplied_strip(
         x + row.to(tl.int64) * x_stride,
         strip,
@@ -76,9 +124,9 @@ def int4_gemm_kernel(
         real_row,
         real_col,
         inner,
-        2 * num_outputs if GATED else num_outputs,
-        tl.program_id(2) * num_blocks // SPLITS,
-        (tl.program_id(2) + 1) * num_blocks // SPLITS,
+        width,
+        first_block,
+        last_block,
         ROWS,
         COLS,
         BLOCK,
@@ -181,6 +229,7 @@ def launch(
         EVEN=inner % block == 0 and num_outputs % tuning.cols == 0,
         IN_PAIRS=x.is_cuda,
         OVERLAP=overlap,
+        AHEAD=tuning.ahead,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlap else {}),

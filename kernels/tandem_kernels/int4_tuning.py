@@ -15,6 +15,8 @@ class Int4Tuning:
         splits: Parts of the inner dimension, which different programs take.
         swapped: The weights are the first operand, from registers: then four warps multiply
             together on Hopper, and `cols` must be 64 or more there.
+        ahead: So many times 128 bytes of each output are brought into the cache before the
+            predecessor has ended; a power of two, or 0.
     """
 
     rows: int
@@ -23,15 +25,19 @@ class Int4Tuning:
     swapped: bool
     num_warps: int
     num_stages: int
+    ahead: int = 0
 
 
 FIXED = Int4Tuning(rows=64, cols=64, splits=1, swapped=True, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
 
-_PROGRAMS = 264
-"""Two for each SM."""
+_PROGRAMS = {16: 400, 32: 400, 64: 264, 128: 132}
+"""As many as fit on the SMs of a Hopper at once, by the rows of a tile."""
+_STAGES = {16: 4, 32: 3, 64: 2, 128: 2}
 _LEAST_BLOCKS = 4
 """A part is never shorter."""
+_AHEAD_ROWS = 64
+"""The largest number: with more, kernels are long, and what comes before them too."""
 
 
 def int4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> Int4Tuning:
@@ -40,14 +46,16 @@ def int4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> 
     Args:
         gated: Two outputs are computed for each column.
     """
-    rows = next((size for size in (16, 32, 64, 128) if num_rows <= size), 128)
-    if rows <= 16:
-        cols, swapped = 32, False
-    else:
-        cols, swapped = 64, True
+    rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
+    cols, num_warps = (64, 4) if rows <= 64 else (128, 8)
     strips = -(-num_outputs // cols) * -(-num_rows // rows)
-    splits = max(1, min(8, _PROGRAMS // strips, inner // 256 // _LEAST_BLOCKS))
-    stages = {16: 5, 32: 4, 64: 3, 128: 2}[rows]
-    if gated:
-        splits = 1
-    return Int4Tuning(rows, cols, splits, swapped, num_warps=4, num_stages=stages)
+    splits = max(1, min(8, _PROGRAMS[rows] // strips, inner // 256 // _LEAST_BLOCKS))
+    return Int4Tuning(
+        rows,
+        cols,
+        splits=1 if gated else splits,
+        swapped=True,
+        num_warps=num_warps,
+        num_stages=_STAGES[rows],
+        ahead=8 if num_rows <= _AHEAD_ROWS else 0,
+    )

@@ -234,6 +234,7 @@ def int4_cases(capability: int) -> Iterator[Case]:
                     "EVEN": True,
                     "IN_PAIRS": True,
                     "OVERLAP": capability >= 90,
+                    "AHEAD": tuning.ahead,
                     "bias": None,
                     **({} if tuning.splits > 1 else {"parts": None, "arrived": None}),
                 },

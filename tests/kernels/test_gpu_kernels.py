@@ -76,12 +76,18 @@ def test_fused_gate_up_of_many_rows(dtype: torch.dtype, rows: int, shape: tuple[
     check.fused_gate_up(ops.fused_gate_up, (rows, *shape), dtype, "cuda")
 
 
-@halves
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (200, 1408), (4608, 3584)])
-def test_4_bit_weights(dtype: torch.dtype, shape: tuple[int, int], group_size: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "group_size", "dtype"),
+    [
+        ((6144, 4096), 128, torch.bfloat16),
+        ((4096, 14336), 128, torch.bfloat16),
+        ((200, 1408), 64, torch.bfloat16),
+        ((4608, 3584), 32, torch.float16),
+    ],
+)
+def test_4_bit_weights(shape: tuple[int, int], group_size: int, dtype: torch.dtype) -> None:
     int4.int4_dequantise(ops.int4_dequantise, shape, group_size, dtype, "cuda")
-    for rows in (1, 5, 16, 17, 33, 64, 65, 200):
+    for rows in (1, 5, 16, 17, 64, 200):
         columns = ops.int4_gemm, ops.int4_gate_up
         int4.int4_gemm(*columns, (rows, *shape), group_size, dtype, "cuda")
 

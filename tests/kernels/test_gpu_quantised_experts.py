@@ -52,13 +52,16 @@ def test_mxfp4_experts_in_fp16() -> None:
     check.mxfp4_experts(ops.mxfp4_experts, (33, 4, 8, 512, 384), torch.float16, "cuda")
 
 
-@halves
-@token_counts
 @pytest.mark.parametrize(
-    ("sizes", "group_size"),
-    [((8, 128, 2048, 768), 128), ((2, 8, 1024, 1792), 64), ((8, 48, 7168, 256), 32)],
+    ("sizes", "group_size", "dtype"),
+    [
+        ((1, 8, 128, 2048, 768), 128, torch.bfloat16),
+        ((33, 8, 128, 2048, 768), 128, torch.bfloat16),
+        ((300, 2, 8, 1024, 1792), 64, torch.bfloat16),
+        ((16, 8, 48, 7168, 256), 32, torch.float16),
+    ],
 )
 def test_int4_experts(
-    num_tokens: int, sizes: tuple[int, int, int, int], group_size: int, dtype: torch.dtype
+    sizes: tuple[int, int, int, int, int], group_size: int, dtype: torch.dtype
 ) -> None:
-    int4.int4_experts(ops.int4_experts, (num_tokens, *sizes), group_size, dtype, "cuda")
+    int4.int4_experts(ops.int4_experts, sizes, group_size, dtype, "cuda")
