@@ -17,6 +17,8 @@ from tandem_kernels.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.fp8_experts import fp8_gemm
 from tandem_kernels.fp8_rows import GROUP, quantise_rows
 from tandem_kernels.fused_experts import expert_gemm
+from tandem_kernels.int4_experts import int4_expert_gemm
+from tandem_kernels.int4_packing import padded_inputs
 from tandem_kernels.mxfp4_experts import mxfp4_gemm
 from tandem_kernels.mxfp4_tiles import NUMBER_WORDS, tiles_of
 
@@ -243,9 +245,52 @@ class Mxfp4Weights(ExpertWeights):
                     yield ExpertTuning(rows, cols, depth, warps, 4, group)
 
 
+class Int4Weights(ExpertWeights):
+    table, bits = "int4", 4.25
+    group_size: ClassVar[int] = 128
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.w13 = self._random(2 * shape.width, shape.hidden)
+        self.w2 = self._random(shape.hidden, shape.width)
+
+    def _random(self, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+        count, inputs = self.shape.num_experts, padded_inputs(inputs, self.group_size)
+        size = count, outputs, inputs // 4
+        packed = torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device="cuda")
+        size = count, inputs // self.group_size, outputs
+        groups = torch.full((*size, 2), 8.0, dtype=torch.bfloat16, device="cuda")
+        groups[..., 0] = 0.004
+        return packed, groups
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return ops.int4_experts(x, *self.w13, *self.w2, weights, chosen)
+
+    def gemm(
+        self, x: Tensor, weights: Tensor, rows: ExpertRows, tuning: ExpertTuning, *, gated: bool
+    ) -> None:
+        weight = self.w13 if gated else self.w2
+        out = self._outputs(weights, gated)
+        int4_expert_gemm(x, weight, weights, rows, out, tuning, gated=gated)
+
+    @classmethod
+    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
+        depth = 256
+        if rows_per_expert <= 8:
+            for cols, stages in itertools.product((32, 64, 128), (3, 4)):
+                yield ExpertTuning(16, cols, depth, 4, stages)
+        elif rows_per_expert <= 32:
+            for rows, cols in itertools.product((16, 32, 64), (64, 128)):
+                yield ExpertTuning(rows, cols, depth, cols // 16, 2 if rows == 64 else 3)
+        else:
+            for rows, cols, group in itertools.product((64, 128), (64, 128), (1, 8)):
+                yield ExpertTuning(rows, cols, depth, cols // 16, 2, group)
+
+
 FORMATS: dict[str, type[ExpertWeights]] = {
     "bf16": Bf16Weights,
     "fp8-block": Fp8BlockWeights,
     "fp8-channel": Fp8ChannelWeights,
     "mxfp4": Mxfp4Weights,
+    "int4": Int4Weights,
 }
