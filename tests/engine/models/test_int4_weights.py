@@ -33,7 +33,8 @@ from tests.engine.models.int4_checkpoints import LAYOUTS, awq, ct_int4, gptq, wr
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import compressed_tensors, quantise_checkpoint
 from tests.engine.models.rank_process import make_paged_model
-from tests.engine.models.reference_models import reference
+from tests.engine.models.reference_models import reference, reference_logits
+from tests.engine.models.test_logit_parity import relative_error
 from tests.engine.models.test_pd_parity import Transformers
 from tests.engine.models.test_quantised_weights import _RankOf, parameters, refusal
 
@@ -176,6 +177,37 @@ def test_logits_of_packed_weights_are_those_of_plain_ones(
     )
     for first, second in zip(ours, expected, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int4_rows", [8, 256], ids=["written out", "packed"])
+@pytest.mark.parametrize(
+    ("family", "layout", "dtype"),
+    [
+        ("llama", "awq", "float16"),
+        ("qwen2", "gptq ordered", "float16"),
+        ("llama", "ct", "bfloat16"),
+    ],
+)
+def test_a_gpu_is_as_exact_as_transformers(
+    family: str,
+    layout: str,
+    dtype: Any,
+    int4_rows: int,
+    make_pair: MakePair,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compares with float32 on what the numbers mean; transformers in half precision is the
+    yardstick for how much error is natural."""
+    quantised, plain = make_pair(family, layout)
+    policy = GemmPolicy(int4_rows=int4_rows)
+    monkeypatch.setattr(GemmPolicy, "choose", lambda *arguments: policy)
+    exact, theirs = reference(plain), reference(plain, getattr(torch, dtype))
+    paged = make_paged_model(quantised, ParallelGroup(0, 1), dtype, "cuda")
+    for prompt, logits in zip(prompts(), paged.prefill(prompts(), 13), strict=True):
+        truth = reference_logits(exact, prompt)
+        natural = relative_error(reference_logits(theirs, prompt).float(), truth)
+        assert relative_error(logits.cpu(), truth) < 1.5 * natural < 0.15
 
 
 @pytest.mark.usefixtures("packed_on_cpu")
