@@ -26,7 +26,9 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-FastPath = Literal["fused-gate-up", "pdl", "prompt-graphs", "residual-gemm", "small-m-gemm"]
+FastPath = Literal[
+    "fused-gate-up", "int4-gemm", "pdl", "prompt-graphs", "residual-gemm", "small-m-gemm"
+]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
@@ -166,11 +168,12 @@ class DeviceConfig:
             is faster; `flash-attn`: FlashAttention 3 for everything, which must be installed.
         deterministic: What a request gets does not depend on what else runs. Slower.
         disabled_fast_paths: What to do without, on a GPU, should one of them be suspected:
-            `fused-gate-up`, gate·up of many rows by our own kernel, activation included; `pdl`,
-            small kernels that start before the one before has ended (programmatic dependent
-            launch); `prompt-graphs`, CUDA graphs of steps with short prompts; `residual-gemm`,
-            GEMMs of many rows that add to the residual stream themselves; `small-m-gemm`, GEMMs
-            of few rows by our own kernels.
+            `fused-gate-up`, gate·up of many rows by our own kernel, activation included;
+            `int4-gemm`, 4-bit weights that stay packed, without which they are dequantised as they
+            are loaded; `pdl`, small kernels that start before the one before has ended
+            (programmatic dependent launch); `prompt-graphs`, CUDA graphs of steps with short
+            prompts; `residual-gemm`, GEMMs of many rows that add to the residual stream
+            themselves; `small-m-gemm`, GEMMs of few rows by our own kernels.
     """
 
     device: Device = "cpu"

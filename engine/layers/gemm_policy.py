@@ -49,7 +49,8 @@ class GemmPolicy:
         dtype: torch.dtype = torch.bfloat16,
     ) -> GemmPolicy:
         """Returns the fastest policy of `device` that `config` allows, for a model in `dtype`."""
-        int4_rows = _INT4_ROWS if multiplies_halves(device) and dtype.itemsize == 2 else 0
+        int4 = config.allows("int4-gemm") and multiplies_halves(device) and dtype.itemsize == 2
+        int4_rows = _INT4_ROWS if int4 else 0
         if config.deterministic:
             return cls(deterministic=True, int4_rows=int4_rows)
         small_m = config.allows("small-m-gemm") and supports_pdl(device)

@@ -155,9 +155,11 @@ class EngineSettings(CacheSettings, SecuritySettings):
         default=(),
         description="Fast paths on a GPU to turn off, should one be suspected of a fault. "
         "fused-gate-up: one kernel of our own computes gate and up projection of many rows and "
-        "their activation. pdl: small kernels overlap, by programmatic dependent launch. "
-        "prompt-graphs: CUDA graphs of steps with short prompts. residual-gemm: GEMMs of many "
-        "rows add to the residual stream themselves. small-m-gemm: our own kernels for few rows.",
+        "their activation. int4-gemm: 4-bit weights stay packed; without it they are dequantised "
+        "as they are loaded, and take four times the memory. pdl: small kernels overlap, by "
+        "programmatic dependent launch. prompt-graphs: CUDA graphs of steps with short prompts. "
+        "residual-gemm: GEMMs of many rows add to the residual stream themselves. "
+        "small-m-gemm: our own kernels for few rows.",
     )
     async_scheduling: bool | None = Field(
         default=None,

@@ -92,9 +92,12 @@ def test_the_policy_follows_device_and_settings(
         ("small-m-gemm", "small_m_rows"),
         ("fused-gate-up", "fused_gate_up_rows"),
         ("residual-gemm", "residual_rows"),
+        ("int4-gemm", "int4_rows"),
     ):
         assert getattr(choose(disabled_fast_paths=(path,)), field) == 0
     assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()
+    exact = GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float32)
+    assert exact.int4_rows == 0
 
 
 def _model(policy: GemmPolicy, dtype: str, size: int) -> CausalLM:
