@@ -24,6 +24,7 @@ from kv_transfer.layout import (
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
+QuantizationName = Literal["awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 FastPath = Literal[

@@ -12,23 +12,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Reference:
     """`peer` is vLLM, `must` and `goal` what we ask of ourselves, `floor` memory and matrix units
-    alone; None where we do not know it.
+    alone (where we know it).
     """
 
-    peer: float | None = None
-    must: float | None = None
-    goal: float | None = None
+    peer: float
+    must: float
+    goal: float
     floor: float | None = None
-
-
-_DECODES = "decode 1", "decode 16", "decode 64", "decode 256"
-
-
-def _floors(*steps: float, **prompts: float) -> dict[str, Reference]:
-    """Returns floors alone: of decode steps, and of prompts by "of_LENGTH"."""
-    floors = dict(zip(_DECODES, steps, strict=True))
-    floors |= {f"prefill {name.removeprefix('of_')} alone": ms for name, ms in prompts.items()}
-    return {case: Reference(floor=ms) for case, ms in floors.items()}
 
 
 REFERENCES = {
@@ -72,7 +62,4 @@ REFERENCES = {
         "prefill 16 x 2048": Reference(75.8, 78.0, 98.0),
         "throughput 128 x 2000/150": Reference(5.14, 5.0, 4.2),
     },
-    "gpt-oss-20b-bf16": _floors(1.68, 8.51, 9.9, 11.2),
-    "gpt-oss-20b": _floors(0.87, 2.76, 3.37, 4.71, of_2048=18.6, of_8192=81.8),
-    "gpt-oss-120b": _floors(1.17, 6.53, 13.7, 17.55, of_2048=28.0, of_8192=123.0),
 }

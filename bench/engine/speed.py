@@ -11,8 +11,8 @@ mixtures of experts.
     python -m bench.engine.speed --shape qwen2.5-7b --cases decode
     python -m bench.engine.speed --breakdown              # also: where the time of a step goes
     python -m bench.engine.speed --tp 2 --cases decode    # two GPUs
+    python -m bench.engine.speed --quantization fp8       # or fp8-block, int4
     python -m bench.engine.speed --quantization fp8 --kv-cache-dtype fp8
-    python -m bench.engine.speed --quantization int4      # 4-bit weights in groups of 128
 
 Weights and prompts are random. Results: bench/results/NAME.json and NAME.png.
 """
@@ -144,32 +144,30 @@ def print_table(figures: list[Figure], references: dict[str, Reference]) -> None
         line = f"{figure.case:28}{figure.value:9.2f} {figure.unit:7}"
         line += f"{figure.median or 0:8.2f}{figure.p99 or 0:8.2f}"
         if (reference := references.get(figure.case)) is not None:
-            line += " " * 16 + "".join(
-                f"{figure.speed(other):6.2f}" if other else "     -"
-                for other in (reference.floor, reference.peer, reference.must, reference.goal)
+            floor = f"{figure.speed(reference.floor):6.2f}" if reference.floor else "     -"
+            line += f"{'':16}{floor}" + "".join(
+                f"{figure.speed(other):6.2f}"
+                for other in (reference.peer, reference.must, reference.goal)
             )
         print(line)
 
 
 def plot(figures: list[Figure], references: dict[str, Reference], title: str, name: str) -> None:
-    """Plots speed against the peer, where it is known: 1 is as fast."""
-    known = [
-        (figure, of_case.peer, of_case.goal)
-        for figure in figures
-        if (of_case := references.get(figure.case)) and of_case.peer and of_case.goal
-    ]
-    if not known:
-        return
+    """Plots speed against the peer: 1 is as fast."""
+    known = [figure for figure in figures if figure.case in references]
     canvas, axis = plt.subplots(figsize=(8, 0.45 * len(known) + 1.2))
     places = range(len(known))
-    speeds = [figure.speed(peer) for figure, peer, _ in known]
-    goals = [figure.speed(peer) / figure.speed(goal) for figure, peer, goal in known]
+    speeds = [figure.speed(references[figure.case].peer) for figure in known]
+    goals = [
+        figure.speed(references[figure.case].peer) / figure.speed(references[figure.case].goal)
+        for figure in known
+    ]
     axis.barh(places, speeds, color="#4c78a8")
     axis.scatter(goals, places, marker="|", s=200, color="black", label="goal")
     axis.axvline(1.0, color="grey", linestyle=":", label="vLLM 0.26.0")
-    for place, (figure, *_), speed in zip(places, known, speeds, strict=True):
+    for place, figure, speed in zip(places, known, speeds, strict=True):
         axis.text(speed, place, f" {figure.value:g} {figure.unit}", va="center", fontsize=8)
-    axis.set_yticks(places, [figure.case for figure, *_ in known])
+    axis.set_yticks(places, [figure.case for figure in known])
     axis.invert_yaxis()
     axis.set(xlabel="speed against vLLM 0.26.0", title=title, xlim=(0, max(1.4, 1.2 * max(speeds))))
     axis.legend(fontsize=8)
@@ -252,10 +250,10 @@ def main() -> None:
     if arguments.breakdown:
         from bench.engine.step_breakdown import measure_breakdown
 
-        results["breakdown"] = measure_breakdown(arguments.shape)
+        results["breakdown"] = measure_breakdown(arguments.shape, arguments.quantization)
     references = REFERENCES.get(f"{arguments.shape}{suffix}", {})
     print_table(figures, references)
-    if references:
+    if any(figure.case in references for figure in figures):
         RESULTS.mkdir(exist_ok=True)
         plot(figures, references, f"one H200, shape of {arguments.shape}, bf16", name)
     print(write_result(name, results))

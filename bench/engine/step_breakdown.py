@@ -83,8 +83,8 @@ class TimedExecutor(UniprocExecutor):
         self.host_us.append(1e6 * (time.perf_counter() - started))
 
 
-def measure_breakdown(shape: str) -> dict[str, object]:
-    config = shape_config(shape, capture_sizes=_BATCHES)
+def measure_breakdown(shape: str, quantization: str = "") -> dict[str, object]:
+    config = shape_config(shape, capture_sizes=_BATCHES, quantization=quantization)
     executor = TimedExecutor(config)
     found: dict[str, object] = {}
     with offline_engine(config, executor) as engine:

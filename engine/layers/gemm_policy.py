@@ -32,6 +32,7 @@ class GemmPolicy:
             never.
         int4_rows: Packed 4-bit weights are multiplied by at most so many rows; for more they are
             written out in half precision first. 0: they are as they are loaded.
+        fp8: GEMMs take FP8 weights and inputs; else weights are dequantised as they are loaded.
     """
 
     deterministic: bool = False
@@ -39,6 +40,7 @@ class GemmPolicy:
     fused_gate_up_rows: int = 0
     residual_rows: int = 0
     int4_rows: int = 0
+    fp8: bool = False
 
     @classmethod
     def choose(
@@ -61,4 +63,5 @@ class GemmPolicy:
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
             residual_rows=_RESIDUAL_ROWS if residual else 0,
             int4_rows=int4_rows,
+            fp8=has_warpgroup_mma(device) and dtype == torch.bfloat16,
         )

@@ -26,9 +26,9 @@ from engine.layers.methods.base import (
 from engine.layers.methods.choice import column_method, gate_up_method, row_method
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.shard import CheckpointWeight, Shard, nothing_of
+from engine.layers.rows import Rows
+from engine.layers.shard import CheckpointWeight, Shard
 from kv_transfer.layout import HeadRange
-from tandem_kernels import ops
 
 
 class MergedColumnParallelLinear(LinearLayer):
@@ -64,8 +64,13 @@ class MergedColumnParallelLinear(LinearLayer):
         """Returns how this layer is computed under a policy."""
         return self.method_for(policy, self.scheme, self.share)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(self, x)
+    @property
+    def input_group(self) -> int | None:
+        """Returns how inputs are best given; see `LinearMethod`."""
+        return self.method.input_group
+
+    def forward(self, x: Rows) -> Tensor:
+        return self.method.apply_rows(self, x)
 
     def checkpoint_weights(self, *prefixes: str) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `prefixes` holds its name of each part, like
@@ -98,10 +103,14 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         super().__init__(hidden_size, (part, part), shard, names=("gate_proj", "up_proj"))
         self.is_gelu = is_gelu
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_gelu:
-            return ops.gelu_tanh_and_mul(self.method.apply(self, x))
-        return self.method.gate_up(self, x)
+    def forward(self, x: Rows) -> Tensor:
+        activated = self.activated(x, None)
+        assert isinstance(activated, Tensor)
+        return activated
+
+    def activated(self, x: Rows, group: int | None) -> Rows:
+        """Returns the activation; `group` is the `input_group` of the layer that it is for."""
+        return self.method.gate_up_rows(self, x, group, self.is_gelu)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -154,48 +163,44 @@ def repeated(order: Tensor, num_heads: int) -> Tensor:
 
 
 class RowParallelLinear(LinearLayer):
-    """[T, in / ranks] -> [T, out], the sum over ranks.
+    """[T, in / ranks] -> [T, out], the sum over ranks."""
 
-    Args:
-        bias: It has one, which the first rank adds.
-    """
-
-    def __init__(
-        self, input_size: int, output_size: int, shard: Shard, *, bias: bool = False
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, shard: Shard) -> None:
         super().__init__()
         self.group = shard.tp
-        self.ignores_bias = bias and shard.tp.rank > 0
         self.start, count = shard.part(input_size)
         self.shape = (output_size, input_size)
         outputs = ColumnPart(0, output_size, output_size)
         self.scheme = shard.scheme()
         self.share = LinearShare(shard.prefix, (outputs,), (self.start, count), input_size)
         self.method = self.choose_method(shard.gemms)
-        self.method.create(self, output_size, count, bias and not self.ignores_bias, shard)
+        self.method.create(self, output_size, count, False, shard)
 
     def choose_method(self, policy: GemmPolicy) -> LinearMethod:
         """Returns how this layer is computed under a policy."""
         return row_method(policy, self.scheme, self.share)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.reduce(self.method.apply(self, x), self.group)
+    @property
+    def input_group(self) -> int | None:
+        """Returns how inputs are best given; see `LinearMethod`."""
+        return self.method.input_group
 
-    def partial(self, x: Tensor) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
+        return self.method.reduce(self.method.apply_rows(self, x), self.group)
+
+    def partial(self, x: Rows) -> Tensor:
         """Returns this rank's part of the sum over ranks, [T, out]."""
-        return self.method.apply(self, x)
+        return self.method.apply_rows(self, x)
 
-    def add_to(self, stream: ResidualStream, x: Tensor, norm: RMSNorm | None = None) -> None:
+    def add_to(self, stream: ResidualStream, x: Rows, norm: RMSNorm | None = None) -> None:
         """Adds the output for [T, in / ranks], or its norm, to the stream; in the GEMM where that
         is faster."""
         if norm is not None:
             stream.add(norm(self(x)))
-        elif not self.method.add_to(self, x, stream.sum):
-            stream.add(self(x))
+        elif not isinstance(x, Tensor) or not self.method.add_to(self, x, stream.sum):
+            stream.add(self.method.unscaled(self, x) if self.group.size == 1 else self(x))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.method.checkpoint_weights(
             self, LinearPart(prefix, self.shape, 1, self.start)
         )
-        if self.ignores_bias:
-            yield nothing_of(f"{prefix}.bias", self.shape[:1])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
+from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
 
 
@@ -36,13 +37,21 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard.at("down_proj"))
         self.norm = norm
 
-    def forward(self, x: Tensor, stream: ResidualStream) -> None:
-        """Computes the MLP of the normed `x`: [T, H]."""
-        self.down_proj.add_to(stream, self.gate_up_proj(x), self.norm)
+    @property
+    def input_group(self) -> int | None:
+        """Returns how inputs are best given; see `LinearMethod`."""
+        return self.gate_up_proj.input_group
 
-    def partial(self, x: Tensor) -> Tensor:
+    def forward(self, x: Rows, stream: ResidualStream) -> None:
+        """Computes the MLP of the normed `x`: [T, H]."""
+        self.down_proj.add_to(stream, self._activated(x), self.norm)
+
+    def partial(self, x: Rows) -> Tensor:
         """Returns this rank's part of the sum over ranks, [T, H], instead of adding it."""
-        return self.down_proj.partial(self.gate_up_proj(x))
+        return self.down_proj.partial(self._activated(x))
+
+    def _activated(self, x: Rows) -> Rows:
+        return self.gate_up_proj.activated(x, self.down_proj.input_group)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that gate and up are one tensor."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from engine.layers.rows import QuantisedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
@@ -41,6 +42,25 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm of the sum, the sum). The inputs' memory may be reused."""
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_fp8(
+        self, x: Tensor | UnscaledProduct | None, residual: Tensor, group: int
+    ) -> QuantisedRows:
+        """Returns the norm of the sum as `ops.quantise_fp8` does; `residual` becomes the sum.
+        Without `x` it stays."""
+        eps = self.eps
+        if x is None:
+            return QuantisedRows(*ops.rms_norm_fp8(residual, None, self.weight, eps, group))
+        if isinstance(x, UnscaledProduct):
+            of = x.row_scales, x.col_scales
+            found = ops.rms_norm_fp8(x.product, residual, self.weight, eps, group, *of)
+            return QuantisedRows(*found)
+        return QuantisedRows(*ops.rms_norm_fp8(x, residual, self.weight, eps, group))
+
+    def add_unscaled(self, x: UnscaledProduct, residual: Tensor) -> Tensor:
+        """Returns the norm of the sum; `residual` becomes the sum."""
+        of = x.row_scales, x.col_scales
+        return ops.rms_norm_fp8(x.product, residual, self.weight, self.eps, None, *of)[0]
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         shape = tuple(self.weight.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.layers.norm import RMSNorm
+from engine.layers.rows import Rows, UnscaledProduct
 
 
 class ResidualStream:
@@ -16,9 +17,9 @@ class ResidualStream:
 
     def __init__(self, x: Tensor) -> None:
         self.sum = x
-        self._waiting: Tensor | None = None
+        self._waiting: Tensor | UnscaledProduct | None = None
 
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor | UnscaledProduct) -> None:
         """Adds [T, H] before the next read. Its memory may be reused."""
         assert self._waiting is None, "the stream is read between two additions"
         self._waiting = x
@@ -27,16 +28,29 @@ class ResidualStream:
         """Returns what a block works on, [T, H]: the norm of the stream, or the stream itself."""
         if norm is not None:
             return self.normed(norm)
-        if self._waiting is not None:
-            self.sum = self.sum + self._waiting
-            self._waiting = None
+        if (waiting := self._taken()) is not None:
+            plain = waiting.scaled() if isinstance(waiting, UnscaledProduct) else waiting
+            self.sum = self.sum + plain
         return self.sum
+
+    def read_rows(self, norm: RMSNorm | None, group: int | None) -> Rows:
+        """Does what `read` does; returns a norm as the `input_group` of the next layer asks for."""
+        if norm is None or group is None:
+            return self.read(norm)
+        return norm.add_fp8(self._taken(), self.sum, group)
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """Returns the norm of the stream, [T, H]."""
-        if self._waiting is None:
+        waiting = self._taken()
+        if waiting is None:
             normed: Tensor = norm(self.sum)
             return normed
-        normed, self.sum = norm.add(self._waiting, self.sum)
-        self._waiting = None
+        if isinstance(waiting, UnscaledProduct):
+            return norm.add_unscaled(waiting, self.sum)
+        normed, self.sum = norm.add(waiting, self.sum)
         return normed
+
+    def _taken(self) -> Tensor | UnscaledProduct | None:
+        """Returns what waits, which then does so no more."""
+        waiting, self._waiting = self._waiting, None
+        return waiting

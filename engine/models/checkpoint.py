@@ -19,7 +19,7 @@ import xxhash
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from engine.config import Dtype, LoadFormat, ModelConfig
+from engine.config import Dtype, LoadFormat, ModelConfig, QuantizationName
 from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
 from engine.models.errors import CheckpointError
 from engine.models.quantization.reader import read_quantization
@@ -135,6 +135,7 @@ def load_model_config(
     served_model_name: str | None = None,
     max_model_len: int | None = None,
     load_format: LoadFormat = "safetensors",
+    quantization: QuantizationName | None = None,
 ) -> ModelConfig:
     """Reads a checkpoint folder.
 
@@ -143,6 +144,7 @@ def load_model_config(
         served_model_name: None: the hub's name of a downloaded checkpoint, else the folder's.
             Several names are separated by commas.
         max_model_len: None: all positions that the model was made for.
+        quantization: None: as config.json says; `fp8` quantises plain weights as they are loaded.
 
     Raises:
         CheckpointError: The folder is incomplete, or asks for something tandem does not have.
@@ -156,7 +158,7 @@ def load_model_config(
     kind = MODELS[architecture].spec
     with _named(path):
         spec = kind.from_config(file, length)
-        quantization = read_quantization(folder, file.quantization_config)
+        schemes = read_quantization(folder, file.quantization_config, quantization)
     names = _names(served_model_name or "") or [_name_of(folder.resolve())]
     config = ModelConfig(
         path=str(folder),
@@ -175,9 +177,9 @@ def load_model_config(
         load_format=load_format,
         model_hash="",
         spec=msgspec.to_builtins(spec),
-        quantization=quantization,
+        quantization=schemes,
     )
-    facts = spec.hash_facts(config) + (() if quantization is None else (quantization,))
+    facts = spec.hash_facts(config) + (() if schemes is None else (schemes,))
     return replace(
         config,
         model_hash=_model_hash(facts, weights),

@@ -61,12 +61,13 @@ class LlamaDecoderLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs | StateInputs
     ) -> None:
-        self.self_attn(stream.read(self.before_attention), stream, kv_cache, inputs)
-        x = stream.read(self.before_mlp)
-        if isinstance(self.mlp, SparseMLP):
-            self.mlp(x, stream, inputs.slot_mapping)
+        attention, mlp = self.self_attn, self.mlp
+        group = attention.input_group if isinstance(attention, AttentionBlock) else None
+        attention(stream.read_rows(self.before_attention, group), stream, kv_cache, inputs)
+        if isinstance(mlp, SparseMLP):
+            mlp(stream.read(self.before_mlp), stream, inputs.slot_mapping)
         else:
-            self.mlp(x, stream)
+            mlp(stream.read_rows(self.before_mlp, mlp.input_group), stream)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         spec, names = self.spec, self.spec.norms

@@ -30,6 +30,7 @@ from engine.config import (
     LoadFormat,
     ModelConfig,
     ParallelConfig,
+    QuantizationName,
     SchedulerConfig,
     SchedulingPolicy,
 )
@@ -91,6 +92,12 @@ class EngineSettings(CacheSettings, SecuritySettings):
     load_format: LoadFormat = Field(
         default="safetensors",
         description="dummy: random weights, for measurements; a folder with config.json is enough.",
+    )
+    quantization: QuantizationName | None = Field(
+        default=None,
+        description="How weights are quantised. Default: as the checkpoint says. fp8 of a "
+        "checkpoint that is not quantised: its linear layers are, as they are loaded. Prefill and "
+        "decode nodes must agree.",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -304,6 +311,7 @@ class EngineSettings(CacheSettings, SecuritySettings):
             served_model_name=self.served_model_name,
             max_model_len=self.max_model_len,
             load_format=self.load_format,
+            quantization=self.quantization,
         )
         check_tensor_parallel(model, self.tensor_parallel_size)
         return self._engine_config(model, kv_role)

@@ -1,7 +1,8 @@
 """Rows quantised to FP8, alone and fused with what computes them: norms and gated activations.
 
 A row is read once: its program has it whole, finds the largest number of each group, and writes
-e4m3 numbers and the groups' scales. Without groups a row has one scale.
+e4m3 numbers and the groups' scales. Without groups a row has one scale. Norm and activation take
+unscaled products (`reference.fp8_linear`), too, and scale them as they read.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
+from tandem_kernels.fp8_library import ALIGNED_ROWS
 from tandem_kernels.fp8_rows import fp8_scale, to_fp8
-
-ALIGNED_ROWS = 4
-"""The library's GEMMs on groups want multiples of so many rows."""
 
 
 @triton.jit
@@ -68,6 +67,8 @@ def rms_norm_fp8_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
+    row_scales: tl.tensor,
+    col_scales: tl.tensor,
     numbers: tl.tensor,
     scales: tl.tensor,
     x_stride: tl.tensor,
@@ -76,6 +77,8 @@ def rms_norm_fp8_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    QUANTISE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -90,49 +93,94 @@ def rms_norm_fp8_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     of_norm = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if UNSCALED:
+        of_column = tl.load(col_scales + column, mask=inside, other=0.0)
     if OVERLAP:
         gdc_wait()
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    wide = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if UNSCALED:
+        wide = wide * tl.load(row_scales + row) * of_column
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + column
-        carried = tl.load(place, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + carried.to(tl.float32)).to(kind)
-        tl.store(place, value, mask=inside)
-    wide = value.to(tl.float32)
+        wide += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, wide.to(kind), mask=inside)
+    wide = wide.to(kind).to(tl.float32)
     mean_square = tl.sum(wide * wide, axis=0) / width
     normed = (wide * (1.0 / tl.sqrt_rn(mean_square + eps)) * of_norm).to(kind)
-    _quantise(normed.to(tl.float32), numbers, scales, scales_stride, row, width, GROUP, BLOCK)
+    if QUANTISE:
+        _quantise(normed.to(tl.float32), numbers, scales, scales_stride, row, width, GROUP, BLOCK)
+    else:
+        tl.store(numbers + row * width + column, normed, mask=inside)
 
 
 @triton.jit
 def silu_and_mul_fp8_kernel(
     x: tl.tensor,
+    row_scales: tl.tensor,
+    col_scales: tl.tensor,
     numbers: tl.tensor,
     scales: tl.tensor,
     x_stride: tl.tensor,
     scales_stride: tl.tensor,
     width: tl.tensor,
+    UNSCALED: tl.constexpr,
     GELU: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Activates and quantises one row in each program."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_launch_dependents()
+    if UNSCALED:
+        of_gate = tl.load(col_scales + column, mask=inside, other=0.0)
+        of_up = tl.load(col_scales + width + column, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+    kind = x.dtype.element_ty
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
+    if UNSCALED:
+        of_row = tl.load(row_scales + row)
+        gate = (gate * of_row * of_gate).to(kind).to(tl.float32)
+        up = (up * of_row * of_up).to(kind).to(tl.float32)
     # See `silu_and_mul_kernel`.
-    steep = wide
+    steep = gate
     if GELU:
-        steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    activated = (wide / (1.0 + tl.exp(-steep)) * up).to(gate.dtype)
+        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    activated = (gate / (1.0 + tl.exp(-steep)) * up).to(kind)
     _quantise(activated.to(tl.float32), numbers, scales, scales_stride, row, width, GROUP, BLOCK)
+
+
+@triton.jit
+def scale_product_kernel(
+    product: tl.tensor,
+    row_scales: tl.tensor,
+    col_scales: tl.tensor,
+    bias: tl.tensor,
+    width: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Scales, in program (t, j), columns j * BLOCK and on of row t, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    if OVERLAP:
+        gdc_launch_dependents()
+    of_column = tl.load(col_scales + column, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+    at = product + row * width + column
+    scaled = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    scaled = scaled * tl.load(row_scales + row) * of_column
+    if HAS_BIAS:
+        scaled += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, scaled.to(product.dtype.element_ty), mask=inside)
 
 
 def quantise_fp8(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
@@ -156,17 +204,28 @@ def quantise_fp8(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, group: int = 0
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: int | None = 0,
+    row_scales: Tensor | None = None,
+    col_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.fp8_linear.rms_norm_fp8`."""
     num_rows, width = x.shape
-    numbers, scales = _outputs(x, width, group)
+    if group is None:
+        numbers, scales = torch.empty_like(x), x.new_empty(0)
+    else:
+        numbers, scales = _outputs(x, width, group)
     if num_rows > 0:
         overlap = uses_pdl(x.device, num_rows)
         rms_norm_fp8_kernel[(num_rows,)](
             x,
             residual,
             weight,
+            row_scales,
+            col_scales,
             numbers,
             scales,
             x.stride(0),
@@ -175,14 +234,22 @@ def rms_norm_fp8(
             width,
             eps,
             HAS_RESIDUAL=residual is not None,
-            **_shape(width, group),
+            UNSCALED=row_scales is not None,
+            QUANTISE=group is not None,
+            **_shape(width, group or 0),
             OVERLAP=overlap,
             **({"launch_pdl": True} if overlap else {}),
         )
     return numbers, scales
 
 
-def silu_and_mul_fp8(x: Tensor, is_gelu: bool = False, group: int = 0) -> tuple[Tensor, Tensor]:
+def silu_and_mul_fp8(
+    x: Tensor,
+    is_gelu: bool = False,
+    group: int = 0,
+    row_scales: Tensor | None = None,
+    col_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See `reference.fp8_linear.silu_and_mul_fp8`."""
     num_rows, width = x.shape[0], x.shape[1] // 2
     numbers, scales = _outputs(x, width, group)
@@ -190,17 +257,43 @@ def silu_and_mul_fp8(x: Tensor, is_gelu: bool = False, group: int = 0) -> tuple[
         overlap = uses_pdl(x.device, num_rows)
         silu_and_mul_fp8_kernel[(num_rows,)](
             x,
+            row_scales,
+            col_scales,
             numbers,
             scales,
             x.stride(0),
             scales.stride(0),
             width,
+            UNSCALED=row_scales is not None,
             GELU=is_gelu,
             **_shape(width, group),
             OVERLAP=overlap,
             **({"launch_pdl": True} if overlap else {}),
         )
     return numbers, scales
+
+
+def scale_product(
+    product: Tensor, row_scales: Tensor, col_scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """See `reference.fp8_linear.scale_product`."""
+    num_rows, width = product.shape
+    if num_rows > 0:
+        block = min(1024, triton.next_power_of_2(width))
+        overlap = uses_pdl(product.device, num_rows)
+        scale_product_kernel[(num_rows, triton.cdiv(width, block))](
+            product,
+            row_scales,
+            col_scales,
+            bias,
+            width,
+            HAS_BIAS=bias is not None,
+            BLOCK=block,
+            OVERLAP=overlap,
+            num_warps=4,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+    return product
 
 
 def _outputs(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:

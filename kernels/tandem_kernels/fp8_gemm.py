@@ -20,11 +20,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
-from tandem_kernels.fp8_library import scaled_mm
+from tandem_kernels.fp8_activations import scale_product
+from tandem_kernels.fp8_library import fp8_product, scaled_mm
+from tandem_kernels.fp8_paths import fp8_path
 from tandem_kernels.silu_and_mul import silu_and_mul
 
-MAX_SMALL_ROWS = 64
-"""The library is faster from there on."""
 _MAX_PROGRAMS = 4096
 """Programs along the outputs, at most: each has a counter."""
 
@@ -216,21 +216,23 @@ def fp8_gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """See `reference.fp8_linear.fp8_gemm`; only for shapes that `fp8_shapes.takes`."""
-    if len(x) > MAX_SMALL_ROWS:
+    """See `reference.fp8_linear.fp8_gemm`."""
+    path = fp8_path(len(x), weight, w_scales)
+    if path == "unscaled":
+        return scale_product(fp8_product(x, weight), x_scales, w_scales, bias)
+    if path == "scaled":
         return scaled_mm(x, x_scales, weight, w_scales, bias, out_dtype)
-    num_outputs, inner = weight.shape
-    out = torch.empty((len(x), num_outputs), dtype=out_dtype, device=x.device)
-    tuning = fp8_tuning(len(x), num_outputs, inner, gated=False, blocks=w_scales.dim() == 2)
+    out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
+    tuning = fp8_tuning(len(x), *weight.shape, gated=False, blocks=w_scales.dim() == 2)
     return fp8_small_m(x, x_scales, weight, w_scales, bias, out, tuning)
 
 
 def fp8_gate_up(
     x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """See `reference.fp8_linear.fp8_gate_up`; only for shapes that `fp8_shapes.takes`."""
-    if len(x) > MAX_SMALL_ROWS:
-        return silu_and_mul(scaled_mm(x, x_scales, weight, w_scales, None, out_dtype))
+    """See `reference.fp8_linear.fp8_gate_up`."""
+    if fp8_path(len(x), weight, w_scales) != "small":
+        return silu_and_mul(fp8_gemm(x, x_scales, weight, w_scales, None, out_dtype))
     num_outputs, inner = len(weight) // 2, weight.shape[1]
     out = torch.empty((len(x), num_outputs), dtype=out_dtype, device=x.device)
     tuning = fp8_tuning(len(x), num_outputs, inner, gated=True, blocks=w_scales.dim() == 2)
@@ -255,6 +257,7 @@ def fp8_small_m(
         x_scales: [T], or of each 128 inputs [K / 128, T or more].
         w_scales: [N], or of each 128 x 128 weights [N / 128, K / 128].
     """
+    assert tuning.splits == 1 or not gated, "an activation takes whole sums"
     num_rows, num_outputs = out.shape
     inner = weight.shape[1]
     blocks = w_scales.dim() == 2

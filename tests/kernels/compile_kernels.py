@@ -152,6 +152,8 @@ def fp8_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "residual", "weight", "bias", "out"),
         **named("*fp32", "x_scales", "w_scales", "scales", "partial"),
+        **named("*fp32", "row_scales", "col_scales"),
+        "product": "*bf16",
         **named("*fp8e4nv", "numbers"),
         "tickets": "*i32",
         "eps": "fp32",
@@ -160,10 +162,12 @@ def fp8_cases(capability: int) -> Iterator[Case]:
         row = {"GROUP": group, "BLOCK": 4096, "OVERLAP": True}
         options = {"num_warps": 8}
         yield Case(fp8_activations.quantise_fp8_kernel, f"group={group}", types, row, options)
-        norm = {**row, "HAS_RESIDUAL": True}
+        norm = {**row, "HAS_RESIDUAL": True, "UNSCALED": True, "QUANTISE": True}
         yield Case(fp8_activations.rms_norm_fp8_kernel, f"group={group}", types, norm, options)
-        act = {**row, "GELU": False}
+        act = {**row, "UNSCALED": True, "GELU": False}
         yield Case(fp8_activations.silu_and_mul_fp8_kernel, f"group={group}", types, act, options)
+    scale = {"HAS_BIAS": True, "BLOCK": 1024, "OVERLAP": True}
+    yield Case(fp8_activations.scale_product_kernel, "", types, scale)
     quantised = {**types, **named("*fp8e4nv", "x", "weight")}
     for rows, gated, blocks in itertools.product((1, 64), (False, True), (False, True)):
         tuning = fp8_gemm.fp8_tuning(rows, 4096, 4096, gated=gated, blocks=blocks)

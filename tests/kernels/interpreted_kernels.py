@@ -24,6 +24,7 @@ from interpreted_fixtures import rows_by_themselves  # noqa: F401
 from triton.runtime import interpreter
 
 from tandem_kernels import gumbel, ops
+from tandem_kernels.fp8_gemm import Fp8Tuning, fp8_small_m
 from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
 from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
 
@@ -326,13 +327,24 @@ def test_rows_of_fp8(group: int) -> None:
     fp8_linear_checks.quantised_rows(ops.quantise_fp8.kernel, 5, 384, group, torch.float32)
     columns = ops.rms_norm_fp8.kernel, ops.silu_and_mul_fp8.kernel
     fp8_linear_checks.fp8_norm_and_activation(columns, 256, torch.float32, "cpu")
+    fp8_linear_checks.unscaled_products((ops.scale_product.kernel, *columns), 200, torch.float32)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("rows", [3, 20])
-def test_fp8_products_of_few_rows(rows: int, blocks: bool) -> None:
-    columns = ops.fp8_gemm.kernel, ops.fp8_gate_up.kernel
-    fp8_linear_checks.fp8_gemm(columns, (rows, 256, 768), blocks=blocks)
+@pytest.mark.parametrize(("rows", "splits", "swap"), [(3, 1, False), (3, 3, False), (20, 2, True)])
+def test_fp8_products_of_few_rows(rows: int, splits: int, swap: bool, blocks: bool) -> None:
+
+    def small(*given: Any, gated: bool = False) -> torch.Tensor:
+        *operands, out_dtype = given
+        x, _, weight, *_ = operands
+        out = torch.empty(len(x), len(weight) // (2 if gated else 1), dtype=out_dtype)
+        tuning = Fp8Tuning(64, 128, 1 if gated else splits, swap, num_warps=4, num_stages=3)
+        return fp8_small_m(*operands, out, tuning, gated=gated)
+
+    def gated(x: Any, x_scales: Any, weight: Any, w_scales: Any, out_dtype: Any) -> torch.Tensor:
+        return small(x, x_scales, weight, w_scales, None, out_dtype, gated=True)
+
+    fp8_linear_checks.fp8_gemm((small, gated), (rows, 256, 768), blocks=blocks)
 
 
 SMALL = delta_checks.Sizes(key_heads=1, value_heads=2, key_dim=16, value_dim=40)

@@ -66,11 +66,12 @@ def test_rope_and_cache(dtype: torch.dtype, head_dim: int, head_norm: bool) -> N
 @dtypes
 def test_rows_of_fp8(dtype: torch.dtype, group: int) -> None:
     fp8_linear_checks.quantised_rows(ops.quantise_fp8, 5, 384, group, dtype)
-    fp8_linear_checks.fp8_norm_and_activation(
-        (ops.rms_norm_fp8, ops.silu_and_mul_fp8), 256, dtype, "cpu"
-    )
+    columns = ops.rms_norm_fp8, ops.silu_and_mul_fp8
+    fp8_linear_checks.fp8_norm_and_activation(columns, 256, dtype, "cpu")
+    fp8_linear_checks.unscaled_products((ops.scale_product, *columns), 200, dtype)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_fp8_products(blocks: bool) -> None:
+    fp8_linear_checks.fp8_product(ops.fp8_product, (7, 48, 96), "cpu")
     fp8_linear_checks.fp8_gemm((ops.fp8_gemm, ops.fp8_gate_up), (7, 256, 384), blocks=blocks)

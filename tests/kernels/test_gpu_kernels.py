@@ -53,11 +53,11 @@ def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, i
 @pytest.mark.parametrize("rows", [1, 33, 2049])
 @pytest.mark.parametrize("group", [0, 128])
 def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:
+    columns = ops.rms_norm_fp8, ops.silu_and_mul_fp8
     for width in (128, 896, 4096, 14336):
         fp8_linear_checks.quantised_rows(ops.quantise_fp8, rows, width, group, dtype, "cuda")
-        fp8_linear_checks.fp8_norm_and_activation(
-            (ops.rms_norm_fp8, ops.silu_and_mul_fp8), width, dtype, "cuda"
-        )
+        fp8_linear_checks.fp8_norm_and_activation(columns, width, dtype, "cuda")
+        fp8_linear_checks.unscaled_products((ops.scale_product, *columns), width, dtype, "cuda")
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -65,6 +65,7 @@ def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:
 @pytest.mark.parametrize("shape", [(6144, 4096), (256, 384), (4096, 14336), (1536, 2304)])
 def test_fp8_products(rows: int, shape: tuple[int, int], blocks: bool) -> None:
     """Rows that are no multiple of anything, and inner dimensions of 3 and of 18 blocks."""
+    fp8_linear_checks.fp8_product(ops.fp8_product, (rows, *shape), "cuda")
     columns = ops.fp8_gemm, ops.fp8_gate_up
     fp8_linear_checks.fp8_gemm(columns, (rows, *shape), blocks=blocks, device="cuda")
 

@@ -23,6 +23,7 @@ HOPPER_ALONE = {
     "quantise_fp8_kernel",
     "quantise_rows_kernel",
     "rms_norm_fp8_kernel",
+    "scale_product_kernel",
     "silu_and_mul_fp8_kernel",
 }
 

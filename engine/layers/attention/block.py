@@ -13,6 +13,7 @@ from engine.layers.attention.layer import Attention, AttentionInputs
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear, repeated
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
+from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
 from kv_transfer.layout import HeadRange, heads_of_rank
@@ -27,8 +28,7 @@ class AttentionOptions:
     """Says what an architecture's attention has besides its sizes.
 
     Attributes:
-        bias, output_bias: Queries, keys and values have one; so has the output.
-        sinks: Each query head has one; see `AttentionSpec`.
+        bias: Queries, keys and values have one.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
             ranks together, or none.
         eps: Of those norms.
@@ -41,8 +41,6 @@ class AttentionOptions:
     """
 
     bias: bool = False
-    output_bias: bool = False
-    sinks: bool = False
     head_norm: HeadNorm = "none"
     eps: float = 0.0
     norm_offset: float = 0.0
@@ -63,7 +61,6 @@ class AttentionBlock(nn.Module):
 
     q_norm: RMSNorm | SplitRMSNorm | None
     k_norm: RMSNorm | SplitRMSNorm | None
-    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -95,27 +92,42 @@ class AttentionBlock(nn.Module):
             gated=options.output_gate,
         )
         self.num_gates = local_heads * head_dim if options.output_gate else 0
-        heads = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
-        self.q_norm, self.k_norm = (
-            _head_norm(part, total, head_dim, options, head_order, shard) for part, total in heads
-        )
-        self.heads = first_head, num_heads
-        self.sinks = shard.parameter(local_heads, dtype=torch.float32) if options.sinks else None
+        self.q_norm = self.k_norm = None
+        if options.head_norm == "each":
+            self.q_norm, self.k_norm = (
+                RMSNorm(head_dim, options.eps, shard, offset=options.norm_offset, order=head_order)
+                for _ in range(2)
+            )
+        elif options.head_norm == "all":
+            heads = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
+            self.q_norm, self.k_norm = (
+                SplitRMSNorm(
+                    part.start * head_dim,
+                    part.count * head_dim,
+                    total * head_dim,
+                    options.eps,
+                    shard,
+                    order=None if head_order is None else repeated(head_order, part.count),
+                )
+                for part, total in heads
+            )
         self.attention = Attention(
             local_heads,
             kv_heads.count,
             head_dim,
             options.scale,
             options.softcap,
-            self.sinks,
             kv_scales=options.kv_scales,
         )
-        self.o_proj = RowParallelLinear(
-            num_heads * head_dim, hidden_size, shard.at("o_proj"), bias=options.output_bias
-        )
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, shard.at("o_proj"))
+
+    @property
+    def input_group(self) -> int | None:
+        """Returns how inputs are best given; see `LinearMethod`."""
+        return self.qkv_proj.input_group
 
     def forward(
-        self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
+        self, x: Rows, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
     ) -> None:
         """Attends for the normed `x`: [T, H]."""
         qkv = projected = self.qkv_proj(x)
@@ -140,32 +152,6 @@ class AttentionBlock(nn.Module):
         names = ("qkv_proj",) if is_fused else ("q_proj", "k_proj", "v_proj")
         yield from self.qkv_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
-        if self.sinks is not None:
-            first, total = self.heads
-            yield CheckpointWeight(f"{prefix}.sinks", self.sinks, (total,), 0, first)
         for norm, name in ((self.q_norm, "q_norm"), (self.k_norm, "k_norm")):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")
-
-
-def _head_norm(
-    heads: HeadRange,
-    total: int,
-    head_dim: int,
-    options: AttentionOptions,
-    order: Tensor | None,
-    shard: Shard,
-) -> RMSNorm | SplitRMSNorm | None:
-    """Returns the norm of this rank's queries or keys, which have `total` heads on all ranks."""
-    if options.head_norm == "none":
-        return None
-    if options.head_norm == "each":
-        return RMSNorm(head_dim, options.eps, shard, offset=options.norm_offset, order=order)
-    return SplitRMSNorm(
-        heads.start * head_dim,
-        heads.count * head_dim,
-        total * head_dim,
-        options.eps,
-        shard,
-        order=None if order is None else repeated(order, heads.count),
-    )

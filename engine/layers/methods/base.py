@@ -12,10 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from engine.distributed import ParallelGroup
+from engine.layers.rows import Rows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Scheme
 from tandem_kernels import ops
@@ -77,6 +79,7 @@ class LinearLayer(nn.Module):
     Attributes:
         scheme: How its weights are quantised; None: they are plain.
         share: Of this rank.
+        weight_scale: Beside `weight`, as `fp8_linear` has it.
         packed, groups, input_order: Instead of `weight`, as `int4_linear` has them: 4-bit weights,
             and the order in which they take inputs; None: as they come.
     """
@@ -84,6 +87,7 @@ class LinearLayer(nn.Module):
     scheme: Scheme | None
     share: LinearShare
     weight: nn.Parameter
+    weight_scale: nn.Parameter
     bias: nn.Parameter | None
     packed: nn.Parameter
     groups: nn.Parameter
@@ -91,7 +95,14 @@ class LinearLayer(nn.Module):
 
 
 class LinearMethod(ABC):
-    """Computes linear layers in one way."""
+    """Computes linear layers in one way.
+
+    Attributes:
+        input_group: Inputs are best given in e4m3, with a scale for each so many numbers, or
+            (0) for each row; None: plain.
+    """
+
+    input_group: ClassVar[int | None] = None
 
     @abstractmethod
     def create(
@@ -116,6 +127,23 @@ class LinearMethod(ABC):
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
         """Adds to `residual` [T, out] in place, if that is the faster way; returns whether."""
         return False
+
+    def apply_rows(self, layer: LinearLayer, x: Rows) -> Tensor:
+        """Does what `apply` does; `x` may be as `input_group` has it."""
+        assert isinstance(x, Tensor)
+        return self.apply(layer, x)
+
+    def unscaled(self, layer: LinearLayer, x: Rows) -> Tensor | UnscaledProduct:
+        """Does what `apply_rows` does, but may leave it to the reader to scale the result."""
+        return self.apply_rows(layer, x)
+
+    def gate_up_rows(self, layer: LinearLayer, x: Rows, group: int | None, is_gelu: bool) -> Rows:
+        """Does what `gate_up` does, or the same with GELU; may return it as the next layer's
+        `input_group` asks for."""
+        assert isinstance(x, Tensor)
+        if is_gelu:
+            return ops.gelu_tanh_and_mul(self.apply(layer, x))
+        return self.gate_up(layer, x)
 
     def reduce(self, local: Tensor, group: ParallelGroup) -> Tensor:
         """Returns the sum of [T, out] over ranks. `local` may be overwritten."""
@@ -145,8 +173,9 @@ def bias_weights(layer: LinearLayer, part: LinearPart) -> Iterator[CheckpointWei
     """Yields the bias of a part, if the layer has one."""
     if layer.bias is not None:
         bias = layer.bias[part.rows]
-        start = part.start if part.dim == 0 else 0
-        yield CheckpointWeight(part.prefix + ".bias", bias, part.shape[:1], 0, start, part.order)
+        yield CheckpointWeight(
+            part.prefix + ".bias", bias, part.shape[:1], 0, part.start, part.order
+        )
 
 
 class Wrapped(LinearMethod):

@@ -13,6 +13,7 @@ from engine.errors import CannotStartError
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearMethod, LinearShare
 from engine.layers.methods.fp8_format import Fp8Format
+from engine.layers.methods.fp8_linear import fp8_linear
 from engine.layers.methods.int4_format import Int4Format
 from engine.layers.methods.int4_linear import int4_linear
 from engine.layers.methods.weight_format import Dequantised, WeightFormat
@@ -28,7 +29,7 @@ LinearFactory = Callable[[Any, LinearMethod, LinearShare, GemmPolicy], LinearMet
 """Is given scheme, method of plain weights, share and policy of the device; returns a method for
 them, or None: dequantise."""
 
-LINEAR: dict[type[Any], LinearFactory] = {Int4Scheme: int4_linear}
+LINEAR: dict[type[Any], LinearFactory] = {Fp8Scheme: fp8_linear, Int4Scheme: int4_linear}
 """Methods that compute with quantised numbers, by scheme."""
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from engine.config import QuantizationName
 from engine.models.config_file import read_json
+from engine.models.errors import CheckpointError
 from engine.models.quantization.compressed_tensors import read_compressed_tensors
 from engine.models.quantization.fields import SUPPORTED, Fields
 from engine.models.quantization.four_bits import read_awq, read_gptq, read_mxfp4
-from engine.models.quantization.fp8 import read_fp8
+from engine.models.quantization.fp8 import ONLINE, read_fp8
 from engine.models.quantization.modelopt import read_modelopt
 from engine.models.specs.base import UnsupportedField
 from engine.quantization import Quantization
@@ -33,16 +35,34 @@ class _ModelOptFile(msgspec.Struct):
     quantization: dict[str, object] = {}
 
 
-def read_quantization(folder: Path, values: dict[str, object] | None) -> Quantization | None:
+def read_quantization(
+    folder: Path, values: dict[str, object] | None, wanted: QuantizationName | None = None
+) -> Quantization | None:
     """Returns the schemes of a checkpoint; None: its weights are plain.
 
     Args:
         values: `quantization_config` of config.json, where it has one.
+        wanted: What the operator says it is; `fp8` of a plain checkpoint: quantise it.
 
     Raises:
         UnsupportedField: A field asks for what is not here, or is unknown.
-        CheckpointError: The file beside config.json cannot be read.
+        CheckpointError: The file beside config.json cannot be read, or the checkpoint is not as
+            wanted.
     """
+    found = _published(folder, values)
+    method = "" if found is None else found.method
+    if wanted is None or wanted == method:
+        return found
+    if wanted == "fp8" and found is None:
+        return ONLINE
+    raise CheckpointError(
+        folder / "config.json",
+        f"says that weights are quantised by {method or 'nothing'}, but --quantization is {wanted}",
+        "leave --quantization away; fp8 quantises plain checkpoints",
+    )
+
+
+def _published(folder: Path, values: dict[str, object] | None) -> Quantization | None:
     place = "quantization_config"
     if values is None:
         path = folder / _MODELOPT_FILE

@@ -1,4 +1,8 @@
-"""Linear layers on FP8 weights, step by step in plain torch."""
+"""Linear layers on FP8 weights, step by step in plain torch.
+
+An unscaled product is a GEMM of e4m3 numbers alone; row t and output n of it are still to be
+multiplied by `row_scales[0, t]` and `col_scales[n]`, which whoever reads it next does.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,60 @@ from tandem_kernels.reference.fp8 import dequantise_rows, dequantise_weight, qua
 
 
 def rms_norm_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, group: int = 0
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: int | None = 0,
+    row_scales: Tensor | None = None,
+    col_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalises rows and quantises the norm as `quantise_fp8` does.
 
     Args:
-        x: [T, H].
+        x: [T, H]; with scales an unscaled product.
         residual: [T, H] or None; changed in place to the sum with `x`, which is then normalised.
+        group: See `quantise_fp8`; None: the norm stays plain, of the dtype of `x`.
+
+    Returns:
+        Numbers and scales; of a plain norm no scales.
     """
+    if row_scales is not None and col_scales is not None:
+        x = scale_product(x, row_scales, col_scales)
     if residual is None:
-        return quantise_fp8(rms_norm(x, weight, eps), group)
-    return quantise_fp8(fused_add_rms_norm(x, residual, weight, eps)[0], group)
+        normed = rms_norm(x, weight, eps)
+    else:
+        normed = fused_add_rms_norm(x, residual, weight, eps)[0]
+    if group is None:
+        return normed, normed.new_empty(0)
+    return quantise_fp8(normed, group)
 
 
-def silu_and_mul_fp8(x: Tensor, is_gelu: bool = False, group: int = 0) -> tuple[Tensor, Tensor]:
-    """Computes a gated activation [T, 2 I] -> [T, I], quantised as `quantise_fp8` does."""
+def silu_and_mul_fp8(
+    x: Tensor,
+    is_gelu: bool = False,
+    group: int = 0,
+    row_scales: Tensor | None = None,
+    col_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes a gated activation [T, 2 I] -> [T, I], quantised as `quantise_fp8` does; with scales
+    x is an unscaled product."""
+    if row_scales is not None and col_scales is not None:
+        x = scale_product(x, row_scales, col_scales)
     return quantise_fp8(gelu_tanh_and_mul(x) if is_gelu else silu_and_mul(x), group)
+
+
+def fp8_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies e4m3 numbers [T, K] x [N, K] -> the unscaled product in bfloat16, [T, N]."""
+    return (x.float() @ weight.float().t()).to(torch.bfloat16)
+
+
+def scale_product(
+    product: Tensor, row_scales: Tensor, col_scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Scales an unscaled product [T, N], whose memory may be reused, and adds the bias."""
+    scaled = product.float() * row_scales.view(-1, 1) * col_scales
+    return (scaled if bias is None else scaled + bias.float()).to(product.dtype)
 
 
 def fp8_gemm(

@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.distributed import ParallelGroup
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
+from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import (
     FP8_BLOCKS,
@@ -64,21 +65,10 @@ def make_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
     return make
 
 
-class _RankOf(ParallelGroup):
-    """One of several ranks, as far as loading must know."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(0, 1)
-        self.rank, self.size = rank, size
-
-
 def parameters(folder: Path, rank: int, size: int) -> dict[str, torch.Tensor]:
-    return parameters_of(replace(load_model_config(folder), dtype="float32"), rank, size)
-
-
-def parameters_of(model_config: ModelConfig, rank: int, size: int) -> dict[str, torch.Tensor]:
-    config = EngineConfig(engine_id="load", epoch=1, model=model_config)
-    place = ParallelPlace(range(config.model.num_layers), _RankOf(rank, size))
+    config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
+    config = replace(config, model=replace(config.model, dtype="float32"))
+    place = ParallelPlace(range(config.model.num_layers), FakeGroup(rank, size))
     model = create_model(config, place, "cpu")
     load_weights(model, config, lambda fraction: None)
     return dict(model.named_parameters())

@@ -1,0 +1,45 @@
+"""Holds what lies between two GEMMs when it is not a plain tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem_kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Rows of e4m3 numbers, [T, K], and their scales, as `ops.quantise_fp8` makes them."""
+
+    numbers: Tensor
+    scales: Tensor
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class UnscaledProduct:
+    """A GEMM's output [T, N], still to be multiplied by a scale for each row and each output.
+
+    The library's fastest GEMM leaves it so; norms and activations scale as they read.
+    """
+
+    product: Tensor
+    row_scales: Tensor
+    col_scales: Tensor
+
+    def scaled(self) -> Tensor:
+        """Returns the output itself. The product's memory is reused."""
+        return ops.scale_product(self.product, self.row_scales, self.col_scales)
+
+
+Rows = Tensor | QuantisedRows
+"""Inputs of a linear layer."""
+
+
+def quantised(x: Rows, group: int) -> QuantisedRows:
+    """Returns rows in e4m3 with a scale for each `group` numbers; 0: for each row."""
+    return x if isinstance(x, QuantisedRows) else QuantisedRows(*ops.quantise_fp8(x, group))

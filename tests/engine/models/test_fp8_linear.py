@@ -1,0 +1,222 @@
+"""Models whose linear layers compute with FP8 weights and FP8 inputs, here in plain torch: what
+they hold means what the checkpoint means, on any rank, and what they compute is as near as FP8 can
+be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import Dtype, EngineConfig
+from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.linear import (
+    GateUpParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
+from engine.layers.methods.base import LinearLayer
+from engine.layers.methods.fp8_linear import Fp8BlockLinear, Fp8Linear
+from engine.layers.methods.plain import Plain
+from engine.layers.methods.weight_format import Dequantised
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import RMSNorm
+from engine.layers.residual import ResidualStream
+from engine.layers.shard import CheckpointWeight, Shard
+from engine.models.base import CausalLM
+from engine.models.checkpoint import CheckpointError, load_model_config
+from engine.models.factory import create_model
+from engine.models.loader import _dummy, _fill, load_weights
+from engine.parallel import ParallelPlace
+from engine.quantization import Fp8Scheme, Quantization, SchemeRule
+from tandem_kernels.reference.fp8 import dequantise_rows, dequantise_weight, quantise_fp8
+from tests.engine.models.fake_group import FakeGroup
+from tests.engine.models.paged_model import PagedModel
+from tests.engine.models.parity_cases import prompts
+from tests.engine.models.quantised_checkpoints import (
+    FP8_TENSORS,
+    Writer,
+    compressed_tensors,
+    quantise_checkpoint,
+    write_fp8_channels,
+    write_fp8_tensors,
+)
+
+POLICY = GemmPolicy(fp8=True)
+LINEAR = MergedColumnParallelLinear | RowParallelLinear
+
+
+@pytest.fixture
+def computes_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GemmPolicy, "choose", classmethod(lambda *_: POLICY))
+
+
+def load(
+    folder: Path,
+    rank: int = 0,
+    size: int = 1,
+    *,
+    online: bool = False,
+    dtype: Dtype = "bfloat16",
+) -> tuple[EngineConfig, CausalLM]:
+    model = load_model_config(folder, dtype=dtype, quantization="fp8" if online else None)
+    config = EngineConfig(engine_id="fp8", epoch=1, model=model)
+    place = ParallelPlace(range(model.num_layers), FakeGroup(rank, size))
+    created = create_model(config, place, "cpu")
+    load_weights(created, config, lambda fraction: None)
+    return config, created
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns every linear layer's weights as they are meant, in float32."""
+    return {
+        name: dequantise_weight(layer.weight, layer.weight_scale)
+        if isinstance(layer.method, Fp8Linear)
+        else layer.weight.float()
+        for name, layer in model.named_modules()
+        if isinstance(layer, LINEAR)
+    }
+
+
+@pytest.mark.parametrize(
+    ("writer", "config"),
+    [
+        (write_fp8_channels, compressed_tensors({"strategy": "channel"})),
+        (write_fp8_tensors, FP8_TENSORS),
+    ],
+    ids=["channels", "tensors"],
+)
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2", "deepseek_v3_yarn"])
+def test_every_rank_holds_what_the_checkpoint_means(
+    family: str,
+    writer: Writer,
+    config: dict[str, object],
+    checkpoints: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+    quantise_checkpoint(checkpoints / family, quantised, plain, writer, config)
+    for rank, size in ((0, 1), (1, 2)):
+        expected = weights_of(load(plain, rank, size)[1])
+        with monkeypatch.context() as patch:
+            patch.setattr(GemmPolicy, "choose", classmethod(lambda *_: POLICY))
+            _, model = load(quantised, rank, size)
+        assert any(layer.dtype == torch.float8_e4m3fn for layer in model.parameters())
+        for name, weight in weights_of(model).items():
+            assert torch.equal(weight.bfloat16().float(), expected[name]), name
+
+
+@pytest.mark.usefixtures("computes_in_fp8")
+def test_online_every_rank_cuts_from_the_same_weights(checkpoints: Path) -> None:
+    """Scales are of whole outputs, also where ranks share the inputs."""
+    whole = weights_of(load(checkpoints / "llama", online=True)[1])
+    parts = [weights_of(load(checkpoints / "llama", r, 2, online=True)[1]) for r in range(2)]
+    name = "layers.1.mlp.down_proj"
+    assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
+    gate_up = [part["layers.1.mlp.gate_up_proj"].chunk(2) for part in parts]
+    both = torch.cat([torch.cat(halves) for halves in zip(*gate_up, strict=True)])
+    assert torch.equal(both, whole["layers.1.mlp.gate_up_proj"])
+
+
+class _Emulated(Plain):
+    """Computes in float32 with inputs as e4m3 has them."""
+
+    def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
+        return F.linear(dequantise_rows(*quantise_fp8(x)), layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "olmo2"])
+def test_logits_are_as_near_as_fp8_can_be(
+    family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same weights in plain numbers, in float32. The yardstick for how much error is
+    natural are the same numbers of e4m3 multiplied exactly."""
+
+    def logits(loaded: tuple[EngineConfig, CausalLM]) -> Tensor:
+        return torch.cat(PagedModel(*loaded).prefill(prompts()[:4], 13))
+
+    folder = checkpoints / family
+    exact = logits(load(folder, online=True, dtype="float32"))
+    config, model = load(folder, online=True, dtype="float32")
+    for layer in model.modules():
+        if isinstance(layer, LINEAR):
+            layer.method = _Emulated()
+    natural = relative_error(logits((config, model)), exact)
+    monkeypatch.setattr(GemmPolicy, "choose", classmethod(lambda *_: POLICY))
+    assert relative_error(logits(load(folder, online=True)), exact) < 1.5 * natural
+    assert 0.01 < natural < 0.15
+
+
+def relative_error(ours: Tensor, truth: Tensor) -> float:
+    return float((ours - truth).norm() / truth.norm())
+
+
+SCHEME = Fp8Scheme(scales="block", block=(128, 128), scale_name="weight_scale_inv")
+BLOCKS = Quantization(method="fp8", rules=(SchemeRule(("Linear",), SCHEME),))
+
+
+def block_shard(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.bfloat16) -> Shard:
+    place = ParallelPlace(range(1), FakeGroup(rank, size))
+    return Shard(place, dtype, torch.device("cpu"), POLICY, BLOCKS, "model")
+
+
+def fill(weights: list[CheckpointWeight]) -> None:
+    for weight in weights:
+        _fill(weight, *(_dummy(part, weight) for part in weight.slices))
+
+
+def test_a_block_of_layers_with_scales_of_blocks() -> None:
+    """Norm, gate·up, activation and down projection, against the same weights in float32."""
+    mlp = GatedMLP(256, 384, block_shard())
+    plain = GatedMLP(256, 384, Shard(ParallelPlace(range(1)), torch.float32, torch.device("cpu")))
+    fill(list(mlp.checkpoint_weights("model.mlp", is_fused=False)))
+    norm = RMSNorm(256, 1e-5, block_shard())
+    norm.weight.fill_(1.0)
+    for ours, theirs in ((mlp.gate_up_proj, plain.gate_up_proj), (mlp.down_proj, plain.down_proj)):
+        assert isinstance(ours.method, Fp8BlockLinear)
+        assert ours.weight_scale.shape[1] % 4 == 0
+        ours.weight_scale.mul_(1 + torch.rand_like(ours.weight_scale))
+        theirs.weight.copy_(dequantise_weight(ours.weight, ours.weight_scale))
+    x = torch.randn(7, 256)
+    stream, exact = ResidualStream(x.bfloat16()), ResidualStream(x.bfloat16().float())
+    mlp(stream.read_rows(norm, mlp.input_group), stream)
+    norm.weight.data = norm.weight.float()
+    plain(exact.read(norm), exact)
+    added, expected = (part.read(None).float() - x for part in (stream, exact))
+    assert 0.01 < relative_error(added, expected) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        (lambda: RowParallelLinear(512, 256, block_shard(0, 2)), Fp8BlockLinear),
+        (lambda: RowParallelLinear(384, 256, block_shard(1, 2)), Dequantised),
+        (lambda: GateUpParallelLinear(256, 384, block_shard(1, 3)), Fp8BlockLinear),
+        (lambda: GateUpParallelLinear(256, 384, block_shard(1, 2)), Dequantised),
+    ],
+    ids=["inputs", "cut inputs", "outputs", "cut outputs"],
+)
+def test_ranks_that_cut_blocks_dequantise(make: Callable[[], LINEAR], method: type[object]) -> None:
+    assert isinstance(make().method, method)
+
+
+def test_deterministic_mode_dequantises(checkpoints: Path) -> None:
+    """Its GEMMs, which do not depend on the batch, take plain numbers."""
+    assert not GemmPolicy(deterministic=True).fp8
+    _, model = load(checkpoints / "llama", online=True)
+    layers = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
+    assert layers and all(isinstance(layer.method, Dequantised) for layer in layers)
+
+
+def test_what_the_operator_says_must_be_what_the_checkpoint_says(checkpoints: Path) -> None:
+    plain = checkpoints / "llama"
+    online = load_model_config(plain, quantization="fp8")
+    assert online.quantization is not None and online.quantization.method == "fp8"
+    assert online.model_hash != load_model_config(plain).model_hash
+    with pytest.raises(CheckpointError, match="by nothing, but --quantization is awq"):
+        load_model_config(plain, quantization="awq")
