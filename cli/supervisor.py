@@ -27,6 +27,7 @@ from typing import Any
 
 from host.child_process import die_with_parent, environment_with
 
+_GIB = 1 << 30
 _LAST_WORDS = 25
 _STOP_TIMEOUT_S = 20.0
 
@@ -193,7 +194,10 @@ class Service:
             self._first_ready.set()
             self._change(ServiceState.READY)
         elif event["event"] == "progress":
-            self.listener.on_progress(self, str(event["stage"]), float(event["fraction"]))
+            stage, fraction = str(event["stage"]), float(event["fraction"])
+            if total := int(event.get("total_bytes", 0)):
+                stage += f", {fraction * total / _GIB:.1f} of {total / _GIB:.1f} GiB"
+            self.listener.on_progress(self, stage, fraction)
 
     def _change(self, state: ServiceState) -> None:
         self.state = state

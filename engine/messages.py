@@ -88,10 +88,12 @@ ToEngineCore = (
 
 
 class LoadProgress(msgspec.Struct, tag="progress"):
-    """Tells what a starting engine is doing and how far it is, in 0..1."""
+    """Tells what a starting engine is doing and how far it is, in 0..1: of the bytes that its
+    slowest rank reads, where bytes are counted."""
 
     stage: str
     fraction: float
+    total_bytes: int = 0
 
 
 class EngineReady(msgspec.Struct, tag="ready", kw_only=True):

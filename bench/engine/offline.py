@@ -259,6 +259,6 @@ def offline_engine(
         engine.close()
 
 
-def _print_progress(stage: str, fraction: float) -> None:
+def _print_progress(stage: str, fraction: float, total_bytes: int = 0) -> None:
     end = "\n" if fraction >= 1.0 else ""
     print(f"\r{stage} {fraction:4.0%}", end=end, file=sys.stderr, flush=True)

@@ -182,8 +182,8 @@ class EngineCoreProc:
         if core.is_idle and logger.isEnabledFor(logging.DEBUG):
             core.check_empty()
 
-    def _report(self, stage: str, fraction: float) -> None:
-        self._send(LoadProgress(stage, fraction))
+    def _report(self, stage: str, fraction: float, total_bytes: int = 0) -> None:
+        self._send(LoadProgress(stage, fraction, total_bytes))
 
     def _send(self, message: FromEngineCore) -> None:
         self._client.send(self._encoder.encode(message))

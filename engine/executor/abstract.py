@@ -11,8 +11,9 @@ Several steps may be between 2 and 3; their results come in the order of the ste
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import zmq
 
@@ -21,8 +22,12 @@ from engine.sched.output import SchedulerOutput
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
 
-ReportProgress = Callable[[str, float], None]
-"""Hears (stage, fraction in 0..1)."""
+
+class ReportProgress(Protocol):
+    """Hears what is done, how much of it in 0..1, and of how many bytes where bytes are counted."""
+
+    def __call__(self, stage: str, fraction: float, total_bytes: int = 0) -> None: ...
+
 
 PollSource = zmq.Socket[bytes] | int
 

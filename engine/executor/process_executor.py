@@ -191,7 +191,7 @@ class ProcessExecutor(Executor):
         fractions[progress.rank] = progress.fraction
         slowest = min(fractions.values())
         if len(fractions) == self._num_ranks and (is_news or slowest > before):
-            report(progress.stage, slowest)
+            report(progress.stage, slowest, progress.total_bytes)
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self._send(ExecuteStep(step))

@@ -25,7 +25,9 @@ class UniprocExecutor(Executor):
 
     def initialize(self, report: ReportProgress) -> KVCaches:
         self._worker.init_device()
-        self._worker.load_model(lambda fraction: report("loading weights", fraction))
+        self._worker.load_model(
+            lambda fraction: report("loading weights", fraction, self._worker.load_log.total_bytes)
+        )
         num_blocks = self._worker.determine_num_blocks()
         handle = self._worker.initialize_kv_cache(num_blocks)
         self._worker.capture_model(report)

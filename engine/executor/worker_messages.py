@@ -63,6 +63,8 @@ class WorkerProgress(msgspec.Struct, tag="progress", array_like=True):
     rank: int
     stage: str
     fraction: float
+    total_bytes: int = 0
+    """Says what the fraction is of, where that is bytes."""
 
 
 class WorkerLoaded(msgspec.Struct, tag="loaded", array_like=True):

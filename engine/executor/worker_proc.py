@@ -103,7 +103,7 @@ class WorkerProc:
     def _start(self) -> None:
         self._report("starting device", 0.0)
         self._worker.init_device()
-        self._worker.load_model(lambda fraction: self._report("loading weights", fraction))
+        self._worker.load_model(self._report_loaded)
         self._report("measuring memory", 0.0)
         self._reply(WorkerLoaded(self._rank, self._worker.determine_num_blocks()))
 
@@ -135,6 +135,10 @@ class WorkerProc:
 
     def _report(self, stage: str, fraction: float) -> None:
         self._reply(WorkerProgress(self._rank, stage, fraction))
+
+    def _report_loaded(self, fraction: float) -> None:
+        total = self._worker.load_log.total_bytes
+        self._reply(WorkerProgress(self._rank, "loading weights", fraction, total))
 
     def _reply(self, reply: WorkerReply) -> None:
         message = msgspec.msgpack.encode(reply)

@@ -43,6 +43,5 @@ def _parts(
     names = [(i, name) for i in range(count) for name in projections]
     starts = accumulate([size] * len(names), initial=tensor.start)
     for (index, name), start in zip(names, starts, strict=False):
-        inside = index, projections.index(name) * rows
-        part = replace(tensor, shape=(rows, columns), start=start, stop=start + size, inside=inside)
+        part = replace(tensor, shape=(rows, columns), start=start, stop=start + size)
         yield f"{prefix}.{index}.{name}.weight", part

@@ -39,12 +39,7 @@ class _Index(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Says where one tensor lies, and what its file calls it; `start` and `stop` are byte offsets
-    there.
-
-    Attributes:
-        inside: Where it is a matrix in a tensor of three dimensions: its index there, and its first
-            row.
-    """
+    there."""
 
     name: str
     file: Path
@@ -52,7 +47,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     stop: int
-    inside: tuple[int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
 
 
 class WeightFiles:
@@ -129,7 +127,7 @@ class WeightFiles:
         guards against.
         """
         digest = xxhash.xxh3_128()
-        total = sum(tensor.stop - tensor.start for tensor in self.tensors.values())
+        total = sum(tensor.num_bytes for tensor in self.tensors.values())
         pages = None if total <= _HASH_WHOLE_BYTES else _PAGES_PER_TENSOR
         for name in sorted(self.tensors):
             tensor = self.tensors[name]

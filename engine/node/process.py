@@ -86,4 +86,9 @@ async def start_engine(
 
 
 def _report(progress: LoadProgress) -> None:
-    tell_supervisor("progress", stage=progress.stage, fraction=round(progress.fraction, 4))
+    tell_supervisor(
+        "progress",
+        stage=progress.stage,
+        fraction=round(progress.fraction, 4),
+        **({"total_bytes": progress.total_bytes} if progress.total_bytes else {}),
+    )

@@ -39,6 +39,7 @@ from engine.worker.kv_cache import (
     describe_capacity,
 )
 from engine.worker.kv_connector import create_kv_connector
+from engine.worker.load_log import LoadLog
 from engine.worker.memory import MemoryProfiler
 from engine.worker.memory_budget import MemoryBudget
 from engine.worker.model_runner import ModelRunner
@@ -77,6 +78,7 @@ class Worker:
     the process sees; counted from `first_gpu` unless given."""
 
     runner: ModelRunner
+    load_log: LoadLog
     _device: torch.device
     _place: ParallelPlace
 
@@ -125,13 +127,15 @@ class Worker:
         self._place = ParallelPlace(range(self.config.model.num_layers), tp)
 
     def load_model(self, report: Callable[[float], None]) -> None:
-        """Loads the model; `report` hears fractions in 0..1. Raises `CheckpointError`,
-        `DeviceMemoryError`.
+        """Loads the model; `report` hears fractions in 0..1, of `load_log.total_bytes`. Raises
+        `CheckpointError`, `DeviceMemoryError`.
         """
         config = self.config
         with naming_out_of_memory("loading the model", cure_of_loading(config), self._device):
             model = create_model(config, self._place, self._device)
-            load_weights(model, config, report)
+            log = self.load_log = LoadLog(report)
+            skipped = load_weights(model, config, log.report, log.start)
+            log.finish(skipped, tells_skipped=self.rank == 0)
             self.runner = ModelRunner(config, model, self._connector, self._device)
         self._closers.callback(self.runner.sampler.grammars.close)
         self.runner.sampler.grammars.prepare()

@@ -59,14 +59,18 @@ def is_alive(pid: int) -> bool:
 
 async def test_services_become_ready_report_progress_and_stop() -> None:
     recorder = Recorder()
-    progress = 'print(\'{"event": "progress", "stage": "weights", "fraction": 0.5}\', flush=True)'
+    lines = [
+        '{"event": "progress", "stage": "weights", "fraction": 0.5}',
+        '{"event": "progress", "stage": "weights", "fraction": 0.75, "total_bytes": 6442450944}',
+    ]
+    progress = "\n".join(f"print({line!r}, flush=True)" for line in lines)
     supervisor = Supervisor(
         [spec("a", progress, READY, WAIT), spec("b", READY, WAIT)], recorder.listener()
     )
     await supervisor.start()
     pids = [service.pid for service in supervisor.services]
     assert supervisor.services[0].ready_info["port"] == 7
-    assert recorder.progress == [("weights", 0.5)]
+    assert recorder.progress == [("weights", 0.5), ("weights, 4.5 of 6.0 GiB", 0.75)]
     await supervisor.stop()
     assert [s.state for s in supervisor.services] == [ServiceState.STOPPED] * 2
     assert not any(is_alive(pid) for pid in pids if pid)

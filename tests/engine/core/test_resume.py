@@ -21,7 +21,7 @@ COUNT = 20
 @pytest.fixture(scope="module")
 def core() -> Iterator[EngineCore]:
     executor = UniprocExecutor(tiny_config())
-    core = EngineCore(tiny_config(), executor, lambda stage, fraction: None)
+    core = EngineCore(tiny_config(), executor, lambda stage, fraction, total=0: None)
     yield core
     core.shutdown()
     executor.shutdown()

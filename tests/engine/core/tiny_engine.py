@@ -64,7 +64,7 @@ class Oracle:
     def __init__(self) -> None:
         executor = UniprocExecutor(tiny_config())
         self._executor = executor
-        self._core = EngineCore(tiny_config(), executor, lambda stage, fraction: None)
+        self._core = EngineCore(tiny_config(), executor, lambda stage, fraction, total=0: None)
         self._known: dict[int, list[int]] = {}
 
     def tokens(self, seed: int) -> list[int]:

@@ -52,7 +52,7 @@ def main(address: str) -> None:
         replace(config, parallel=parallel), context, step_timeout_s=STEP_TIMEOUT_S
     )
     try:
-        executor.initialize(lambda stage, fraction: None)
+        executor.initialize(lambda stage, fraction, total=0: None)
         for pid in executor.worker_pids:
             os.kill(pid, signal.SIGSTOP)
         executor.execute_model(SchedulerOutput(1))

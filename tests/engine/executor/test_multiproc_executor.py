@@ -31,7 +31,7 @@ def running_executor(
     context = zmq.Context()
     executor = MultiprocExecutor(tiny_config(tp_size), context, step_timeout_s=step_timeout_s)
     try:
-        yield executor, executor.initialize(lambda stage, fraction: None)
+        yield executor, executor.initialize(lambda stage, fraction, total=0: None)
     finally:
         pids = executor.worker_pids
         executor.shutdown()
@@ -108,7 +108,7 @@ def test_workers_can_be_stopped_while_they_start() -> None:
     executor = MultiprocExecutor(tiny_config(), context)
     stages: list[str] = []
 
-    def report(stage: str, fraction: float) -> None:
+    def report(stage: str, fraction: float, total_bytes: int = 0) -> None:
         stages.append(stage)
         raise InterruptedError
 

@@ -184,7 +184,7 @@ def running_ranks(
         return outputs[0]
 
     try:
-        executor.initialize(lambda stage, fraction: None)
+        executor.initialize(lambda stage, fraction, total=0: None)
         poller = zmq.Poller()
         for source in executor.poll_sources:
             poller.register(source, zmq.POLLIN)

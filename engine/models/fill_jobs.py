@@ -1,0 +1,136 @@
+"""Says which bytes fill a parameter, and fills it from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from engine.layers.shard import CheckpointWeight, TensorSlice
+from engine.models.weight_files import StoredTensor, WeightFiles
+from engine.models.weight_reader import PIECE_BYTES, Piece
+
+STORED_TYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+"""Maps what safetensors calls a type of numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Some rows of a tensor of the checkpoint: where they lie, and the part of them that is asked
+    for.
+
+    Attributes:
+        shape: Of what lies there.
+        dim: The dimension behind the first that is cut from `start` on; None: none.
+    """
+
+    tensor: StoredTensor
+    first: int
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    count: int = 0
+
+    @classmethod
+    def of(cls, part: TensorSlice, tensor: StoredTensor) -> StoredRows:
+        if part.dim == 0:
+            return cls(tensor, part.start, (part.count, *tensor.shape[1:]))
+        return cls(tensor, 0, tensor.shape, part.dim, part.start, part.count)
+
+    @property
+    def row_bytes(self) -> int:
+        return STORED_TYPES[self.tensor.dtype].itemsize * prod(self.shape[1:])
+
+    def rows(self, start: int, stop: int) -> StoredRows:
+        """Returns rows `start` to `stop` of these."""
+        shape = (stop - start, *self.shape[1:])
+        return StoredRows(self.tensor, self.first + start, shape, self.dim, self.start, self.count)
+
+    def piece(self, into: Tensor | None = None) -> Piece:
+        start = self.tensor.start + self.first * self.row_bytes
+        num_rows = self.shape[0] if self.shape else 1
+        return Piece(self.tensor.file, start, start + num_rows * self.row_bytes, into)
+
+    def numbers(self, memory: Tensor, device: torch.device) -> Tensor:
+        """Returns what was asked for, on `device`, out of the bytes of `piece`. The cut is made
+        there: rows are read as a whole."""
+        rows = memory.view(STORED_TYPES[self.tensor.dtype]).view(self.shape).to(device)
+        return rows if self.dim is None else rows.narrow(self.dim, self.start, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class FillJob:
+    """Fills a parameter, or some of its rows.
+
+    Attributes:
+        target: The rows.
+        is_direct: They are read into the parameter itself.
+    """
+
+    weight: CheckpointWeight
+    target: Tensor
+    stored: tuple[StoredRows, ...]
+    is_direct: bool = False
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        into = self.target if self.is_direct else None
+        return tuple(rows.piece(into) for rows in self.stored)
+
+    def fill(self, memory: list[Tensor]) -> None:
+        """Takes the bytes of `pieces`."""
+        if self.is_direct:
+            return
+        device = self.target.device
+        numbers = [
+            rows.numbers(part, device) for rows, part in zip(self.stored, memory, strict=True)
+        ]
+        fill_weight(self.weight, self.target, *numbers)
+
+
+def fill_weight(
+    weight: CheckpointWeight, target: Tensor, stored: Tensor, *companions: Tensor
+) -> None:
+    """Fills `target`, the parameter or some of its rows, from what is stored."""
+    if weight.fill is not None:
+        weight.fill(stored, *companions)
+        return
+    if weight.order is not None:
+        stored = stored.index_select(0, weight.order.to(stored.device))
+    target.copy_(stored)
+    if weight.offset:
+        target.add_(weight.offset)
+
+
+def fill_jobs(weight: CheckpointWeight, files: WeightFiles) -> Iterator[FillJob]:
+    """Yields what fills a parameter: a job for so many rows as make a piece, or one where all of it
+    is needed at once."""
+    stored = tuple(StoredRows.of(part, files.tensors[part.name]) for part in weight.slices)
+    whole, target = stored[0], weight.target
+    if weight.fill is not None or weight.order is not None or not whole.shape:
+        yield FillJob(weight, target, stored)
+        return
+    is_direct = (
+        whole.dim is None
+        and not weight.offset
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and target.dtype == STORED_TYPES[whole.tensor.dtype]
+    )
+    num_rows = whole.shape[0]
+    step = max(1, PIECE_BYTES // max(1, whole.row_bytes))
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        part = (whole.rows(start, stop),)
+        yield FillJob(weight, target[start:stop], part, is_direct)
