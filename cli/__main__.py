@@ -21,10 +21,14 @@ one service, for clusters over several hosts
   prefill   computes prompts
   decode    streams tokens; works alone, too
 
+a checkpoint
+  calibrate-kv  finds the scales of an FP8 KV cache
+
 tandem COMMAND --help describes each; every option is also an environment variable.
 """
 
 _SERVICES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+_TOOLS = {"calibrate-kv": "engine.calibration"}
 _COMMANDS = {"demo": "demo", "up": "up", "serve": "up", "chat": "chat"}
 """Modules of this folder, by command. Only the one asked for is imported: a router's host has not
 what the others need."""
@@ -34,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code. A service takes the place of this process."""
     args = sys.argv[1:] if argv is None else argv
     command, rest = (args[0], args[1:]) if args else ("--help", [])
-    if command in _SERVICES:
-        os.execv(sys.executable, [sys.executable, "-m", _SERVICES[command], *rest])
+    if module := {**_SERVICES, **_TOOLS}.get(command):
+        os.execv(sys.executable, [sys.executable, "-m", module, *rest])
     if command in _COMMANDS:
         return int(import_module(f"cli.{_COMMANDS[command]}").main(rest))
     if command in ("--help", "-h", "help"):

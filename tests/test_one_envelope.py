@@ -24,6 +24,8 @@ SAMPLER = "engine/sample"
 """One place of use, whatever its files."""
 WARM_UP = "engine/worker/dummy_steps.py"
 """Asks for everything that the sampler can do."""
+CALIBRATION = "engine/calibration/__main__.py"
+"""Asks for texts of its own, which no client sees."""
 
 SEVERAL_USES = {
     "max_tokens": {
@@ -105,7 +107,7 @@ def users_of_fields() -> dict[str, frozenset[str]]:
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
             place = SAMPLER if name.startswith(SAMPLER + "/") else name
-            if not name.startswith(EDGE) and name not in (ENVELOPE, WARM_UP):
+            if not name.startswith(EDGE) and name not in (ENVELOPE, WARM_UP, CALIBRATION):
                 for field in _named(ast.parse(path.read_text(encoding="utf-8"))):
                     found[field].add(place)
     return {field: frozenset(names) for field, names in found.items()}
@@ -130,4 +132,4 @@ def test_the_envelope_is_made_in_one_place() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == RequestSpec.__name__
     }
-    assert makers == {"decode_node/serving/openai_serving.py"}
+    assert makers == {"decode_node/serving/openai_serving.py", CALIBRATION}

@@ -62,6 +62,7 @@ ENGINE_ORDER = [
     {"core"},
     {"frontend"},
     {"node"},
+    {"calibration"},
 ]
 
 ROUTER_ORDER = [

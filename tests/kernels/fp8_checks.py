@@ -119,6 +119,7 @@ def rope_and_cache(
     projection = torch.randn(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim, device=device)
     projection[:, :, ::7] *= 500.0
     projection[:, :, 1::7] *= 1e-3
+    projection[:, :, 3] = 2000.0
     q, k, v = projection.to(dtype).split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     positions = torch.randint(0, 64, (num_tokens,), device=device)
     slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]

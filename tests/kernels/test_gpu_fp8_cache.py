@@ -10,14 +10,16 @@ from tandem_kernels import ops
 
 pytestmark = pytest.mark.gpu
 
-HALVES = [torch.float16, torch.bfloat16]
-halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
-block_sizes = pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 256])
 
-
-@halves
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 16), (2, 7), (8, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "num_kv_heads", "group"),
+    [
+        (torch.bfloat16, 128, 8, 4),
+        (torch.bfloat16, 80, 2, 7),
+        (torch.float16, 256, 1, 16),
+    ],
+    ids=str,
+)
 def test_write_into_an_fp8_cache(
     dtype: torch.dtype, head_dim: int, num_kv_heads: int, group: int
 ) -> None:
@@ -33,9 +35,17 @@ def _fp8_attention(seq_lens: list[int], query_lens: list[int], **options: object
     fp8_checks.paged_attention(op, seq_lens, query_lens, device="cuda", **options)
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-@pytest.mark.parametrize(("num_kv_heads", "group"), [(8, 1), (2, 7), (8, 4), (1, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "num_kv_heads", "group"),
+    [
+        (torch.bfloat16, 128, 8, 4),
+        (torch.bfloat16, 64, 8, 1),
+        (torch.bfloat16, 256, 1, 16),
+        (torch.float16, 80, 2, 7),
+        (torch.float32, 16, 2, 2),
+    ],
+    ids=str,
+)
 def test_fp8_attention_by_shape(
     dtype: torch.dtype, head_dim: int, num_kv_heads: int, group: int
 ) -> None:
@@ -45,23 +55,21 @@ def test_fp8_attention_by_shape(
     _fp8_attention([40, 2500, 1300], [1, 2400, 1200], block_size=128, **shape)
 
 
-@halves
-@block_sizes
-def test_fp8_attention_by_block_size(dtype: torch.dtype, block_size: int) -> None:
-    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": dtype}
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_fp8_attention_by_block_size(block_size: int) -> None:
+    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": torch.bfloat16}
     _fp8_attention([1, 255, 256, 257, 2000], [1] * 5, block_size=block_size, **shape)
     _fp8_attention([300, 257, 256, 1500], [1, 257, 200, 333], block_size=block_size, **shape)
     padded = {**shape, "page_padding": 1024, "block_size": block_size}
     _fp8_attention([1, 127, 128, 1000, 700], [1, 1, 1, 1, 129], window=128, **padded)
 
 
-@pytest.mark.parametrize("num_decodes", [1, 16, 64, 130, 256])
+@pytest.mark.parametrize("num_decodes", [1, 16, 64, 256])
 def test_many_decodes_over_an_fp8_cache(num_decodes: int) -> None:
     """Every tuning, with lengths from 0 so that runs begin and end anywhere."""
     lengths = torch.randint(0, 600, (num_decodes,)).tolist()
-    for head_dim in (64, 128):
-        shape = {"num_kv_heads": 4, "group": 4, "head_dim": head_dim, "dtype": torch.bfloat16}
-        _fp8_attention(lengths, [1] * num_decodes, block_size=32, **shape)
+    shape = {"num_kv_heads": 4, "group": 4, "head_dim": 128, "dtype": torch.bfloat16}
+    _fp8_attention(lengths, [1] * num_decodes, block_size=32, **shape)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +83,5 @@ def test_fp8_attention_with_rare_options(options: dict[str, object]) -> None:
     _fp8_attention(*lengths, block_size=64, **shape, **options)
 
 
-@halves
-def test_fp8_attention_in_fixed_order(dtype: torch.dtype) -> None:
-    fp8_checks.attention_in_fixed_order(ops.paged_attention, dtype, "cuda")
+def test_fp8_attention_in_fixed_order() -> None:
+    fp8_checks.attention_in_fixed_order(ops.paged_attention, torch.bfloat16, "cuda")

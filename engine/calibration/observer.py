@@ -1,0 +1,49 @@
+"""Watches what attention layers write into an unquantised cache, and keeps the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.attention.layer import Attention, AttentionInputs
+
+
+class LargestKeysAndValues:
+    """`largest[i]` [2, Hkv] float32: the largest key and value of each head, of the i-th attention
+    layer of the model."""
+
+    def __init__(self) -> None:
+        self.largest: list[Tensor] = []
+        self._index: dict[Attention, int] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches every step of every model in this process."""
+        hook = nn.modules.module.register_module_forward_hook(self._after)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if isinstance(module, Attention):
+            _, kv_cache, inputs, *_ = args
+            self._take(module, kv_cache, inputs)
+
+    def _take(self, layer: Attention, kv_cache: Tensor, inputs: AttentionInputs) -> None:
+        slots = inputs.slot_mapping[inputs.slot_mapping >= 0]
+        if len(slots) == 0:
+            return
+        block_size = kv_cache.shape[3]
+        blocks = torch.div(slots, block_size, rounding_mode="floor")
+        written = kv_cache.permute(0, 3, 1, 2, 4)[blocks, slots - blocks * block_size]
+        largest = written.float().abs().amax(dim=(0, 3))
+        index = self._index.setdefault(layer, len(self._index))
+        if index == len(self.largest):
+            self.largest.append(largest)
+        else:
+            torch.maximum(self.largest[index], largest, out=self.largest[index])
