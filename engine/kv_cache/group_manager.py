@@ -4,7 +4,8 @@ A request has one table a group; entry i is the block of the tokens from `i * bl
 
     full      [ b0 ][ b1 ][ b2 ][ b3 ]     every token sees all before it: all blocks stay
     window    [null][null][ b2 ][ b3 ]     blocks that no later token sees are given back
-    state     [            b0            ]     one block, written in place by every step
+    state     [            b0            ]     one block, written in place by every step; copies
+                                               of it, behind full blocks of the others, may be found
 
 Tables keep their length, so a logical block has the same index for ever.
 """
@@ -12,7 +13,7 @@ Tables keep their length, so a logical block has the same index for ever.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from engine.kv_cache.block import KVCacheBlock
@@ -38,10 +39,16 @@ class RequestBlocks:
 
     Attributes:
         num_published: By group, leading entries of its table that others can find, or never will.
+        borrowed: Kept states that the request begins with copies of, until those are made.
+        kept: Copies of its states that nobody can find yet, with the groups that they are of.
+        num_kept_tokens: The tokens behind which they were copied.
     """
 
     tables: BlockTables
     num_published: list[int]
+    borrowed: list[KVCacheBlock] = field(default_factory=list)
+    kept: list[tuple[int, KVCacheBlock]] = field(default_factory=list)
+    num_kept_tokens: int = 0
 
 
 class GroupManager:
@@ -59,22 +66,32 @@ class GroupManager:
 
     def find_cached(
         self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None
-    ) -> list[KVCacheBlock]:
-        """Returns the table of the longest prefix of at most `num_tokens` tokens that is cached.
+    ) -> tuple[list[KVCacheBlock], int]:
+        """Returns the table of the longest prefix of at most `num_tokens` tokens that is cached,
+        and its tokens.
 
         Args:
-            known: The answer for a larger `num_tokens`; None for the first call.
+            known: The table for a larger `num_tokens`; None for the first call.
         """
         stop = num_tokens // self.block_size
         if known is not None:
-            return known[:stop]
+            return known[:stop], min(stop, len(known)) * self.block_size
         found: list[KVCacheBlock] = []
         for block_hash in extend_block_hashes(request, self.block_size)[:stop]:
             block = self._pool.get_cached_block(block_hash + self._tag)
             if block is None:
                 break
             found.append(block)
-        return found
+        return found, len(found) * self.block_size
+
+    def num_at_hand(self, found: list[KVCacheBlock]) -> int:
+        """Returns how many blocks fewer a request takes from the free ones with what was found. A
+        cached block without a user counts as free, but is about to be used."""
+        return sum(block.ref_cnt > 0 for block in found)
+
+    def begin(self, found: list[KVCacheBlock]) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
+        """Returns the table that a request begins with, and what it has to copy first."""
+        return list(found), []
 
     def held(self, table: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Returns the blocks that `table` really has."""
@@ -111,7 +128,7 @@ class WindowGroupManager(GroupManager):
 
     def find_cached(
         self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None
-    ) -> list[KVCacheBlock]:
+    ) -> tuple[list[KVCacheBlock], int]:
         """Finds the cached blocks that the next token sees: the search goes from the end to the
         beginning, and a gap ends the hits behind it.
         """
@@ -125,7 +142,8 @@ class WindowGroupManager(GroupManager):
                 stop, found = index, []
             else:
                 found.append(block)
-        return [NULL_BLOCK] * index + found[::-1] if stop else []
+        table = [NULL_BLOCK] * index + found[::-1] if stop else []
+        return table, len(table) * self.block_size
 
     def held(self, table: list[KVCacheBlock]) -> list[KVCacheBlock]:
         return [block for block in table if block is not NULL_BLOCK]
@@ -160,7 +178,48 @@ class WindowGroupManager(GroupManager):
 class StateGroupManager(GroupManager):
     """Keeps the block of a state, which is right for one token only: the next one. A block comes as
     it was left, because whoever computes a sequence's first tokens begins with zeros.
+
+    A prefix is cached where a copy of its state was kept; a request that finds one begins with a
+    copy of that.
+
+    Args:
+        stride: States are kept behind multiples of so many tokens.
     """
+
+    def __init__(self, index: int, group: KVGroup, pool: BlockPool, stride: int) -> None:
+        super().__init__(index, group, pool)
+        self._stride = stride
+
+    def find_cached(
+        self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None
+    ) -> tuple[list[KVCacheBlock], int]:
+        hashes = extend_block_hashes(request, self._stride)
+        for count in range(min(num_tokens // self._stride, len(hashes)), 0, -1):
+            block = self._pool.get_cached_block(hashes[count - 1] + self._tag)
+            if block is not None:
+                return [block], count * self._stride
+        return [], 0
+
+    def num_at_hand(self, found: list[KVCacheBlock]) -> int:
+        return -sum(block.ref_cnt == 0 for block in found)
+
+    def begin(self, found: list[KVCacheBlock]) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
+        return [], found
+
+    def without_unseen(self, table: list[KVCacheBlock], num_tokens: int) -> list[KVCacheBlock]:
+        return []
+
+    def is_kept(self, request: Request, num_tokens: int) -> bool:
+        """Returns whether a state behind so many tokens can be found already."""
+        return self._pool.get_cached_block(self._name(request, num_tokens)) is not None
+
+    def publish(self, request: Request, block: KVCacheBlock, num_tokens: int) -> None:
+        """Lets others find a copy of the request's state behind its first `num_tokens` tokens."""
+        self._pool.cache_full_blocks([block], [self._name(request, num_tokens)])
+
+    def _name(self, request: Request, num_tokens: int) -> bytes:
+        hashes = extend_block_hashes(request, self._stride)
+        return hashes[num_tokens // self._stride - 1] + self._tag
 
     def can_continue(self, num_tokens: int, num_received: int) -> bool:
         return num_tokens == num_received
@@ -168,10 +227,17 @@ class StateGroupManager(GroupManager):
 
 def create_group_managers(groups: Sequence[KVGroup], pool: BlockPool) -> list[GroupManager]:
     """Returns one manager for each group, over one pool."""
-    return [_manager_class(group)(index, group, pool) for index, group in enumerate(groups)]
+    stride = state_stride(groups)
+
+    def create(index: int, group: KVGroup) -> GroupManager:
+        if group.is_state:
+            return StateGroupManager(index, group, pool, stride)
+        kind = GroupManager if group.window is None else WindowGroupManager
+        return kind(index, group, pool)
+
+    return [create(index, group) for index, group in enumerate(groups)]
 
 
-def _manager_class(group: KVGroup) -> type[GroupManager]:
-    if group.is_state:
-        return StateGroupManager
-    return GroupManager if group.window is None else WindowGroupManager
+def state_stride(groups: Sequence[KVGroup]) -> int:
+    """Returns the tokens of the largest blocks: where these end, all others do."""
+    return max(group.block_size for group in groups if not group.is_state)

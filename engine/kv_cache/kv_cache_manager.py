@@ -29,10 +29,15 @@ from engine.kv_cache.capacity import num_blocks_for
 from engine.kv_cache.group_manager import (
     BlockTables,
     RequestBlocks,
+    StateGroupManager,
     create_group_managers,
+    state_stride,
 )
 from engine.request import Request
 from kv_transfer.layout import BlockIds, KVGroup
+
+_SPARE = 4
+"""States are kept only while so many times their blocks are free: requests come first."""
 
 BlockCopy: TypeAlias = tuple[int, int]
 """A block to copy, over all layers: (source, target)."""
@@ -45,6 +50,8 @@ class KVCacheManager:
         self.block_pool = BlockPool(num_blocks, enable_caching)
         self._shapes = groups
         self._groups = create_group_managers(groups, self.block_pool)
+        self._states = [group for group in self._groups if isinstance(group, StateGroupManager)]
+        self._stride = state_stride(groups)
         self._sizes = [(index, group.block_size) for index, group in enumerate(groups)]
         self._other_sizes = self._sizes[1:]
         self._blocks: dict[str, RequestBlocks] = {}
@@ -70,13 +77,18 @@ class KVCacheManager:
 
     # A request gets blocks --------------------------------------------------------------------
 
-    def get_computed_blocks(self, request: Request, max_tokens: int) -> tuple[BlockTables, int]:
+    def get_computed_blocks(
+        self, request: Request, max_tokens: int, *, is_pulled: bool = False
+    ) -> tuple[BlockTables, int]:
         """Returns the longest cached prefix of at most `max_tokens` tokens, and its length.
 
         It ends where every group has full blocks. `max_tokens` is below the number of known
         tokens, because the next token can only come from computing one. The blocks belong to
         nobody yet: `allocate_slots` takes them. Nothing for a request that needs log
         probabilities of its prompt.
+
+        Args:
+            is_pulled: A peer sends the rest, and every state, wherever the prefix ends.
         """
         num_groups = len(self._groups)
         if not self.block_pool.enable_caching or request.needs_prompt_logprobs:
@@ -86,8 +98,11 @@ class KVCacheManager:
         index = num_agreed = 0
         while num_agreed < num_groups:
             group = self._groups[index]
-            table = found[index] = group.find_cached(request, num_tokens, found[index])
-            length = len(table) * group.block_size
+            if is_pulled and isinstance(group, StateGroupManager):
+                table, length = list[KVCacheBlock](), num_tokens
+            else:
+                table, length = group.find_cached(request, num_tokens, found[index])
+            found[index] = table
             num_agreed = num_agreed + 1 if length == num_tokens else 1
             num_tokens = length
             index = (index + 1) % num_groups
@@ -104,9 +119,8 @@ class KVCacheManager:
     def can_allocate(self, num_tokens: int, computed: BlockTables, headroom: int = 0) -> bool:
         """Returns whether a new request fits and `headroom` blocks stay free."""
         num_wanted = self.num_blocks_for(num_tokens) + headroom
-        for table in computed:
-            # A cached block without a user counts as free, but is about to be used.
-            num_wanted -= sum(block.ref_cnt > 0 for block in table)
+        for group, table in zip(self._groups, computed, strict=True):
+            num_wanted -= group.num_at_hand(table)
         return num_wanted <= self.num_free_blocks
 
     def allocate_slots(
@@ -116,7 +130,8 @@ class KVCacheManager:
         computed: BlockTables | None = None,
         num_received: int = 0,
     ) -> RequestBlocks | None:
-        """Gives a request that has no blocks those for its first `num_tokens` tokens.
+        """Gives a request that has no blocks those for its first `num_tokens` tokens. Where states
+        were found, `copies_of_states` must be made before it computes anything.
 
         Args:
             num_received: Tokens whose KV a peer sends, as far as the next one sees it.
@@ -130,16 +145,49 @@ class KVCacheManager:
         # Of all groups, before any block is taken: what is found must not be taken.
         for group, table in zip(self._groups, tables, strict=True):
             self.block_pool.touch(group.held(table))
+        begun = [group.begin(table) for group, table in zip(self._groups, tables, strict=True)]
         blocks = self._blocks[request.request_id] = RequestBlocks(
-            [list(table) for table in tables],
+            [own for own, _ in begun],
             [
                 max(len(table), group.first_whole_block(num_received))
                 for group, table in zip(self._groups, tables, strict=True)
             ],
+            [block for _, borrowed in begun for block in borrowed],
         )
         grown = self.grow(blocks, num_tokens)
         assert grown is not None
         return blocks
+
+    def copies_of_states(self, blocks: RequestBlocks) -> list[BlockCopy]:
+        """Returns the copies with which a request begins that has found kept states."""
+        return [
+            (source.block_id, blocks.tables[group.index][0].block_id)
+            for source, group in zip(blocks.borrowed, self._states, strict=False)
+        ]
+
+    def place_to_keep(self, request: Request) -> int:
+        """Returns the number of tokens behind which the request's states shall be kept: the last
+        place where a prompt that continues this one could find them. 0: nowhere."""
+        if not self._states or not self.block_pool.enable_caching:
+            return 0
+        place = (request.num_tokens - 1) // self._stride * self._stride
+        return place if place > request.num_computed_tokens else 0
+
+    def keep_states(self, request: Request, num_tokens: int) -> list[BlockCopy]:
+        """Keeps the request's states, which are those behind its first `num_tokens` tokens until
+        the next step computes more. Nothing is kept that can be found, or while blocks are scarce.
+
+        Returns:
+            The copies, to be made before that step computes anything.
+        """
+        blocks = self._blocks[request.request_id]
+        missing = [group for group in self._states if not group.is_kept(request, num_tokens)]
+        if not missing or self.num_free_blocks < _SPARE * len(missing):
+            return []
+        copies = self.block_pool.get_new_blocks(len(missing))
+        blocks.num_kept_tokens = num_tokens
+        blocks.kept = [(group.index, copy) for group, copy in zip(missing, copies, strict=True)]
+        return [(blocks.tables[group][0].block_id, copy.block_id) for group, copy in blocks.kept]
 
     def fork(
         self, prompt: Request, request: Request, headroom: int = 0, *, takes_all: bool = False
@@ -253,6 +301,21 @@ class KVCacheManager:
         blocks = self._blocks[request.request_id]
         for group in self._groups:
             group.confirm(request, blocks, num_tokens)
+        if blocks.borrowed or blocks.kept:
+            self._copies_made(request, blocks, num_tokens)
+
+    def _copies_made(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
+        """Lets go of states that were copied, in a step before the one that computed the last of
+        these tokens or in that."""
+        self.block_pool.free_blocks(blocks.borrowed)
+        blocks.borrowed = []
+        if num_tokens > blocks.num_kept_tokens:
+            for state in self._states:
+                for group, block in blocks.kept:
+                    if group == state.index:
+                        state.publish(request, block, blocks.num_kept_tokens)
+            self.block_pool.free_blocks(block for _, block in blocks.kept)
+            blocks.kept = []
 
     # It leaves --------------------------------------------------------------------------------
 
@@ -286,4 +349,6 @@ class KVCacheManager:
         held: list[KVCacheBlock] = []
         for group, table in zip(self._groups, blocks.tables, strict=True):
             held += group.held(table)
+        held += blocks.borrowed
+        held += [block for _, block in blocks.kept]
         return held

@@ -120,10 +120,15 @@ class Admission:
             self._note_blocked(request)
             return 0
         self._waiting.pop()
-        self._kv_cache.allocate_slots(request, num_tokens, cached)
+        blocks = self._kv_cache.allocate_slots(request, num_tokens, cached)
         request.num_computed_tokens = num_cached
         self._note_first_scheduling(request, num_cached)
-        return self._running.add_chunk(self._enter(request), min(count, budget))
+        row = self._enter(request)
+        if blocks is not None and blocks.borrowed:
+            self._running.builder.copy_blocks(self._kv_cache.copies_of_states(blocks))
+        if self._config.enable_chunked_prefill:
+            row.keep_at = self._kv_cache.place_to_keep(request)
+        return self._running.add_chunk(row, min(count, budget))
 
     def _must_stay_whole(self, count: int) -> bool:
         """Returns whether the prompt must be computed in one step, as it must without chunked
@@ -142,7 +147,7 @@ class Admission:
         if self._pulls.num_with_blocks >= self._config.max_num_seqs:
             return False
         max_hit = request.num_prompt_tokens - 1
-        cached, num_cached = self._kv_cache.get_computed_blocks(request, max_hit)
+        cached, num_cached = self._kv_cache.get_computed_blocks(request, max_hit, is_pulled=True)
         # The first token's KV is computed here, in the request's first step.
         need = min(request.num_prompt_tokens + 1, self._limits.max_len(request) - 1)
         cached = self._kv_cache.without_unseen(cached, request.num_prompt_tokens)

@@ -50,6 +50,7 @@ class Row:
         "event_step",
         "index",
         "is_exported",
+        "keep_at",
         "key",
         "max_len",
         "num_reserved",
@@ -92,6 +93,9 @@ class Row:
         self.phase = RowPhase.PREFILL
         self.is_exported = False
         """A peer pulls this request's KV, so its blocks may not change: never preempted."""
+        self.keep_at = 0
+        """Leading tokens behind which the states of linear layers are kept for others: a chunk
+        ends there. 0: nowhere."""
         eos = () if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = frozenset((*eos, *sampling.stop_token_ids))
         """Tokens that may end the output (not before `min_tokens`)."""

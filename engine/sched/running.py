@@ -209,6 +209,12 @@ class RunningRows:
         """Schedules up to `limit` tokens of the row's prefill. Returns the number scheduled."""
         count = min(row.remaining_prefill, limit)
         first = row.num_reserved
+        if row.keep_at:
+            if first < row.keep_at:
+                count = min(count, row.keep_at - first)
+            else:
+                self.builder.copy_blocks(self._kv_cache.keep_states(row.request, row.keep_at))
+                row.keep_at = 0
         row.num_reserved += count
         self.builder.add_chunk(row, first, count)
         if row.num_reserved == row.prefill_len:

@@ -44,6 +44,9 @@ WITH_CACHED_PREFIX = {"3": 64, "4": 32}
 request that warms the cache runs before all of them."""
 
 
+WITH_KEPT_STATE = {"3": 64}
+"""The same where layers keep states: behind the last full block of each prompt that may be cut
+there."""
 NUM_TOP = 3
 """Log probabilities of the prompts are asked for in a run of their own."""
 
@@ -128,7 +131,9 @@ def greedy(
     asked = {str(index): prompt for index, prompt in enumerate(prompts())}
     found = engine.run(asked, NUM_GREEDY)
     has_states = any(group.is_state for group in config.kv_layout.groups)
-    cached = {} if has_states else WITH_CACHED_PREFIX
+    cached = WITH_CACHED_PREFIX
+    if has_states:
+        cached = WITH_KEPT_STATE if mode == "chunked" else {}
     for request_id in asked:
         assert engine.num_cached[request_id] == cached.get(request_id, 0)
     # The cache knows all of these prompts now, and must not be asked.

@@ -58,10 +58,18 @@ def test_one_node_with_little_room(folder: Path) -> None:
             node.add(f"choices-{n}", prompt_of(n), NUM_TOKENS, num_choices=3)
         run_until([node], lambda: node.ended.issuperset(node.tokens))
         assert node.core.stats().num_preemptions > 0
+        # Their states were kept behind full blocks, as far as there was room.
+        hits = node.core.stats().prefix_cache_hits
+        for n in (65, 97, 128):
+            node.add(f"again-{n}", prompt_of(n), NUM_TOKENS)
+            node.add(f"more-{n}", [*prompt_of(n), *answers[n][:9]], NUM_TOKENS - 9)
+            run_until([node], lambda: node.ended.issuperset(node.tokens))
+        assert node.core.stats().prefix_cache_hits - hits >= 2 * 64
         for name, tokens in node.tokens.items():
             kind, length, *done = name.partition(".")[0].split("-")
             expected = answers[int(length)][:NUM_TOKENS]
-            assert tokens == expected[int(done[0]) if done else 0 :], (kind, name)
+            num_known = 9 if kind == "more" else int(done[0]) if done else 0
+            assert tokens == expected[num_known:], name
         node.check_empty()
 
 

@@ -83,7 +83,7 @@ def test_the_next_owner_of_a_block_is_not_touched_by_a_step_of_the_last() -> Non
 
 @pytest.mark.parametrize("prompt_len", [3, 8, 9])
 def test_every_choice_has_a_state_of_its_own(prompt_len: int) -> None:
-    machine = StepMachine(hybrid(), 40, depth=2)
+    machine = StepMachine(hybrid(enable_prefix_caching=False), 40, depth=2)
     machine.add(make_request("a", list(range(1, prompt_len + 1)), num_choices=4, max_tokens=12))
     machine.finish()
     machine.check_all_done()
@@ -147,6 +147,81 @@ def test_an_export_s_state_stays_until_it_is_sent() -> None:
     machine.check_all_done()
 
 
+def caching(machine: StepMachine, name: str, prompt: list[int], **sampling: object) -> int:
+    """Runs a request alone; returns how many tokens it found."""
+    client = machine.add(make_request(name, prompt, **sampling))  # type: ignore[arg-type]
+    machine.finish()
+    machine.check_all_done()
+    assert client.num_cached_tokens is not None
+    return client.num_cached_tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_prompt_s_states_are_kept_behind_its_last_full_block(depth: int) -> None:
+    machine = StepMachine(hybrid(max_num_batched_tokens=16), 60, depth=depth)
+    prompt = list(range(1, 31))
+    assert caching(machine, "first", prompt) == 0
+    assert machine.worker.num_copies == 2
+    # 28 tokens are seven blocks; behind them there is a token to compute.
+    assert caching(machine, "again", prompt) == 28
+    assert caching(machine, "longer", [*prompt, *range(40, 50)]) == 28
+    # That one has kept its own states, behind 36 tokens, and found those that were there.
+    assert machine.worker.num_copies == 2 + 2 + 4
+    assert caching(machine, "other", [*prompt[:26], 60, 61, 62, 63]) == 0
+    assert caching(machine, "longest", [*prompt, *range(40, 50), 5]) == 36
+    assert machine.scheduler.reset_prefix_cache()
+    assert caching(machine, "forgotten", prompt) == 0
+
+
+def test_a_kept_state_is_found_where_blocks_of_tokens_are_large() -> None:
+    layers = with_states(kv_layers(None, 6, heads=2), row_bytes=40)
+    config = make_config(kv_layers=layers, max_num_batched_tokens=16)
+    assert [group.block_size for group in config.kv_layout.groups[:2]] == [4, 8]
+    machine = StepMachine(config, 60, depth=2)
+    prompt = list(range(1, 31))
+    assert caching(machine, "first", prompt) == 0
+    assert caching(machine, "again", [*prompt, 40]) == 24
+
+
+def test_states_are_not_kept_where_a_prompt_must_be_whole() -> None:
+    machine = StepMachine(hybrid(enable_chunked_prefill=False), 60)
+    for name in ("first", "again"):
+        assert caching(machine, name, list(range(1, 31))) == 0
+    assert machine.worker.num_copies == 0
+
+
+def test_blocks_that_are_short_are_not_spent_on_states() -> None:
+    machine = StepMachine(hybrid(), 14)
+    for name in ("first", "again"):
+        assert caching(machine, name, list(range(1, 31)), max_tokens=2) == 0
+    assert machine.worker.num_copies == 0
+
+
+def test_a_pull_finds_tokens_wherever_they_end_and_brings_its_states() -> None:
+    machine = StepMachine(hybrid(), 60)
+    prompt = list(range(1, 31))
+    caching(machine, "first", prompt)
+    client = machine.add(make_request("a", [*prompt[:25], *range(40, 50)], kv=remote_prefill("t")))
+    machine.step()
+    machine.connector.finish("t")
+    machine.poll_connector()
+    machine.supply_first_token("a")
+    machine.finish()
+    assert client.num_cached_tokens == 24
+    assert machine.scheduler.stats().prompt_tokens_transferred == 35 - 24
+    machine.check_all_done()
+
+
+def test_choices_begin_from_a_kept_state() -> None:
+    machine = StepMachine(hybrid(max_num_batched_tokens=8), 60, depth=2)
+    prompt = list(range(1, 31))
+    caching(machine, "first", prompt)
+    machine.add(make_request("a", prompt, num_choices=3, max_tokens=12))
+    machine.finish()
+    assert machine.clients["a.0"].num_cached_tokens == 28
+    machine.check_all_done()
+
+
 _SHAPES = (
     with_states(kv_layers(None)),
     with_states(kv_layers(None, heads=2), row_bytes=40),
@@ -185,12 +260,13 @@ def test_the_traffic_is_rough_enough() -> None:
     config = make_config(
         kv_layers=_SHAPES[0], max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64
     )
-    totals = {"preemptions": 0, "transferred": 0, "copies": 0}
+    totals = {"preemptions": 0, "hits": 0, "transferred": 0, "copies": 0}
     for seed in range(12):
         machine = StepMachine(config, 20, depth=2, seed=seed)
         Traffic(machine, seed, ["local", "pull", "choices"]).run()
         stats = machine.scheduler.stats()
         totals["preemptions"] += stats.num_preemptions
+        totals["hits"] += stats.prefix_cache_hits
         totals["transferred"] += stats.prompt_tokens_transferred
         totals["copies"] += machine.worker.num_copies
     assert min(totals.values()) >= 20, totals
