@@ -131,7 +131,7 @@ def tunings(rows: int, *, gated: bool) -> Iterator[Int4Tuning]:
         yield replace(first, ahead=16)
     if tile <= 16:
         yield Int4Tuning(16, 128, 1 if gated else 8, False, 4, 3, 8)
-        yield Int4Tuning(16, 32, 1 if gated else 4, False, 4, 5, 8)
+        yield Int4Tuning(16, 32, 1, False, 4, 5, 16)
     else:
         yield replace(first, cols=192 - first.cols, num_warps=12 - first.num_warps)
         yield replace(first, num_stages=3)

@@ -25,7 +25,9 @@ from engine.layers.sparse_mlp import Experts
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
+from engine.models.quantization.reader import read_quantization
 from engine.parallel import ParallelPlace
+from engine.quantization import Int4Scheme
 from kv_transfer.config import KVTransferConfig
 from tandem_kernels import ops
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
@@ -252,6 +254,34 @@ def test_two_nodes_answer_as_the_plain_weights_do(make_pair: MakePair) -> None:
             stack.callback(nodes[-1].shutdown)
         asked = {str(index): prompt for index, prompt in enumerate(prompts())}
         hand_over(*nodes, asked, Transformers(reference(plain)))
+
+
+_KIMI_K2_THINKING = ct_int4(32) | {
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_quantised"),
+    [
+        ("mlp.experts.0.up_proj", True),
+        ("mlp.experts.0.down_proj", True),
+        ("mlp.shared_experts.up_proj", False),
+        ("mlp.gate_proj", False),
+        ("self_attn.o_proj", False),
+    ],
+)
+def test_of_some_checkpoints_experts_alone_are_quantised(layer: str, is_quantised: bool) -> None:
+    quantization = read_quantization(Path(), _KIMI_K2_THINKING)
+    assert quantization is not None
+    scheme = quantization.scheme_of(f"model.layers.1.{layer}")
+    expected = Int4Scheme(layout="compressed-tensors", group_size=32, symmetric=True)
+    assert scheme == (expected if is_quantised else None)
 
 
 _FP8_GROUP = compressed_tensors({"strategy": "channel"})["config_groups"]["group_0"]
