@@ -55,7 +55,7 @@ def prefill_tuning(
     """Choose by rows, which are query tokens times the query heads of a KV head.
 
     `max_rows` are those of the longest request, `total_rows` those of all requests and KV heads.
-    `max_context`: tokens of the longest context.
+    `max_context`: tokens of the longest context, as far as a window shows them.
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     if row_bytes > 512:
@@ -319,7 +319,7 @@ def prefill_attention(
     tuning = tuning or prefill_tuning(
         metadata.max_query_len * group,
         (num_tokens - first_req) * num_q_heads,
-        metadata.max_seq_len,
+        min(metadata.max_seq_len, metadata.window or metadata.max_seq_len),
         head_dim,
         q.dtype,
         block_size,
