@@ -45,11 +45,11 @@ def pack_numbers(numbers: Tensor, group_size: int) -> Tensor:
     """Packs [N, K] of 0..15, of any integer type -> [N, K' / 4] int16."""
     num_outputs, num_inputs = numbers.shape
     block = block_size(group_size)
-    padded = F.pad(numbers.to(torch.int32), (0, -num_inputs % block))
-    quarters = padded.view(num_outputs, -1, 4, block // 4)
-    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=numbers.device)
-    words = (quarters << shifts[:, None]).sum(dim=2, dtype=torch.int32)
-    return torch.where(words < 2**15, words, words - 2**16).to(torch.int16).flatten(1)
+    padded = F.pad(numbers, (0, -num_inputs % block)).view(num_outputs, -1, 4, block // 4)
+    words = padded[:, :, 0].to(torch.int16)
+    for quarter in (1, 2, 3):
+        words |= padded[:, :, quarter].to(torch.int16) << 4 * quarter
+    return words.flatten(1)
 
 
 def pack_groups(scales: Tensor, zeros: Tensor, num_inputs: int, group_size: int) -> Tensor:

@@ -82,12 +82,11 @@ class _Stored:
         if self.packed is None:
             return stored
         axis = 0 if self.packed == "outputs" else 1
-        shifts = torch.tensor(self.order, dtype=torch.int32, device=stored.device) * 4
-        if axis == 0:
-            numbers = (stored.unsqueeze(1) >> shifts[:, None] & 15).flatten(0, 1)
-        else:
-            numbers = (stored.unsqueeze(2) >> shifts & 15).flatten(1)
-        return numbers.narrow(axis, starts[axis] % _PER_WORD, counts[axis])
+        numbers = torch.empty((*stored.shape, _PER_WORD), dtype=torch.uint8, device=stored.device)
+        for index, place in enumerate(self.order):
+            numbers[..., index] = stored >> 4 * place & 15
+        unpacked = numbers.movedim(2, axis + 1).flatten(axis, axis + 1)
+        return unpacked.narrow(axis, starts[axis] % _PER_WORD, counts[axis])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +134,9 @@ class Int4Matrix:
     """A part of a matrix, N outputs by K inputs.
 
     Attributes:
-        numbers: [N, K] int32, 0..15.
+        numbers: [N, K] uint8, 0..15.
         scales: [N, G], as stored.
-        zeros: [N, G] int32, 0..15.
+        zeros: [N, G] uint8, 0..15.
         group_of: [K] int64, the group of each input.
     """
 
@@ -148,8 +147,8 @@ class Int4Matrix:
 
     def dequantised(self) -> Tensor:
         """Returns the weights in float32, [N, K]."""
-        zeros, scales = (part[:, self.group_of] for part in (self.zeros, self.scales.float()))
-        return (self.numbers - zeros).float() * scales
+        weights = self.numbers.float() - self.zeros.float()[:, self.group_of]
+        return weights.mul_(self.scales.float()[:, self.group_of])
 
 
 class Int4Format(WeightFormat):
@@ -208,7 +207,7 @@ class Int4Format(WeightFormat):
                 inputs = torch.arange(starts[1], starts[1] + counts[1], device=numbers.device)
                 group_of = inputs // group_size - first_group
             return Int4Matrix(
-                layout.numbers.read(numbers, starts, counts), scales, zeros.int(), group_of
+                layout.numbers.read(numbers, starts, counts), scales, zeros.byte(), group_of
             )
 
         return tuple(slices), read

@@ -31,6 +31,7 @@ from engine.quantization import Int4Scheme
 from kv_transfer.config import KVTransferConfig
 from tandem_kernels import ops
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
+from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.int4_checkpoints import LAYOUTS, awq, ct_int4, gptq, write_awq
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import compressed_tensors, quantise_checkpoint
@@ -38,7 +39,7 @@ from tests.engine.models.rank_process import make_paged_model
 from tests.engine.models.reference_models import reference, reference_logits
 from tests.engine.models.test_logit_parity import relative_error
 from tests.engine.models.test_pd_parity import Transformers
-from tests.engine.models.test_quantised_weights import _RankOf, parameters, refusal
+from tests.engine.models.test_quantised_weights import parameters, refusal
 
 Pair = tuple[Path, Path]
 MakePair = Callable[..., Pair]
@@ -69,7 +70,7 @@ def packed_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(folder: Path, rank: int, size: int) -> nn.Module:
     config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
     config = replace(config, model=replace(config.model, dtype="float32"))
-    place = ParallelPlace(range(config.model.num_layers), _RankOf(rank, size))
+    place = ParallelPlace(range(config.model.num_layers), FakeGroup(rank, size))
     model = create_model(config, place, "cpu")
     load_weights(model, config, lambda fraction: None)
     return model
