@@ -62,7 +62,9 @@ class LlamaDecoderLayer(nn.Module):
         self, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs | StateInputs
     ) -> None:
         attention, mlp = self.self_attn, self.mlp
-        group = attention.input_group if isinstance(attention, AttentionBlock) else None
+        group = None
+        if isinstance(attention, AttentionBlock | LatentAttentionBlock):
+            group = attention.input_group
         attention(stream.read_rows(self.before_attention, group), stream, kv_cache, inputs)
         if isinstance(mlp, SparseMLP):
             mlp(stream.read(self.before_mlp), stream, inputs.slot_mapping)

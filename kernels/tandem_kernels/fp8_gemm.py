@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
 from tandem_kernels.fp8_activations import scale_product
-from tandem_kernels.fp8_library import fp8_product, scaled_mm
+from tandem_kernels.fp8_library import fp8_product, one, scaled_mm
 from tandem_kernels.fp8_paths import fp8_path
 from tandem_kernels.silu_and_mul import silu_and_mul
 
@@ -200,6 +200,13 @@ def fp8_small_m_kernel(
         if HAS_BIAS:
             acc += tl.load(bias + col).to(tl.float32)[None, :]
         tl.store(out + to, acc.to(kind), mask=real)
+
+
+def prepare(device: torch.device) -> None:
+    """Makes what lives as long as the device. Not inside a capture of a graph: it would live with
+    the graph."""
+    _tickets(device)
+    one(device)
 
 
 @cache

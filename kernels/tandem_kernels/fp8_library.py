@@ -16,19 +16,20 @@ FAST_ACCUMULATION = True
 
 def fp8_product(x: Tensor, weight: Tensor) -> Tensor:
     """See `reference.fp8_linear.fp8_product`."""
-    one = _one(x.device)
+    scale = one(x.device)
     return torch._scaled_mm(
         x,
         weight.t(),
-        scale_a=one,
-        scale_b=one,
+        scale_a=scale,
+        scale_b=scale,
         out_dtype=torch.bfloat16,
         use_fast_accum=FAST_ACCUMULATION,
     )
 
 
 @cache
-def _one(device: torch.device) -> Tensor:
+def one(device: torch.device) -> Tensor:
+    """Returns the scale of what has none."""
     return torch.ones((), dtype=torch.float32, device=device)
 
 

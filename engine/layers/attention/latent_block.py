@@ -28,6 +28,7 @@ from engine.layers.methods.registry import format_of
 from engine.layers.methods.weight_format import matrix_weight
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
+from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
@@ -106,8 +107,13 @@ class LatentAttentionBlock(nn.Module):
         self.forms = LatentForms(self.kv_b, sizes.value, sizes.scale, shard.gemms.deterministic)
         self.o_proj = RowParallelLinear(num_heads * sizes.value, hidden_size, shard.at("o_proj"))
 
+    @property
+    def input_group(self) -> int | None:
+        """Returns how inputs are best given; see `LinearMethod`."""
+        return self.input_proj.input_group
+
     def forward(
-        self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
+        self, x: Rows, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
     ) -> None:
         """Attends for the normed `x`: [T, H]; `kv_cache`: [N, 1, 1, B, L + R]."""
         sizes = self.sizes

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from engine.layers.linear import MergedColumnParallelLinear
 from engine.layers.methods.base import ColumnPart
+from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
 
 
@@ -43,7 +44,12 @@ class LatentInputProjection(nn.Module):
                 for part, name in zip((queries, latents), names, strict=True)
             )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def input_group(self) -> int | None:
+        """Returns how inputs are best given; see `LinearMethod`."""
+        return None if self.merged is None else self.merged.input_group
+
+    def forward(self, x: Rows) -> tuple[Tensor, Tensor]:
         if self.apart is not None:
             queries, latents = self.apart
             return queries(x), latents(x)

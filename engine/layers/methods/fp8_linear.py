@@ -7,6 +7,7 @@ the norm or the activation that computes them where there is one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import ClassVar
 
 import torch
@@ -74,6 +75,9 @@ class Fp8Linear(LinearMethod):
         layer.weight = shard.parameter(num_outputs, num_inputs, dtype=torch.float8_e4m3fn)
         layer.weight_scale = shard.parameter(num_outputs, dtype=torch.float32)
         layer.bias = shard.parameter(num_outputs) if bias else None
+        if layer.weight.is_cuda:
+            # Imports triton.
+            import_module("tandem_kernels.fp8_gemm").prepare(layer.weight.device)
 
     def checkpoint_weights(
         self, layer: LinearLayer, part: LinearPart

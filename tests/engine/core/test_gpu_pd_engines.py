@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import pytest_asyncio
@@ -13,6 +13,8 @@ from engine.config import DeviceConfig, EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.kv_scales import KVScaleTable
+from engine.models.quantization.fp8 import ONLINE
+from engine.quantization import Quantization
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVRole, KVTransferConfig
@@ -29,7 +31,17 @@ pytestmark = [
 LENGTHS = [1, 7, 8, 9, 40, 63, 64, 65, 130, 200]
 
 
-caches = pytest.mark.parametrize("kv_scales", [None, KVScaleTable()], ids=["bfloat16", "fp8"])
+@dataclass(frozen=True)
+class Form:
+    """Says what numbers an engine keeps."""
+
+    kv_scales: KVScaleTable | None = None
+    weights: Quantization | None = None
+
+
+BFLOAT16, FP8_CACHE, FP8_WEIGHTS = Form(), Form(KVScaleTable()), Form(weights=ONLINE)
+FP8_BOTH = Form(KVScaleTable(), ONLINE)
+FORMS = {"bfloat16": BFLOAT16, "fp8 cache": FP8_CACHE, "fp8 weights": FP8_WEIGHTS, "fp8": FP8_BOTH}
 
 
 def config(
@@ -37,12 +49,12 @@ def config(
     transport: str = "auto",
     *,
     deterministic: bool = False,
-    kv_scales: KVScaleTable | None = None,
+    form: Form = BFLOAT16,
 ) -> EngineConfig:
     """A budget of 64 tokens cuts longer prompts into chunks."""
     base = tiny_config(
         hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, num_layers=3, max_model_len=256,
-        dtype="bfloat16", async_scheduling=True,
+        dtype="bfloat16", async_scheduling=True, quantization=form.weights,
     )  # fmt: skip
     transfer = None
     if kv_role is not None:
@@ -51,7 +63,9 @@ def config(
         )
     return replace(
         base,
-        cache=replace(base.cache, num_blocks=512, enable_prefix_caching=False, kv_scales=kv_scales),
+        cache=replace(
+            base.cache, num_blocks=512, enable_prefix_caching=False, kv_scales=form.kv_scales
+        ),
         device=DeviceConfig(device="cuda", enforce_eager=True, deterministic=deterministic),
         kv_transfer=transfer,
     )
@@ -77,26 +91,26 @@ Answers = dict[int, list[int]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def one_node() -> AsyncIterator[dict[KVScaleTable | None, Answers]]:
-    """Returns one node's answers by prompt length, for both kinds of cache."""
+async def one_node() -> AsyncIterator[dict[Form, Answers]]:
+    """Returns one node's answers by prompt length."""
     answers = {}
-    for kv_scales in (None, KVScaleTable()):
-        llm = await AsyncLLM.start(config(None, kv_scales=kv_scales))
-        answers[kv_scales] = {
+    for form in FORMS.values():
+        llm = await AsyncLLM.start(config(None, form=form))
+        answers[form] = {
             length: await tokens_of(llm, request(f"o{length}", length)) for length in LENGTHS
         }
         await ended(llm)
     yield answers
 
 
-@caches
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("transport", ["cuda_ipc,stream", "stream"])
 async def test_two_engines_on_one_gpu_equal_one(
-    one_node: dict[KVScaleTable | None, Answers], transport: str, kv_scales: KVScaleTable | None
+    one_node: dict[Form, Answers], transport: str, form: Form
 ) -> None:
     prefill, decode = await asyncio.gather(
-        AsyncLLM.start(config("kv_producer", transport, kv_scales=kv_scales)),
-        AsyncLLM.start(config("kv_consumer", transport, kv_scales=kv_scales)),
+        AsyncLLM.start(config("kv_producer", transport, form=form)),
+        AsyncLLM.start(config("kv_consumer", transport, form=form)),
     )
     for number, length in enumerate(LENGTHS):
         export, pull = request(f"r{number}", length, max_tokens=1), request(f"r{number}", length)
@@ -114,25 +128,30 @@ async def test_two_engines_on_one_gpu_equal_one(
         assert received.ok, received
         assert (await prefill.wait_kv_result(export.request_id)).ok
         found = [token async for output in stream for token in output.token_ids]
-        assert found == one_node[kv_scales][length], length
+        assert found == one_node[form][length], length
     for llm in (prefill, decode):
         await until(lambda: llm.stats.kv_transfer["live_transfers"] == 0, "no transfer")  # noqa: B023
         await ended(llm)
 
 
 @pytest.mark.parametrize(
-    ("transport", "kv_scales"),
-    [("cuda_ipc,stream", None), ("stream", None), ("stream", KVScaleTable())],
-    ids=["cuda_ipc", "stream", "stream, fp8"],
+    ("transport", "form"),
+    [
+        ("cuda_ipc,stream", BFLOAT16),
+        ("stream", BFLOAT16),
+        ("stream", FP8_CACHE),
+        ("stream", FP8_WEIGHTS),
+    ],
+    ids=["cuda_ipc", "stream", "stream, fp8 cache", "stream, fp8 weights"],
 )
 async def test_choices_of_one_prompt_are_requests_with_their_seeds(
-    transport: str, kv_scales: KVScaleTable | None
+    transport: str, form: Form
 ) -> None:
     """The prompt is computed once and pulled once; its last block is copied on the device, or all
     of it is full. Alone, the decode engine computes the whole request."""
     prefill, decode = await asyncio.gather(
-        AsyncLLM.start(config("kv_producer", transport, deterministic=True, kv_scales=kv_scales)),
-        AsyncLLM.start(config("kv_consumer", transport, deterministic=True, kv_scales=kv_scales)),
+        AsyncLLM.start(config("kv_producer", transport, deterministic=True, form=form)),
+        AsyncLLM.start(config("kv_consumer", transport, deterministic=True, form=form)),
     )
     for number, length in enumerate([7, 64, 200]):
         choices = [request(f"c{number}.{i}", length, temperature=1.0, seed=i) for i in range(5)]

@@ -26,11 +26,12 @@ from engine.layers.methods.weight_format import Dequantised
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.shard import Shard
 from engine.models.base import CausalLM
 from engine.models.checkpoint import CheckpointError, load_model_config
+from engine.models.dummy_weights import fill_dummy
 from engine.models.factory import create_model
-from engine.models.loader import _dummy, _fill, load_weights
+from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
 from tandem_kernels.reference.fp8 import dequantise_rows, dequantise_weight, quantise_fp8
@@ -165,16 +166,12 @@ def block_shard(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.bfloat1
     return Shard(place, dtype, torch.device("cpu"), POLICY, BLOCKS, "model")
 
 
-def fill(weights: list[CheckpointWeight]) -> None:
-    for weight in weights:
-        _fill(weight, *(_dummy(part, weight) for part in weight.slices))
-
-
 def test_a_block_of_layers_with_scales_of_blocks() -> None:
     """Norm, gate·up, activation and down projection, against the same weights in float32."""
     mlp = GatedMLP(256, 384, block_shard())
     plain = GatedMLP(256, 384, Shard(ParallelPlace(range(1)), torch.float32, torch.device("cpu")))
-    fill(list(mlp.checkpoint_weights("model.mlp", is_fused=False)))
+    sources = list(mlp.checkpoint_weights("model.mlp", is_fused=False))
+    fill_dummy(sources, lambda fraction: None)
     norm = RMSNorm(256, 1e-5, block_shard())
     norm.weight.fill_(1.0)
     for ours, theirs in ((mlp.gate_up_proj, plain.gate_up_proj), (mlp.down_proj, plain.down_proj)):

@@ -14,6 +14,11 @@ from engine.models.checkpoint import load_model_config
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
 from tests.engine.models.parity_cases import prompts
+from tests.engine.models.quantised_checkpoints import (
+    FP8_BLOCKS,
+    quantise_checkpoint,
+    write_fp8_blocks,
+)
 from tests.engine.models.reference_models import reference, reference_greedy
 
 
@@ -43,6 +48,22 @@ def test_two_nodes_equal_transformers(
 ) -> None:
     """Prefill nodes may have more ranks and other blocks than decode nodes."""
     folder = checkpoints / family
+    check_two_nodes(folder, folder, transports, tp_size, block_sizes)
+
+
+def test_two_nodes_on_fp8_weights_equal_transformers_on_plain_ones(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+    writer = write_fp8_blocks((128, 128))
+    quantise_checkpoint(checkpoints / "llama", quantised, plain, writer, FP8_BLOCKS)
+    check_two_nodes(quantised, plain, "stream", 2, (16, 32))
+
+
+def check_two_nodes(
+    folder: Path, plain: Path, transports: str, tp_size: int, block_sizes: tuple[int, int]
+) -> None:
+    """`plain` has the weights of `folder` as transformers reads them."""
     with ExitStack() as stack:
         nodes = []
         for role, block_size, ranks in (
@@ -60,5 +81,5 @@ def test_two_nodes_equal_transformers(
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         asked = {str(index): prompt for index, prompt in enumerate(prompts())}
-        hand_over(*nodes, asked, Transformers(reference(folder)))
+        hand_over(*nodes, asked, Transformers(reference(plain)))
         assert nodes[1].core.stats().prompt_tokens_computed == 0
