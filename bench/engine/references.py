@@ -12,12 +12,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Reference:
     """`peer` is vLLM, `must` and `goal` what we ask of ourselves, `floor` memory and matrix units
-    alone (where we know it).
+    alone (where we know it). None: not measured, not set.
     """
 
-    peer: float
-    must: float
-    goal: float
+    peer: float | None
+    must: float | None
+    goal: float | None
     floor: float | None = None
 
 
@@ -51,6 +51,14 @@ REFERENCES = {
         "prefill 8192 alone": Reference(158.6, 150.0, 128.0),
         "prefill 16 x 2048": Reference(61.9, 65.0, 80.0),
         "throughput 128 x 2000/150": Reference(7.48, 7.2, 6.0),
+    },
+    # Floors: weights, distinct experts of uniform routing, states read and written, and keys and
+    # values of a context of 1024, at 4.4 TB/s.
+    "qwen3.5-35b-a3b": {
+        "decode 1": Reference(None, None, None, 1.37),
+        "decode 16": Reference(None, None, None, 7.27),
+        "decode 64": Reference(None, None, None, 15.8),
+        "decode 256": Reference(None, None, None, 24.2),
     },
     "deepseek-v2-lite": {
         "decode 1": Reference(3.12, 3.0, 2.1, 1.17),

@@ -144,30 +144,34 @@ def print_table(figures: list[Figure], references: dict[str, Reference]) -> None
         line = f"{figure.case:28}{figure.value:9.2f} {figure.unit:7}"
         line += f"{figure.median or 0:8.2f}{figure.p99 or 0:8.2f}"
         if (reference := references.get(figure.case)) is not None:
-            floor = f"{figure.speed(reference.floor):6.2f}" if reference.floor else "     -"
-            line += f"{'':16}{floor}" + "".join(
-                f"{figure.speed(other):6.2f}"
-                for other in (reference.peer, reference.must, reference.goal)
+            others = reference.floor, reference.peer, reference.must, reference.goal
+            line += f"{'':16}" + "".join(
+                "     -" if other is None else f"{figure.speed(other):6.2f}" for other in others
             )
         print(line)
 
 
 def plot(figures: list[Figure], references: dict[str, Reference], title: str, name: str) -> None:
     """Plots speed against the peer: 1 is as fast."""
-    known = [figure for figure in figures if figure.case in references]
+    known = [
+        (figure, reference.peer, reference.goal)
+        for figure in figures
+        if (reference := references.get(figure.case)) is not None
+        and reference.peer is not None
+        and reference.goal is not None
+    ]
+    if not known:
+        return
     canvas, axis = plt.subplots(figsize=(8, 0.45 * len(known) + 1.2))
     places = range(len(known))
-    speeds = [figure.speed(references[figure.case].peer) for figure in known]
-    goals = [
-        figure.speed(references[figure.case].peer) / figure.speed(references[figure.case].goal)
-        for figure in known
-    ]
+    speeds = [figure.speed(peer) for figure, peer, _ in known]
+    goals = [figure.speed(peer) / figure.speed(goal) for figure, peer, goal in known]
     axis.barh(places, speeds, color="#4c78a8")
     axis.scatter(goals, places, marker="|", s=200, color="black", label="goal")
     axis.axvline(1.0, color="grey", linestyle=":", label="vLLM 0.26.0")
-    for place, figure, speed in zip(places, known, speeds, strict=True):
+    for place, (figure, _, _), speed in zip(places, known, speeds, strict=True):
         axis.text(speed, place, f" {figure.value:g} {figure.unit}", va="center", fontsize=8)
-    axis.set_yticks(places, [figure.case for figure in known])
+    axis.set_yticks(places, [figure.case for figure, _, _ in known])
     axis.invert_yaxis()
     axis.set(xlabel="speed against vLLM 0.26.0", title=title, xlim=(0, max(1.4, 1.2 * max(speeds))))
     axis.legend(fontsize=8)

@@ -21,14 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.delta_gates import decay_and_rate, unit_length
+from tandem_kernels.delta_tuning import DeltaTuning, walk_tuning
 from tandem_kernels.prefill_attention import request_of
 from tandem_kernels.state_metadata import StateMetadata
 
 CHUNK = 64
 PART = 16
 """Rows of the triangular system that are solved one after the other; the parts are multiplied."""
-VALUES = 32
-"""Columns of a state in one program of the walk."""
 
 
 @triton.jit
@@ -242,21 +241,25 @@ def delta_chunks(
     states: Tensor,
     metadata: StateMetadata,
     out: Tensor,
+    tuning: DeltaTuning | None = None,
+    num_warps: int = 4,
 ) -> None:
     """Computes the requests of `metadata` behind its decodes; arguments as those of
     `reference.delta_rule.gated_delta_rule`.
 
     Args:
         out: [T, Hv, V]; rows of these requests are written.
+        tuning: Of the walk; None: the choice for all shapes.
+        num_warps: Of a program that solves a chunk's system.
     """
+    tuning = tuning or walk_tuning(mixed.dtype)
     _, num_values, key_dim, value_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     most = triton.cdiv(mixed.shape[0] - first_req, CHUNK) + num_reqs - first_req
-    changes = mixed.new_empty((most, num_values, CHUNK, value_dim))
-    reads = mixed.new_empty((most, num_values, CHUNK, key_dim))
+    shapes = ((most, num_values, CHUNK, dim) for dim in (value_dim, key_dim))
+    changes, reads = (mixed.new_empty(shape) for shape in shapes)
     is_exact = mixed.dtype == torch.float32
-    given = mixed, gates, a_log, dt_bias
-    strides = mixed.stride(0), gates.stride(0)
+    given, strides = (mixed, gates, a_log, dt_bias), (mixed.stride(0), gates.stride(0))
     shape = {
         "NUM_KEYS": (mixed.shape[1] - num_values * value_dim) // (2 * key_dim),
         "NUM_VALUES": num_values,
@@ -265,7 +268,6 @@ def delta_chunks(
         "BLOCK_KEY": max(16, triton.next_power_of_2(key_dim)),
         "CHUNK": CHUNK,
         "PRECISION": "ieee" if is_exact else "tf32",
-        "num_warps": 4,
     }
     delta_chunk_kernel[(most, num_values)](
         *given,
@@ -278,9 +280,10 @@ def delta_chunks(
         BLOCK_VALUE=max(16, triton.next_power_of_2(value_dim)),
         PART=PART,
         SOLVER="ieee" if is_exact else "tf32x3",
+        num_warps=num_warps,
         **shape,
     )
-    delta_walk_kernel[(num_reqs - first_req, num_values, triton.cdiv(value_dim, VALUES))](
+    delta_walk_kernel[(num_reqs - first_req, num_values, triton.cdiv(value_dim, tuning.values))](
         *given,
         states,
         metadata.blocks,
@@ -293,7 +296,8 @@ def delta_chunks(
         *strides,
         states.stride(0),
         key_dim**-0.5,
-        VALUES=VALUES,
-        num_stages=1 if is_exact else 2,
+        VALUES=tuning.values,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
         **shape,
     )

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from tandem_kernels.delta_chunks import delta_chunks
 from tandem_kernels.delta_gates import decay_and_rate, unit_length
+from tandem_kernels.delta_tuning import DeltaTuning, decode_tuning
 from tandem_kernels.state_metadata import StateMetadata
 
-VALUES = 32
-"""Columns of a state in one program."""
 
-
-@triton.jit(do_not_specialize=["first_req"])
+@triton.jit
 def delta_rule_kernel(
     mixed: tl.tensor,
     gates: tl.tensor,
@@ -30,7 +28,6 @@ def delta_rule_kernel(
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     out: tl.tensor,
-    first_req: tl.tensor,
     mixed_stride: tl.tensor,
     gates_stride: tl.tensor,
     state_stride: tl.tensor,
@@ -42,9 +39,9 @@ def delta_rule_kernel(
     BLOCK_KEY: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:
-    """Takes in, in program (r, h, j), all tokens of request first_req + r for columns j * VALUES
-    and on of the state of value head h."""
-    r = tl.program_id(0) + first_req
+    """Takes in, in program (r, h, j), all tokens of request r for columns j * VALUES and on of
+    the state of value head h."""
+    r = tl.program_id(0)
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + r)
     start = tl.load(query_start_loc + r)
@@ -98,17 +95,15 @@ def gated_delta_rule(
     out = torch.empty(shape, dtype=mixed.dtype, device=mixed.device)
     num_reqs, num_decodes = metadata.seq_lens.shape[0], metadata.num_decodes
     given = mixed, gates, a_log, dt_bias, states, metadata
-    if fixed_order:
-        _one_by_one(*given, out, 0, num_reqs)
-        return out
-    if num_decodes > 0:
-        _one_by_one(*given, out, 0, num_decodes)
-    if num_decodes < num_reqs:
+    one_by_one = num_reqs if fixed_order else num_decodes
+    if one_by_one > 0:
+        delta_tokens(*given, out, one_by_one)
+    if one_by_one < num_reqs:
         delta_chunks(*given, out)
     return out
 
 
-def _one_by_one(
+def delta_tokens(
     mixed: Tensor,
     gates: Tensor,
     a_log: Tensor,
@@ -116,12 +111,20 @@ def _one_by_one(
     states: Tensor,
     metadata: StateMetadata,
     out: Tensor,
-    first_req: int,
-    stop_req: int,
+    num_reqs: int,
+    tuning: DeltaTuning | None = None,
 ) -> None:
+    """Computes the first `num_reqs` requests of `metadata` token by token; arguments as those of
+    `reference.delta_rule.gated_delta_rule`.
+
+    Args:
+        out: [T, Hv, V]; rows of these requests are written.
+        tuning: None: the choice for all shapes.
+    """
+    tuning = tuning or decode_tuning()
     _, num_values, key_dim, value_dim = states.shape
     num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
-    grid = (stop_req - first_req, num_values, triton.cdiv(value_dim, VALUES))
+    grid = (num_reqs, num_values, triton.cdiv(value_dim, tuning.values))
     delta_rule_kernel[grid](
         mixed,
         gates,
@@ -132,7 +135,6 @@ def _one_by_one(
         metadata.query_start_loc,
         metadata.seq_lens,
         out,
-        first_req,
         mixed.stride(0),
         gates.stride(0),
         states.stride(0),
@@ -142,6 +144,6 @@ def _one_by_one(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_KEY=triton.next_power_of_2(key_dim),
-        VALUES=VALUES,
-        num_warps=4,
+        VALUES=tuning.values,
+        num_warps=tuning.num_warps,
     )

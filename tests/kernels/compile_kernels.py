@@ -29,6 +29,7 @@ from tandem_kernels import (
     decode_tuning,
     delta_chunks,
     delta_rule,
+    delta_tuning,
     expert_rows,
     expert_tuning,
     filter_floor,
@@ -678,13 +679,14 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
                 {"WIDTH": 4, "WIDTHS": 4, "TILE": tile, "CHANNELS": causal_conv.CHANNELS},
             )
         types["states"] = "*fp32"
-        part = {"VALUES": delta_rule.VALUES}
+        part = {"VALUES": delta_tuning.decode_tuning().values}
         yield Case(delta_rule.delta_rule_kernel, dtype, types, {**shape, **part})
         chunk = {"CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
         solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
         yield Case(delta_chunks.delta_chunk_kernel, dtype, types, {**shape, **chunk, **solve})
-        part = {"VALUES": delta_chunks.VALUES}
-        constants, options = {**shape, **chunk, **part}, {"num_warps": 4, "num_stages": 2}
+        walk = delta_tuning.walk_tuning(DTYPES[dtype])
+        constants = {**shape, **chunk, "VALUES": walk.values}
+        options = {"num_warps": walk.num_warps, "num_stages": walk.num_stages}
         yield Case(delta_chunks.delta_walk_kernel, dtype, types, constants, options)
         yield Case(
             gated_rms_norm.gated_rms_norm_kernel,
