@@ -192,6 +192,10 @@ class RowParallelLinear(LinearLayer):
         """Returns this rank's part of the sum over ranks, [T, out]."""
         return self.method.apply_rows(self, x)
 
+    def accumulate(self, x: Rows, out: Tensor) -> None:
+        """Adds this rank's part of the sum over ranks to `out`, [T, out]."""
+        self.method.accumulate(self, x, out)
+
     def add_to(self, stream: ResidualStream, x: Rows, norm: RMSNorm | None = None) -> None:
         """Adds the output for [T, in / ranks], or its norm, to the stream; in the GEMM where that
         is faster."""

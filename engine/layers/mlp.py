@@ -50,6 +50,10 @@ class GatedMLP(nn.Module):
         """Returns this rank's part of the sum over ranks, [T, H], instead of adding it."""
         return self.down_proj.partial(self._activated(x))
 
+    def accumulate(self, x: Rows, out: Tensor) -> None:
+        """Adds this rank's part of the sum over ranks to `out`, [T, H]."""
+        self.down_proj.accumulate(self._activated(x), out)
+
     def _activated(self, x: Rows) -> Rows:
         return self.gate_up_proj.activated(x, self.down_proj.input_group)
 

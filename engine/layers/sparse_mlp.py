@@ -125,7 +125,7 @@ class Experts(ExpertLayer):
 
 
 class SharedExpert(nn.Module):
-    """[T, H] -> [T, H], not yet summed over ranks: the block that every token goes through.
+    """Computes the block that every token goes through.
 
     Args:
         has_gate: Its output counts by the sigmoid of a projection of the token.
@@ -140,12 +140,13 @@ class SharedExpert(nn.Module):
         self.mlp = GatedMLP(hidden_size, intermediate_size, shard)
         self.gate = shard.parameter(1, hidden_size) if has_gate else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.mlp.partial(x)
+    def forward(self, x: Tensor, out: Tensor) -> None:
+        """Adds this rank's part of the sum over ranks to `out`, [T, H]."""
         if self.gate is None:
-            return out
+            self.mlp.accumulate(x, out)
+            return
         share = (x.float() * self.gate.float()).sum(-1, keepdim=True).sigmoid()
-        return (out.float() * share).to(x.dtype)
+        out.add_((self.mlp.partial(x).float() * share).to(x.dtype))
 
     def checkpoint_weights(self, prefix: str, gate: str) -> Iterator[CheckpointWeight]:
         yield from self.mlp.checkpoint_weights(prefix, is_fused=False)
@@ -169,5 +170,5 @@ class SparseMLP(nn.Module):
         """Computes the block of the normed `x`, [T, H]; tokens without a slot are padding."""
         out = self.experts(x, *self.router(x, slot_mapping))
         if self.shared is not None:
-            out = out + self.shared(x)
+            self.shared(x, out)
         stream.add(self.group.all_reduce(out))

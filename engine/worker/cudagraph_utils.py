@@ -23,12 +23,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.config import EngineConfig
 from engine.errors import CannotStartError
 
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
 """Sizes of steps with short prompts."""
+LONG_PROMPT_TOKENS = (768, 1024, 1536, 2048)
+"""More sizes, for models whose launches take the host longer than such steps take the GPU."""
 PROMPT_REQUESTS = (8, 64)
 """Requests of such a step: few or many."""
 _SMALL_SIZES = (1, 2, 4)
@@ -71,14 +74,30 @@ class GraphKey(NamedTuple):
         return "prompt-graphs among disabled_fast_paths"
 
 
-def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
-    """Graphs of steps with prompts, smallest first. Those that end with logits are of as many
-    requests as there may be: a few rows of logits more cost less than a graph."""
+def recorded_prompts(config: EngineConfig, *, many_launches: bool) -> list[GraphKey]:
+    """Returns the graphs of steps with prompts that an engine records, smallest first."""
+    device, limits = config.device, config.scheduler
+    if device.enforce_eager or not device.allows("prompt-graphs"):
+        return []
+    has_state = any(group.is_state for group in config.kv_layout.groups)
+    is_long = many_launches and not has_state
+    return prompt_keys(limits.max_num_seqs, limits.max_num_batched_tokens, is_long=is_long)
+
+
+def longest_prompt(keys: list[GraphKey]) -> int:
+    """Returns the tokens of the largest of `keys`; 0: there are none."""
+    return max((key.num_tokens for key in keys), default=0)
+
+
+def prompt_keys(max_num_reqs: int, max_num_tokens: int, *, is_long: bool = False) -> list[GraphKey]:
+    """Graphs of steps with prompts, smallest first. Those that end with logits, and all long ones,
+    are of as many requests as there may be: a few rows of logits more cost less than a graph."""
     sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
     keys: list[GraphKey] = []
-    for num_tokens in PROMPT_TOKENS:
+    for num_tokens in PROMPT_TOKENS + (LONG_PROMPT_TOKENS if is_long else ()):
         fitting = [num_reqs for num_reqs in sizes if num_reqs < num_tokens <= max_num_tokens]
-        keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in fitting]
+        drawing = fitting if num_tokens <= PROMPT_TOKENS[-1] else fitting[-1:]
+        keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in drawing]
         keys += [GraphKey(num_reqs, num_tokens, False) for num_reqs in fitting[-1:]]
     return keys
 

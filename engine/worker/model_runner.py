@@ -37,7 +37,6 @@ from engine.batch.places import NO_TOKEN
 from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
 from engine.grammar.compiler import GrammarCompiler
-from engine.layers.attention.selection import choose_attention
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.models.registry import spec_of
 from engine.sample.grammars import GrammarStates
@@ -45,11 +44,14 @@ from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTe
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.worker.async_output import AsyncOutput, ResultCopier
+from engine.worker.attention_of_model import attention_of
 from engine.worker.cudagraph_utils import (
+    PROMPT_TOKENS,
     CudaGraphManager,
     GraphKey,
     default_capture_sizes,
-    prompt_keys,
+    longest_prompt,
+    recorded_prompts,
 )
 from engine.worker.drafter import Drafter
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
@@ -111,14 +113,10 @@ class ModelRunner:
             [group.window for group in self._groups],
         )
         self._result_copier = ResultCopier(device)
-        spec = spec_of(config.model)
-        self._attention = choose_attention(
-            config,
-            device,
-            rare_attention=spec.rare_attention,
-            has_sinks=spec.has_sinks,
-            latent=spec.latent_shape,
+        self._prompt_keys = recorded_prompts(
+            config, many_launches=spec_of(config.model).has_many_launches
         )
+        self._attention = attention_of(config, device, longest_prompt(self._prompt_keys))
         self._graphs: CudaGraphManager | None = None
         self.drafter: Drafter | None = None
         """Asked after each step, if decodes have more than one token."""
@@ -165,19 +163,22 @@ class ModelRunner:
             self.sampler.grammars.step_started(output)
         return output
 
+    @property
+    def share_of_graphs(self) -> float:
+        """Returns the memory of long recorded prompts as a part of the largest step's."""
+        tokens = longest_prompt(self._prompt_keys)
+        return tokens / self._input_buffers.max_num_tokens if tokens > PROMPT_TOKENS[-1] else 0.0
+
     @torch.inference_mode()
     def capture_model(self, report: Callable[[float], None]) -> None:
         """Records CUDA graphs. `kv_caches` must be in their final place."""
         sizes = self._config.device.cudagraph_capture_sizes
         max_num_reqs = self.states.max_num_reqs
         sizes = tuple(size for size in sizes if size <= max_num_reqs)
-        prompts = []
-        if self._config.device.allows("prompt-graphs"):
-            prompts = prompt_keys(max_num_reqs, self._input_buffers.max_num_tokens)
         graphs = CudaGraphManager(
-            sizes or default_capture_sizes(max_num_reqs), self._device, prompts
+            sizes or default_capture_sizes(max_num_reqs), self._device, self._prompt_keys
         )
-        largest = max([graphs.capture_sizes[-1], *(key.num_reqs for key in prompts)])
+        largest = max([graphs.capture_sizes[-1], *(key.num_reqs for key in self._prompt_keys)])
         vocab_size = self._config.model.vocab_size
         self._graph_token_ids = torch.empty((largest, 1), dtype=torch.int64, device=self._device)
         self._graph_logits = torch.empty(

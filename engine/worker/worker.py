@@ -257,7 +257,7 @@ class Worker:
             free=free,
             held=held,
             step=step,
-            reserve=_cuda_reserve(self.config),
+            reserve=_cuda_reserve(self.config) + int(step * self.runner.share_of_graphs),
         )
 
     def _profile_run(self) -> None:

@@ -46,11 +46,13 @@ def gather_latents_kernel(
     BLOCK_ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """Reads one row in each program."""
+    """Reads one row in each program. Rows behind the last request's become zero."""
     row = tl.program_id(0)
+    real = row < tl.load(bounds + num_reqs)
     r = _request_of(bounds, row, num_reqs)
     position = tl.load(first + r) + row - tl.load(bounds + r)
-    block = tl.load(block_tables + r.to(tl.int64) * table_stride + position // BLOCK_SIZE)
+    table = block_tables + r.to(tl.int64) * table_stride
+    block = tl.load(table + position // BLOCK_SIZE, mask=real, other=0)
     line = kv_cache + block.to(tl.int64) * block_stride
     line += position % BLOCK_SIZE * (LATENT + ROPE)
     dim = tl.arange(0, BLOCK_LATENT)
@@ -60,9 +62,9 @@ def gather_latents_kernel(
     is_rope = rot < ROPE
     to = row.to(tl.int64)
     kind = latents.dtype.element_ty
-    latent = tl.load(line + dim, mask=is_latent, other=0.0)
+    latent = tl.load(line + dim, mask=is_latent & real, other=0.0)
     tl.store(latents + to * LATENT + dim, latent.to(kind), mask=is_latent)
-    key = tl.load(line + LATENT + rot, mask=is_rope, other=0.0).to(kind)
+    key = tl.load(line + LATENT + rot, mask=is_rope & real, other=0.0).to(kind)
     place = keys + to * key_token_stride + head[:, None] * key_head_stride + rot[None, :]
     inside = (head < NUM_HEADS)[:, None] & is_rope[None, :]
     tl.store(place, tl.broadcast_to(key[None, :], [HEADS, BLOCK_ROPE]), mask=inside)

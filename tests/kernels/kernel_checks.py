@@ -682,8 +682,8 @@ def latent_decode(
 def gather_latents(
     op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Checks ranges of several requests, one of them empty. `sizes` is (H, L, R); the keys' place
-    is a part of wider rows, the rest of which stays as it is."""
+    """Checks ranges of several requests, one of them empty, and rows of nobody. `sizes` is
+    (H, L, R); the keys' place is a part of wider rows, the rest of which stays as it is."""
     num_heads, latent, rope = sizes
     seq_lens, ranges = [70, 5, 33, 20], [(16, 60), (0, 5), (7, 7), (19, 20)]
     batch = oracle.paged_batch(
@@ -693,11 +693,11 @@ def gather_latents(
     first = torch.tensor([start for start, _ in ranges], dtype=torch.int32, device=device)
     bounds = oracle.cumulative([end - start for start, end in ranges]).to(device)
     total = int(bounds[-1])
-    wide = torch.full((total, num_heads, 5 + rope), math.nan, dtype=dtype, device=device)
+    wide = torch.full((total + 3, num_heads, 5 + rope), math.nan, dtype=dtype, device=device)
     tables = batch.metadata.block_tables
     latents = op(batch.kv_cache[:, 0, 0], tables, first, bounds, wide[:, :, 5:])
     rows = [keys[0, start:end] for keys, (start, end) in zip(batch.keys, ranges, strict=True)]
-    expected = torch.cat(rows)
+    expected = torch.cat((*rows, torch.zeros_like(rows[0][:3])))
     assert torch.equal(latents, expected[:, :latent])
     assert torch.equal(wide[:, :, 5:], expected[:, None, latent:].expand(-1, num_heads, -1))
     assert wide[:, :, :5].isnan().all()

@@ -85,6 +85,7 @@ class LatentBackend(PagedBackend):
         ragged: Attends to expanded keys and values.
         pass_tokens: Of contexts expanded at once.
         fewest_tokens, fewest_of_step: Of a chunk, and of all that a step expands.
+        recorded_tokens: Steps of no more tokens may be recorded.
     """
 
     shape: LatentShape | None = None
@@ -92,6 +93,7 @@ class LatentBackend(PagedBackend):
     pass_tokens: int = PASS_TOKENS
     fewest_tokens: int = _FEWEST_TOKENS
     fewest_of_step: int = _FEWEST_OF_STEP
+    recorded_tokens: int = 0
 
     @property
     def expands_contexts(self) -> bool:
@@ -119,11 +121,16 @@ class LatentBackend(PagedBackend):
         return sorted(chunks, key=self._is_expanded)
 
     def graph_ok(self, order: StepOrder) -> bool:
-        first, end = self._expanded(order)
-        return first == end and PagedBackend.graph_ok(self, order)
+        """Returns whether the step is absorbed, as recorded ones of few tokens are, or has whole
+        prompts alone, as those of many have."""
+        if self.shape is None or int(order.query_lens.sum()) < self.fewest_of_step:
+            return PagedBackend.graph_ok(self, order)
+        return self._has_whole_prompts(order)
 
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
         metadata = PagedBackend.metadata(self, batch)
+        if self._has_whole_prompts(batch.order):
+            return self._of_whole_prompts(batch, metadata)
         first, end = self._expanded(batch.order)
         if first == end:
             return metadata
@@ -144,6 +151,43 @@ class LatentBackend(PagedBackend):
             passes=latent_passes(chunks, tables, self.pass_tokens),
             before=before,
             after=after,
+        )
+
+    def _has_whole_prompts(self, order: StepOrder) -> bool:
+        """Returns whether all that the step computes are many tokens of prompts from their
+        beginnings. Short ones are expanded with the others."""
+        return (
+            self.shape is not None
+            and order.num_decodes == 0
+            and int(order.query_lens.sum()) >= self.fewest_of_step
+            and bool((order.query_lens == order.seq_lens).all())
+        )
+
+    def _of_whole_prompts(self, batch: StepBatch, metadata: AttentionMetadata) -> LatentMetadata:
+        """Returns metadata that says nothing of the prompts' lengths but on the device, for a
+        recorded step has others each time."""
+        num_tokens = int(batch.order.query_lens.sum())
+        longest = metadata.max_query_len
+        if num_tokens <= self.recorded_tokens:
+            longest = num_tokens
+        bounds = batch.query_start_loc
+        rows = slice(0, num_tokens)
+        whole = LatentPass(
+            rows,
+            batch.block_tables,
+            torch.zeros_like(batch.seq_lens),
+            num_tokens,
+            RaggedBatch(bounds, bounds, longest, longest, causal=True),
+        )
+        return LatentMetadata(
+            metadata.block_tables,
+            bounds,
+            metadata.seq_lens,
+            0,
+            longest,
+            metadata.max_seq_len,
+            rows=rows,
+            passes=(whole,),
         )
 
     def _is_expanded(self, chunk: PrefillChunk) -> bool:

@@ -34,6 +34,7 @@ def choose_attention(
     rare_attention: str = "",
     has_sinks: bool = False,
     latent: LatentShape | None = None,
+    recorded_tokens: int = 0,
 ) -> AttentionBackend:
     """Returns the backend that the setting and this device ask for.
 
@@ -41,6 +42,7 @@ def choose_attention(
         rare_attention: Names what only our own kernels know of this model's attention.
         has_sinks: Its heads have attention sinks.
         latent: The sizes of its latent attention; None: it has none.
+        recorded_tokens: The tokens of the largest step with prompts that is a CUDA graph.
 
     Raises:
         AttentionBackendError: The kernels that the setting wants are not here.
@@ -58,7 +60,7 @@ def choose_attention(
             f"{config.model.architecture} needs; choose auto or triton"
         )
     if latent is not None:
-        return _latent_backend(config, device, latent)
+        return _latent_backend(config, device, latent, recorded_tokens)
     if config.device.deterministic or rare_attention or all(has_window):
         wanted = "triton"
     shape = getattr(torch, config.model.dtype), config.model.head_dim, device
@@ -71,11 +73,11 @@ def choose_attention(
         logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
         return PagedBackend(fixed_order=config.device.deterministic)
     logger.info("attention of uncached prefill: %s; of all others: Triton", dense.name)
-    return UncachedPrefillBackend(dense)
+    return UncachedPrefillBackend(dense, recorded_tokens=recorded_tokens)
 
 
 def _latent_backend(
-    config: EngineConfig, device: torch.device, latent: LatentShape
+    config: EngineConfig, device: torch.device, latent: LatentShape, recorded_tokens: int
 ) -> LatentBackend:
     """Returns the backend of latents. In deterministic mode all requests stay absorbed: the two
     forms round differently, and which one is faster depends on how a prompt is cut into steps."""
@@ -88,14 +90,14 @@ def _latent_backend(
         package = FlashRagged.package(dtype, key, latent.value, device)
     if package is not None:
         try:
-            backend = LatentBackend(shape=latent, ragged=FlashRagged(package))
+            ragged = FlashRagged(package)
         except (ImportError, OSError) as error:
             logger.warning(_NOT_LOADED, package, error)
         else:
             logger.info("attention of latents: expanded FlashAttention 3, absorbed Triton")
-            return backend
+            return LatentBackend(shape=latent, ragged=ragged, recorded_tokens=recorded_tokens)
     logger.info("attention of latents: %s", "Triton" if device.type == "cuda" else "torch")
-    return LatentBackend(shape=latent)
+    return LatentBackend(shape=latent, recorded_tokens=recorded_tokens)
 
 
 def _check_fp8_cache(wanted: AttentionBackendName, device: torch.device) -> None:

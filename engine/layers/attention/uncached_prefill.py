@@ -86,10 +86,15 @@ class DensePrefill(ABC):
 
 @dataclass(frozen=True, slots=True)
 class UncachedPrefillBackend(AttentionBackend):
-    """Attends to long uncached prompts by `dense`, and to all others by `paged`."""
+    """Attends to long uncached prompts by `dense`, and to all others by `paged`.
+
+    Attributes:
+        recorded_tokens: Steps of no more tokens are all `paged`, because they may be recorded.
+    """
 
     dense: DensePrefill
     paged: PagedBackend = field(default_factory=PagedBackend)
+    recorded_tokens: int = 0
 
     def prepare(
         self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
@@ -130,6 +135,8 @@ class UncachedPrefillBackend(AttentionBackend):
 
     def _prompt_lens(self, order: StepOrder) -> tuple[int, ...]:
         """Lengths of the long uncached prompts that lie together behind the decodes."""
+        if int(order.query_lens.sum()) <= self.recorded_tokens:
+            return ()
         first = order.num_decodes
         query_lens = order.query_lens[first:].tolist()
         seq_lens = order.seq_lens[first:].tolist()

@@ -145,6 +145,10 @@ class LinearMethod(ABC):
             return ops.gelu_tanh_and_mul(self.apply(layer, x))
         return self.gate_up(layer, x)
 
+    def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
+        """Adds the product to `out` [T, out] in place, in the GEMM where it can."""
+        out.add_(self.apply_rows(layer, x))
+
     def reduce(self, local: Tensor, group: ParallelGroup) -> Tensor:
         """Returns the sum of [T, out] over ranks. `local` may be overwritten."""
         return group.all_reduce(local)
@@ -203,6 +207,9 @@ class Wrapped(LinearMethod):
 
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
         return self.inner.add_to(layer, x, residual)
+
+    def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
+        self.inner.accumulate(layer, x, out)
 
     def reduce(self, local: Tensor, group: ParallelGroup) -> Tensor:
         return self.inner.reduce(local, group)

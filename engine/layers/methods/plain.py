@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.methods.base import LinearLayer, Unquantised
+from engine.layers.rows import Rows
 
 
 class Plain(Unquantised):
@@ -13,3 +14,7 @@ class Plain(Unquantised):
 
     def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight, layer.bias)
+
+    def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
+        assert isinstance(x, Tensor)
+        out.addmm_(x, layer.weight.t())

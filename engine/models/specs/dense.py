@@ -208,6 +208,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         return "a soft bound of scores" if self.attention_softcap else ""
 
     @property
+    def has_many_launches(self) -> bool:
+        return self.experts is not None
+
+    @property
     def latent_shape(self) -> LatentSpec | None:
         return self.latent
 

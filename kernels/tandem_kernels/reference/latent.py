@@ -106,14 +106,16 @@ def gather_latents(
         kv_cache: [N, B, L + R].
         block_tables: [R, max_blocks] int32.
         first: [R] int32, the first position of each request.
-        bounds: [R + 1] int32, request r owns rows `bounds[r] : bounds[r + 1]` of the result.
+        bounds: [R + 1] int32, request r owns rows `bounds[r] : bounds[r + 1]` of the result. Rows
+            behind the last become zero.
         keys: [S, H, R], written: the part of the keys that is rotated, which all heads share.
 
     Returns:
         [S, L], the latents.
     """
     block_size, size = kv_cache.shape[1], kv_cache.shape[2] - keys.shape[2]
-    latents = kv_cache.new_empty(len(keys), size)
+    latents = kv_cache.new_zeros(len(keys), size)
+    keys.zero_()
     starts, ends = first.tolist(), bounds.tolist()
     for r, start in enumerate(starts):
         positions = torch.arange(ends[r + 1] - ends[r], device=kv_cache.device) + start

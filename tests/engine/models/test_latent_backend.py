@@ -54,7 +54,8 @@ def test_a_chunk_is_expanded_where_that_takes_fewer_products(
         chunk if expands else PrefillChunk(1, 2, 0)
     )
     order = _order([PrefillChunk(1, 2, 0), *[chunk] * 20], 0)
-    assert BACKEND.graph_ok(order) == (not expands)
+    first, end = BACKEND._expanded(order)
+    assert (end - first == 20) == expands and (first == end) != expands
     # As many products, of queries in one form and of keys and values in the other.
     pairs = num_tokens * num_cached + num_tokens**2 / 2
     absorbed, expanded = pairs * (2 * 512 + 64), pairs * (192 + 128) + num_cached * 512 * 256
@@ -80,6 +81,22 @@ def test_chunks_to_expand_lie_together(
         assert [chunk for chunk in chosen if _is_long(chunk)] == long
     if sum(chunk.num_tokens for chunk in chunks) <= PROMPT_TOKENS[-1]:
         assert not chosen, "a recorded step may have as many tokens"
+
+
+def test_graphs_are_absorbed_or_of_whole_prompts() -> None:
+    """One form each, by the number of tokens; deterministic mode has one for all."""
+
+    def graph_ok(num_decodes: int, *chunks: tuple[int, int]) -> tuple[bool, bool]:
+        order = _order([PrefillChunk(0, *chunk) for chunk in chunks], num_decodes)
+        return BACKEND.graph_ok(order), LatentBackend(fixed_order=True).graph_ok(order)
+
+    assert (
+        graph_ok(0, (512, 0)) == graph_ok(1, (511, 0)) == graph_ok(0, (500, 3000)) == (True, True)
+    )
+    assert graph_ok(0, (513, 0)) == graph_ok(0, (30, 0), (700, 0)) == (True, True)
+    assert graph_ok(1, (600, 0)) == graph_ok(0, (600, 7)) == graph_ok(0, (600, 0), (5, 1))
+    assert graph_ok(1, (600, 0)) == (False, True)
+    assert PROMPT_TOKENS[-1] == BACKEND.fewest_of_step - 1
 
 
 def _is_long(chunk: PrefillChunk) -> bool:

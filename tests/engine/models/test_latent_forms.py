@@ -4,6 +4,7 @@ an engine behind its scheduler."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,19 +14,23 @@ import torch
 from torch import Tensor
 
 from engine.batch.input_batch import BatchOrder
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.distributed import ParallelGroup
 from engine.layers.attention import flash_attention, selection
 from engine.layers.attention.flash_attention import FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
 from engine.layers.attention.latent_forms import LatentForms
 from engine.layers.attention.layer import AttentionInputs
+from engine.models.checkpoint import load_model_config
 from engine.models.specs.latent import LatentSpec
+from engine.worker import cudagraph_utils, model_runner
 from tandem_kernels.reference.ragged import ragged_attention
-from tests.engine.models.engine_rank import MODES, greedy
+from tests.engine.models.engine_rank import MODES, EngineRank, greedy
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import CHUNK, WHOLE, make_paged_model
 from tests.engine.models.reference_models import expected_logits
 from tests.engine.models.test_greedy_parity import expected_tokens
+from tests.engine.worker.test_prompt_graphs import GraphsByHand
 
 FAMILIES = ["deepseek_v2", "deepseek_v3_yarn"]
 TINY = LatentSpec(q_rank=0, kv_rank=24, nope=16, rope=8, value=12, scale=0.3)
@@ -143,7 +148,7 @@ def test_greedy_tokens_of_an_engine_that_expands(
     """Chunks that the scheduler cut, beside decodes and behind the prefix cache."""
     expanded = []
 
-    def backend(config: object, device: object, latent: object) -> LatentBackend:
+    def backend(*choice: object) -> LatentBackend:
         def ragged(*arguments: object) -> tuple[Tensor, Tensor]:
             expanded.append(arguments)
             return ragged_attention(*arguments)  # type: ignore[arg-type]
@@ -158,6 +163,38 @@ def test_greedy_tokens_of_an_engine_that_expands(
     assert tokens == expected_tokens(checkpoints / family)
     assert any(arguments[3].causal for arguments in expanded)  # type: ignore[attr-defined]
     assert not all(arguments[3].causal for arguments in expanded)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_whole_prompts(
+    family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph holds is run by hand, with nothing of the step known but on the device."""
+    monkeypatch.setattr(cudagraph_utils, "PROMPT_TOKENS", (8,))
+    monkeypatch.setattr(cudagraph_utils, "LONG_PROMPT_TOKENS", (16, 40, 80))
+    monkeypatch.setattr(model_runner, "CudaGraphManager", GraphsByHand)
+    backend = replace(tiny_backend(1000), fewest_of_step=9, recorded_tokens=80)
+    monkeypatch.setattr(selection, "_latent_backend", lambda *choice: backend)
+    config = EngineConfig(
+        engine_id="graphs",
+        epoch=1,
+        model=load_model_config(checkpoints / family),
+        cache=CacheConfig(block_size=16, num_blocks=160),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
+    )
+    engine = EngineRank(config, 0, "")
+    runner = engine._worker.runner
+    runner.capture_model(lambda fraction: None)
+    graphs = runner._graphs
+    assert isinstance(graphs, GraphsByHand)
+    expected = expected_tokens(checkpoints / family)
+    for together in ([0], [1], [2], [3], [0, 1, 2]):
+        # Nobody computes what another has left in the cache.
+        asked = {str(i): prompts()[i] for i in together}
+        for request, found in engine.run(asked, 3).items():
+            assert found.tokens == expected[int(request)][:3]
+    engine.close()
+    assert [key.num_tokens for key in graphs.replayed] == [16, 40, 80]
 
 
 def test_flash_way_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

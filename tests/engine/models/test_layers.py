@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from engine.distributed import ParallelGroup
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
+from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import cos_sin_cache, inverse_frequencies, llama3_scaled
 from engine.layers.shard import CheckpointWeight, Shard
@@ -179,3 +182,13 @@ def test_units_that_stay_together_are_shared_in_whole(
     assert all(start % unit == 0 for start, _ in parts)
     widths = [-(-count // unit) for _, count in parts]
     assert max(widths) - min(widths) <= 1
+
+
+@pytest.mark.parametrize("policy", [GemmPolicy(), GemmPolicy(deterministic=True)], ids=str)
+def test_a_row_layer_adds_to_what_is_there(policy: GemmPolicy) -> None:
+    layer = RowParallelLinear(24, 16, replace(shard(), gemms=policy))
+    layer.weight.copy_(torch.randn(16, 24))
+    x, out = torch.randn(5, 24), torch.randn(5, 16)
+    expected = out.double() + x.double() @ layer.weight.double().t()
+    layer.accumulate(x, out)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

@@ -244,6 +244,15 @@ def _is_long(chunk: PrefillChunk) -> bool:
     return chunk.num_tokens >= 100 and chunk.num_computed == 0
 
 
+def test_steps_that_may_be_recorded_are_paged() -> None:
+    for query_lens, is_paged in (([1500], True), ([1500, 500], True), ([1500, 501], False)):
+        lengths = np.array(query_lens, np.int32)
+        order = BatchOrder(lengths, lengths, lengths, 0, len(lengths))
+        backend = UncachedPrefillBackend(CudnnPrefill(min_tokens=1000), recorded_tokens=2000)
+        assert (backend._prompt_lens(order) == ()) == is_paged
+        assert backend.graph_ok(order) == is_paged
+
+
 def test_graphs_hold_decodes_beside_prompts_up_to_a_length() -> None:
     def graph_ok(num_decodes: int, *lengths: tuple[int, int]) -> bool:
         query_lens, seq_lens = (np.array(part, np.int32) for part in zip(*lengths, strict=True))

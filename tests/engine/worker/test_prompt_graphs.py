@@ -15,7 +15,7 @@ from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.worker import model_runner
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, prompt_keys
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, prompt_keys, recorded_prompts
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
@@ -168,6 +168,24 @@ def test_keys_are_smallest_first_and_fit() -> None:
     assert [(key.num_reqs, key.num_tokens) for key in prompt_keys(4, 40)] == 2 * [(4, 16)] + 2 * [
         (4, 32)
     ]
+
+
+def test_models_of_many_launches_record_longer_prompts(make_config) -> None:
+    config = make_config()
+    limits = replace(config.scheduler, max_num_batched_tokens=1600, max_num_seqs=100)
+    config = replace(config, scheduler=limits)
+    short = recorded_prompts(config, many_launches=False)
+    assert short == prompt_keys(100, 1600)
+    long = recorded_prompts(config, many_launches=True)
+    assert long[: len(short)] == short
+    assert long[len(short) :] == [
+        GraphKey(64, size, samples) for size in (768, 1024, 1536) for samples in (True, False)
+    ]
+    for device in (
+        replace(config.device, enforce_eager=True),
+        replace(config.device, disabled_fast_paths=frozenset({"prompt-graphs"})),
+    ):
+        assert recorded_prompts(replace(config, device=device), many_launches=True) == []
 
 
 def test_the_smallest_that_holds_a_step_is_taken() -> None:
