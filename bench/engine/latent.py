@@ -1,7 +1,8 @@
-"""Time and tune latent attention of decodes, beside its floor.
+"""Time and tune latent attention, beside its floor.
 
-    python -m bench.engine.latent [--heads 16]     # with the tunings that are built in
+    python -m bench.engine.latent [--heads 16]     # decodes, with the tunings that are built in
     python -m bench.engine.latent --tune           # all candidates; the fastest of each shape first
+    python -m bench.engine.latent --forms          # prompts: absorbed, and expanded by each kernel
 
 The shape is DeepSeek's: rank 512, 64 that rotate, blocks of 64 tokens, bf16; 16 heads are those of
 V2-Lite, and of V3 on eight ranks. The floor is the bytes of the latents over what a copy reaches.
@@ -15,11 +16,18 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, rotations
+from bench.engine.kernel_timing import copy_bytes_per_us, eager_us, graph_us, rotations
+from engine.batch.input_batch import BatchOrder
+from engine.layers.attention.flash_attention import FlashRagged
+from engine.layers.attention.latent_backend import LatentBackend
+from engine.layers.attention.latent_forms import LatentForms
+from engine.layers.attention.layer import AttentionInputs
+from engine.models.specs.latent import LatentSpec
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.latent_decode import (
@@ -126,11 +134,78 @@ def report(num_heads: int, bytes_per_us: float) -> None:
         )
 
 
+CHUNKS = (
+    *((1, length, 0) for length in (512, 1024, 2048, 8192)),
+    (4, 2048, 0),
+    *((1, length, 8192) for length in (128, 171, 256, 512, 2048)),
+    (1, 2048, 30_000),
+)
+"""Triples (prompts, new tokens, cached tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """A step of equal chunks, as attention backends see it."""
+
+    order: BatchOrder
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    window: int | None = None
+
+
+def prompts(count: int, new: int, cached: int) -> Prompts:
+    length = new + cached
+    blocks = -(-length // BLOCK_SIZE)
+    rows, query_lens = np.arange(count, dtype=np.int32), np.full(count, new, np.int32)
+    with torch.device("cuda"):
+        return Prompts(
+            BatchOrder(rows, query_lens, query_lens + cached, 0, count),
+            torch.randperm(count * blocks).int().view(count, blocks),
+            torch.arange(0, count * new + 1, new, dtype=torch.int32),
+            torch.full((count,), length, dtype=torch.int32),
+        )
+
+
+def compare_forms(num_heads: int) -> None:
+    """Prints what attention of one layer takes, its products with `kv_b_proj` included."""
+    # By these sizes expansion costs nothing, so that chunks below the rule's border are shown too.
+    sizes = LatentSpec(q_rank=0, kv_rank=1, nope=0, rope=ROPE, value=0, scale=SCALE)
+    ways = {
+        "absorbed": LatentBackend(),
+        "Triton": LatentBackend(shape=sizes, fewest_tokens=1, fewest_of_step=1),
+    }
+    package = FlashRagged.package(torch.bfloat16, 192, 128, torch.device("cuda"))
+    if package is not None:
+        ways["FlashAttention 3"] = replace(ways["Triton"], ragged=FlashRagged(package))
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    forms = LatentForms(torch.randn(num_heads, 256, LATENT, **kind) / 23, 128, SCALE, False)
+    for count, new, cached in CHUNKS:
+        batch = prompts(count, new, cached)
+        cache = torch.randn(batch.block_tables.numel(), BLOCK_SIZE, LATENT + ROPE, **kind)
+        heads = torch.randn(count * new, num_heads, 128 + ROPE, **kind)
+        flops = 640.0 * num_heads * count * (new * cached + new * new / 2)
+        found = []
+        for name, backend in ways.items():
+            inputs = AttentionInputs(cache, cache, cache, backend.metadata(batch), backend)
+            us = eager_us(partial(forms.attend, heads, cache, inputs))
+            found.append(f"{name} {us:.0f} us")
+        print(
+            f"{count} x {new} behind {cached}: {', '.join(found)}; "
+            f"attention alone is {flops / 1e9:.1f} GFLOP",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=16, help="query heads of a rank")
     parser.add_argument("--tune", action="store_true", help="time all candidates")
+    parser.add_argument("--forms", action="store_true", help="compare the forms on prompts")
     given = parser.parse_args()
+    if given.forms:
+        compare_forms(given.heads)
+        return
     run = tune if given.tune else report
     run(given.heads, copy_bytes_per_us())
 
