@@ -29,11 +29,11 @@ from engine.layers.attention.latent_forms import LatentForms
 from engine.layers.attention.layer import AttentionInputs
 from engine.models.specs.latent import LatentSpec
 from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.latent_decode import (
     LatentDecodeTuning,
     latent_decode,
     latent_decode_tuning,
+    num_splits,
 )
 
 LATENT, ROPE, BLOCK_SIZE = 512, 64, 64
@@ -94,38 +94,44 @@ def decode_us(given: DecodeInputs, tuning: LatentDecodeTuning | None, replays: i
 
 
 def decode_tunings() -> list[LatentDecodeTuning]:
-    """Returns the candidates for few heads: queries on the left, and the context on the left."""
-    left = [
-        LatentDecodeTuning(16, tile, warps, stages)
-        for tile, warps, stages in (
-            (16, 2, 4), (16, 4, 3), (16, 4, 4), (16, 4, 6), (32, 4, 3), (32, 4, 4), (32, 8, 3),
-            (64, 4, 3), (64, 8, 3),
-        )
-    ]  # fmt: skip
-    turned = [
-        LatentDecodeTuning(16, 64, warps, stages, tokens_first=True)
-        for warps in (4, 8)
-        for stages in (1, 2, 3)
-    ]
+    """Returns the candidates for few heads. Those of 64 rows are mostly padding, which the matrix
+    units of Hopper need: four groups of 16 rows or one of 64 cost them the same."""
+    tiles = (
+        (16, 16, 2, 4), (16, 16, 4, 4), (16, 16, 4, 6), (16, 32, 4, 3), (16, 32, 4, 4),
+        (16, 32, 8, 3), (16, 64, 4, 3), (16, 64, 8, 3), (64, 32, 8, 3), (64, 64, 8, 2),
+    )  # fmt: skip
     return [
-        replace(tuning, programs_per_sm=programs)
-        for tuning in (*left, *turned)
+        LatentDecodeTuning(*tile, programs, most_splits)
+        for tile in tiles
         for programs in (1, 2, 3, 4)
+        for most_splits in (16, 64)
     ]
+
+
+def distinct(
+    tunings: list[LatentDecodeTuning], batch: int, num_heads: int
+) -> list[LatentDecodeTuning]:
+    """Returns `tunings` without those that cut contexts as one before does."""
+    device = torch.device("cuda")
+    kept: dict[LatentDecodeTuning, LatentDecodeTuning] = {}
+    for tuning in tunings:
+        splits = num_splits(tuning, batch * -(-num_heads // tuning.rows), device)
+        kept.setdefault(replace(tuning, programs_per_sm=0, most_splits=splits), tuning)
+    return list(kept.values())
 
 
 def tune(num_heads: int, bytes_per_us: float) -> None:
     for batch, context in SHAPES:
         given = decode_inputs(batch, context, num_heads)
-        times = {tuning: decode_us(given, tuning, 7) for tuning in decode_tunings()}
+        candidates = distinct(decode_tunings(), batch, num_heads)
+        times = {tuning: decode_us(given, tuning, 7) for tuning in candidates}
         print(f"{batch} x {context}, floor {given.cache_bytes / bytes_per_us:.1f} us")
         for tuning, us in sorted(times.items(), key=lambda item: item[1])[:6]:
             print(f"   {us:.1f} us {tuning}", flush=True)
 
 
 def report(num_heads: int, bytes_per_us: float) -> None:
-    device = torch.device("cuda")
-    print(latent_decode_tuning(num_heads, 2, warpgroups=has_warpgroup_mma(device)))
+    print(latent_decode_tuning(num_heads, 2))
     for batch, context in SHAPES:
         given = decode_inputs(batch, context, num_heads)
         us, floor = decode_us(given, None), given.cache_bytes / bytes_per_us

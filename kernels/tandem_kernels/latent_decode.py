@@ -5,12 +5,8 @@ A row of the cache is loaded once and serves as key and as value. With few rows 
 into SPLITS parts, whose results `latent_merge_kernel` joins; how many depends on shapes alone, so
 steps can be recorded.
 
-A matrix unit of Hopper takes at least 64 rows on its left, and there are 16 heads on a rank. So
-scores may be computed turned, TOKENS_FIRST: a tile of the cache on the left, queries on the right.
-
 Which block comes next is read one tile ahead: a load whose address waits for another load would
-leave the pipeline a tile short. Turned, so is the part of the keys that rotates, which keeps a
-third buffer of latents within the shared memory.
+leave the pipeline a tile short.
 """
 
 from __future__ import annotations
@@ -23,10 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.device import has_warpgroup_mma, num_programs
+from tandem_kernels.device import num_programs
 from tandem_kernels.prefill_attention import LOG2_E
-
-MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,7 @@ class LatentDecodeTuning:
         rows: Query rows of a program, tokens times heads.
         tile: Tokens of the context at once.
         programs_per_sm: Contexts are cut until there are so many programs.
-        tokens_first: Scores are computed with the context on the left.
+        most_splits: Parts of a context; a power of two.
     """
 
     rows: int
@@ -45,26 +39,27 @@ class LatentDecodeTuning:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 2
-    tokens_first: bool = False
+    most_splits: int = 16
 
 
-def latent_decode_tuning(num_rows: int, itemsize: int, *, warpgroups: bool) -> LatentDecodeTuning:
+def latent_decode_tuning(num_rows: int, itemsize: int) -> LatentDecodeTuning:
     """Chooses by the query rows of a request.
 
     Args:
         num_rows: Tokens times heads.
         itemsize: Bytes of a number.
-        warpgroups: The device multiplies by groups of four warps.
     """
     if itemsize > 2:
         return LatentDecodeTuning(rows=16, tile=16, num_warps=4, num_stages=1)
     if num_rows > 32:
         return LatentDecodeTuning(rows=64, tile=32, num_warps=8, num_stages=3, programs_per_sm=1)
-    if warpgroups:
-        return LatentDecodeTuning(
-            rows=16, tile=64, num_warps=4, num_stages=3, programs_per_sm=1, tokens_first=True
-        )
     return LatentDecodeTuning(rows=16, tile=32, num_warps=4, num_stages=3)
+
+
+def num_splits(tuning: LatentDecodeTuning, num_tiles: int, device: torch.device) -> int:
+    """Returns into how many parts contexts are cut when there are so many tiles of rows."""
+    free = num_programs(device, tuning.programs_per_sm) // num_tiles
+    return min(tuning.most_splits, 1 << max(free.bit_length() - 1, 0))
 
 
 @triton.jit
@@ -83,25 +78,6 @@ def blocks_of(
         position = start + lane
     block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
     return block.to(tl.int64)
-
-
-@triton.jit
-def _rope_keys(
-    kv_cache: tl.tensor,
-    block: tl.tensor,
-    block_stride: tl.tensor,
-    position: tl.tensor,
-    end: tl.tensor,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-) -> tl.tensor:
-    """Returns the part of the keys at `position` [TILE] that rotates: [TILE, BLOCK_ROPE]."""
-    rot = tl.arange(0, BLOCK_ROPE)
-    line = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE) + LATENT
-    mask = (position < end)[:, None] & (rot < ROPE)[None, :]
-    return tl.load(line[:, None] + rot[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -130,7 +106,6 @@ def latent_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Walks, in program (i, r, s), part s of the context of request r for its i-th tile of rows.
@@ -156,20 +131,13 @@ def latent_decode_kernel(
 
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if TOKENS_FIRST:
-        acc = tl.zeros([BLOCK_LATENT, ROWS], tl.float32)
-    else:
-        acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
     part = tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS) * TILE
     first = split * part
     end = tl.minimum(first + part, seq_len)
     lane = tl.arange(0, TILE)
     table = block_tables + r.to(tl.int64) * table_stride
     block = blocks_of(table, first, end, lane, BLOCK_SIZE, TILE)
-    if TOKENS_FIRST:
-        next_keys = _rope_keys(
-            kv_cache, block, block_stride, first + lane, end, LATENT, ROPE, BLOCK_ROPE, BLOCK_SIZE
-        )
     for start in range(first, end, TILE):
         position = start + lane
         inside = position < end
@@ -177,40 +145,19 @@ def latent_decode_kernel(
         mask = inside[:, None] & is_latent
         latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
         block = blocks_of(table, start + TILE, end, lane, BLOCK_SIZE, TILE)
-        if TOKENS_FIRST:
-            keys = next_keys
-            next_keys = _rope_keys(
-                kv_cache, block, block_stride, position + TILE, end,
-                LATENT, ROPE, BLOCK_ROPE, BLOCK_SIZE,
-            )  # fmt: skip
-            scores = tl.dot(latents, tl.trans(query), input_precision=PRECISION)
-            scores = tl.dot(keys, tl.trans(turned), scores, input_precision=PRECISION)
-            seen = inside[:, None] & (position[:, None] <= own_position[None, :])
-            scores = tl.where(seen, scores * scale, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, axis=0))
-            weights = tl.exp2(scores - higher[None, :])
-            shrink = tl.exp2(peak - higher)
-            total = total * shrink + tl.sum(weights, axis=0)
-            acc = acc * shrink[None, :]
-            weights = weights.to(latents.dtype)
-            acc = tl.dot(tl.trans(latents), weights, acc, input_precision=PRECISION)
-        else:
-            mask = inside[:, None] & is_rope
-            keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
-            scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
-            scores = tl.dot(turned, tl.trans(keys), scores, input_precision=PRECISION)
-            seen = inside[None, :] & (position[None, :] <= own_position[:, None])
-            scores = tl.where(seen, scores * scale, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(peak - higher)
-            total = total * shrink + tl.sum(weights, axis=1)
-            acc = acc * shrink[:, None]
-            weights = weights.to(latents.dtype)
-            acc = tl.dot(weights, latents, acc, input_precision=PRECISION)
+        mask = inside[:, None] & is_rope
+        keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
+        scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
+        scores = tl.dot(turned, tl.trans(keys), scores, input_precision=PRECISION)
+        seen = inside[None, :] & (position[None, :] <= own_position[:, None])
+        scores = tl.where(seen, scores * scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(peak - higher)
         peak = higher
-    if TOKENS_FIRST:
-        acc = tl.trans(acc)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(latents.dtype), latents, acc, input_precision=PRECISION)
     writes = real[:, None] & is_latent
     index = at * NUM_HEADS + head
     if SPLITS == 1:
@@ -269,14 +216,9 @@ def latent_decode(
     """
     _, num_heads, latent = q_latent.shape
     num_decodes, query_len = metadata.num_decodes, metadata.decode_query_len
-    tuning = tuning or latent_decode_tuning(
-        num_heads * query_len,
-        q_latent.element_size(),
-        warpgroups=has_warpgroup_mma(q_latent.device),
-    )
+    tuning = tuning or latent_decode_tuning(num_heads * query_len, q_latent.element_size())
     row_tiles = triton.cdiv(num_heads * query_len, tuning.rows)
-    free = num_programs(q_latent.device, tuning.programs_per_sm) // (num_decodes * row_tiles)
-    splits = min(MAX_SPLITS, 1 << max(free.bit_length() - 1, 0))
+    splits = num_splits(tuning, num_decodes * row_tiles, q_latent.device)
     target, state = out, None
     if splits > 1:
         rows = num_decodes * query_len, num_heads, splits
@@ -305,7 +247,6 @@ def latent_decode(
         BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
         BLOCK_SIZE=kv_cache.shape[1],
         TILE=tuning.tile,
-        TOKENS_FIRST=tuning.tokens_first,
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

@@ -583,7 +583,7 @@ def latent_cases(capability: int) -> Iterator[Case]:
         },
     )  # fmt: skip
     for num_rows, splits, block_size in ((16, 4, 64), (16, 1, 16), (128, 1, 64)):
-        tuning = latent_decode.latent_decode_tuning(num_rows, 2, warpgroups=capability == 90)
+        tuning = latent_decode.latent_decode_tuning(num_rows, 2)
         yield Case(
             latent_decode.latent_decode_kernel,
             f"rows={tuning.rows} splits={splits} block={block_size}",
@@ -598,7 +598,6 @@ def latent_cases(capability: int) -> Iterator[Case]:
                 "BLOCK_SIZE": block_size,
                 "TILE": tuning.tile,
                 "SPLITS": splits,
-                "TOKENS_FIRST": tuning.tokens_first,
                 "PRECISION": "tf32",
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},

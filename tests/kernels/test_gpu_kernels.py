@@ -175,20 +175,16 @@ def test_latent_attention(dtype: torch.dtype, num_heads: int) -> None:
 
 
 @halves
-@pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize(("query_len", "num_heads"), [(1, 16), (2, 8), (3, 16), (1, 40)])
-@pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_latent_decode(
-    dtype: torch.dtype, query_len: int, num_heads: int, block_size: int, tokens_first: bool
-) -> None:
-    """Contexts in parts and whole, with either side on the left of the matrix unit."""
-    from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_latent_decode(dtype: torch.dtype, query_len: int, num_heads: int, block_size: int) -> None:
+    """Contexts in parts and whole, tiles within a block and across blocks, drafts."""
+    from tandem_kernels.latent_decode import latent_decode
 
-    tuning = LatentDecodeTuning(16, 64, 4, 3, 1, tokens_first)
     for seq_lens in ([1500], [3, 64, 65, 1000, 128, 127] * 40):
         check.latent_decode(
             latent_decode, seq_lens, query_len, (num_heads, 512, 64), dtype,
-            block_size=block_size, device="cuda", tuning=tuning,
+            block_size=block_size, device="cuda",
         )  # fmt: skip
 
 
