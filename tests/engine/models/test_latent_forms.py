@@ -169,7 +169,7 @@ def test_greedy_tokens_of_an_engine_that_expands(
 def test_graphs_of_whole_prompts(
     family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a graph holds is run by hand, with nothing of the step known but on the device."""
+    """Runs by hand what a graph holds, with nothing of the step known but on the device."""
     monkeypatch.setattr(cudagraph_utils, "PROMPT_TOKENS", (8,))
     monkeypatch.setattr(cudagraph_utils, "LONG_PROMPT_TOKENS", (16, 40, 80))
     monkeypatch.setattr(model_runner, "CudaGraphManager", GraphsByHand)
