@@ -136,6 +136,40 @@ QUANTIZATIONS: dict[str, dict[str, object]] = {
     "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
 }
 """Holds what config.json says of quantised weights; `fp8`: nothing, they are as they are loaded."""
+_GPT_OSS: dict[str, object] = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "attention_bias": True,
+}
+_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+SHAPES["gpt-oss-20b-bf16"] = {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32}
+SHAPES["gpt-oss-20b"] = {**SHAPES["gpt-oss-20b-bf16"], "quantization_config": _MXFP4}
+SHAPES["gpt-oss-120b"] = {
+    **SHAPES["gpt-oss-20b"],
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 _COMMON = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
@@ -143,6 +177,11 @@ _COMMON = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 0,
 }
+
+
+def config_json(shape: str) -> dict[str, object]:
+    """Returns the config.json of a shape."""
+    return {**_COMMON, **SHAPES[shape]}
 
 
 def shape_config(
@@ -167,7 +206,7 @@ def shape_config(
     published = QUANTIZATIONS.get(quantization)
     quantised = {"quantization_config": published} if published else {}
     with tempfile.TemporaryDirectory() as folder:
-        text = json.dumps({**_COMMON, **SHAPES[shape], **quantised})
+        text = json.dumps(config_json(shape) | quantised)
         (Path(folder) / "config.json").write_text(text)
         model = load_model_config(
             folder,

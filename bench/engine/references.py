@@ -12,13 +12,23 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Reference:
     """`peer` is vLLM, `must` and `goal` what we ask of ourselves, `floor` memory and matrix units
-    alone (where we know it). None: not measured, not set.
+    alone; None where we do not know it.
     """
 
-    peer: float | None
-    must: float | None
-    goal: float | None
+    peer: float | None = None
+    must: float | None = None
+    goal: float | None = None
     floor: float | None = None
+
+
+_DECODES = "decode 1", "decode 16", "decode 64", "decode 256"
+
+
+def _floors(*steps: float, **prompts: float) -> dict[str, Reference]:
+    """Returns floors alone: of decode steps, and of prompts by "of_LENGTH"."""
+    floors = dict(zip(_DECODES, steps, strict=True))
+    floors |= {f"prefill {name.removeprefix('of_')} alone": ms for name, ms in prompts.items()}
+    return {case: Reference(floor=ms) for case, ms in floors.items()}
 
 
 REFERENCES = {
@@ -55,10 +65,10 @@ REFERENCES = {
     # Floors: weights, distinct experts of uniform routing, states read and written, and keys and
     # values of a context of 1024, at 4.4 TB/s.
     "qwen3.5-35b-a3b": {
-        "decode 1": Reference(None, None, None, 1.37),
-        "decode 16": Reference(None, None, None, 7.27),
-        "decode 64": Reference(None, None, None, 15.8),
-        "decode 256": Reference(None, None, None, 24.2),
+        "decode 1": Reference(floor=1.37),
+        "decode 16": Reference(floor=7.27),
+        "decode 64": Reference(floor=15.8),
+        "decode 256": Reference(floor=24.2),
     },
     "deepseek-v2-lite": {
         "decode 1": Reference(3.12, 3.0, 2.1, 1.17),
@@ -70,4 +80,7 @@ REFERENCES = {
         "prefill 16 x 2048": Reference(75.8, 78.0, 98.0),
         "throughput 128 x 2000/150": Reference(5.14, 5.0, 4.2),
     },
+    "gpt-oss-20b-bf16": _floors(1.68, 8.51, 9.9, 11.2),
+    "gpt-oss-20b": _floors(0.87, 2.76, 3.37, 4.71, of_2048=18.6, of_8192=81.8),
+    "gpt-oss-120b": _floors(1.17, 6.53, 13.7, 17.55, of_2048=28.0, of_8192=123.0),
 }

@@ -47,7 +47,8 @@ def main() -> None:
     shapes = [name for name, shape in SHAPES.items() if "num_experts_per_tok" in shape]
     parser.add_argument("--shape", choices=shapes, default=shapes[0])
     shape = SHAPES[name := parser.parse_args().shape]
-    experts = int(str(shape.get("num_experts") or shape["n_routed_experts"]))
+    names = "num_experts", "n_routed_experts", "num_local_experts"
+    experts = int(str(next(shape[name] for name in names if name in shape)))
     top_k = int(str(shape["num_experts_per_tok"]))
     config = shape_config(name, enforce_eager=True)
     with offline_engine(config, UniprocExecutor(config)) as engine:

@@ -27,7 +27,7 @@ from engine.layers.methods.choice import column_method, gate_up_method, row_meth
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows
-from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.shard import CheckpointWeight, Shard, nothing_of
 from kv_transfer.layout import HeadRange
 
 
@@ -163,18 +163,25 @@ def repeated(order: Tensor, num_heads: int) -> Tensor:
 
 
 class RowParallelLinear(LinearLayer):
-    """[T, in / ranks] -> [T, out], the sum over ranks."""
+    """[T, in / ranks] -> [T, out], the sum over ranks.
 
-    def __init__(self, input_size: int, output_size: int, shard: Shard) -> None:
+    Args:
+        bias: It has one, which the first rank adds.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, shard: Shard, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.group = shard.tp
+        self.ignores_bias = bias and shard.tp.rank > 0
         self.start, count = shard.part(input_size)
         self.shape = (output_size, input_size)
         outputs = ColumnPart(0, output_size, output_size)
         self.scheme = shard.scheme()
         self.share = LinearShare(shard.prefix, (outputs,), (self.start, count), input_size)
         self.method = self.choose_method(shard.gemms)
-        self.method.create(self, output_size, count, False, shard)
+        self.method.create(self, output_size, count, bias and not self.ignores_bias, shard)
 
     def choose_method(self, policy: GemmPolicy) -> LinearMethod:
         """Returns how this layer is computed under a policy."""
@@ -208,3 +215,5 @@ class RowParallelLinear(LinearLayer):
         yield from self.method.checkpoint_weights(
             self, LinearPart(prefix, self.shape, 1, self.start)
         )
+        if self.ignores_bias:
+            yield nothing_of(f"{prefix}.bias", self.shape[:1])

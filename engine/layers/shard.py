@@ -30,6 +30,7 @@ class TensorSlice:
         shape: The whole tensor's, as the checkpoint must have it.
         dim: The dimension that is sliced; None: the whole tensor.
         start, count: Of the slice.
+        index: Of the first dimension, which the slice then lacks, and `dim` counts without.
         stored: Types of numbers that the checkpoint may have it in.
         dummy: What every element of dummy weights is; None: random numbers.
     """
@@ -41,6 +42,7 @@ class TensorSlice:
     count: int = 0
     stored: frozenset[str] = FLOATS
     dummy: float | None = None
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class CheckpointWeight:
         stored: Types of numbers that the checkpoint may have it in.
         companions: Other tensors that are read with it, like scales.
         count: Indices of the slice where the target does not say it: `fill` changes the shape.
+        index: See `TensorSlice`.
         fill: Fills the target instead of a copy; it is given the slice and those of the companions,
             as stored, on the target's device. `order` and `offset` are left to it.
         beside: Names of tensors that may be in the checkpoint as well and are not needed.
@@ -71,7 +74,8 @@ class CheckpointWeight:
     stored: frozenset[str] = FLOATS
     companions: tuple[TensorSlice, ...] = ()
     count: int | None = None
-    fill: Callable[..., None] | None = None
+    index: int | None = None
+    fill: Callable[..., object] | None = None
     beside: tuple[str, ...] = ()
 
     @property
@@ -80,8 +84,16 @@ class CheckpointWeight:
         count = self.count
         if count is None:
             count = 0 if self.dim is None else self.target.shape[self.dim]
-        own = TensorSlice(self.name, self.shape, self.dim, self.start, count, self.stored)
+        own = TensorSlice(
+            self.name, self.shape, self.dim, self.start, count, self.stored, index=self.index
+        )
         return (own, *self.companions)
+
+
+def nothing_of(name: str, shape: tuple[int, ...]) -> CheckpointWeight:
+    """Returns the source of a parameter that other ranks have: it must be in the checkpoint, and
+    nothing of it is read."""
+    return CheckpointWeight(name, torch.empty(0, *shape[1:]), shape, 0)
 
 
 @dataclass(frozen=True, slots=True)

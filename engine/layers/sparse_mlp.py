@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from engine.layers.expert_methods.base import PROJECTIONS, ExpertLayer, ExpertPart, ExpertSizes
 from engine.layers.expert_methods.choice import expert_method
+from engine.layers.expert_methods.stacked import STACKED_NAMES, bias_weights
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
+from tandem_kernels.clamped_gate import ClampedGate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class RouterOptions:
     num_groups: int = 1
     top_groups: int = 1
     has_bias: bool = False
+    has_logit_bias: bool = False
 
 
 class Router(nn.Module):
@@ -45,6 +48,7 @@ class Router(nn.Module):
     """
 
     bias: nn.Parameter | None
+    logit_bias: nn.Parameter | None
 
     def __init__(
         self, hidden_size: int, num_experts: int, options: RouterOptions, shard: Shard
@@ -53,7 +57,10 @@ class Router(nn.Module):
         self.options = options
         self.deterministic = shard.gemms.deterministic
         self.weight = shard.parameter(num_experts, hidden_size)
-        self.bias = shard.parameter(num_experts, dtype=torch.float32) if options.has_bias else None
+        self.bias, self.logit_bias = (
+            shard.parameter(num_experts, dtype=torch.float32) if has_one else None
+            for has_one in (options.has_bias, options.has_logit_bias)
+        )
 
     def forward(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         options = self.options
@@ -67,6 +74,7 @@ class Router(nn.Module):
             scaling=options.scaling,
             num_groups=options.num_groups,
             top_groups=options.top_groups,
+            logit_bias=self.logit_bias,
         )
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -76,10 +84,16 @@ class Router(nn.Module):
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), self.weight.float())
 
-    def checkpoint_weights(self, weight: str, bias: str) -> Iterator[CheckpointWeight]:
-        yield CheckpointWeight(weight, self.weight, tuple(self.weight.shape))
-        if self.bias is not None:
-            yield CheckpointWeight(bias, self.bias, tuple(self.bias.shape))
+    def checkpoint_weights(
+        self, weight: str, bias: str, logit_bias: str
+    ) -> Iterator[CheckpointWeight]:
+        for parameter, name in (
+            (self.weight, weight),
+            (self.bias, bias),
+            (self.logit_bias, logit_bias),
+        ):
+            if parameter is not None:
+                yield CheckpointWeight(name, parameter, tuple(parameter.shape))
 
 
 PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -90,6 +104,10 @@ class Experts(ExpertLayer):
 
     Args:
         names: The checkpoint's names of gate, up and down.
+        biases: Both projections have one.
+        stacked: The checkpoint has the tensors of all experts in one; see
+            `engine.layers.expert_methods.stacked`.
+        gate: None: SiLU.
     """
 
     def __init__(
@@ -99,10 +117,15 @@ class Experts(ExpertLayer):
         intermediate_size: int,
         shard: Shard,
         names: tuple[str, str, str] = PROJECTION_NAMES,
+        *,
+        biases: bool = False,
+        stacked: bool = False,
+        gate: ClampedGate | None = None,
     ) -> None:
         super().__init__()
-        self.names = names
-        self.method = expert_method(shard, shard.scheme(*(f"0.{name}" for name in names)))
+        self.names, self.stacked, self.gate = names, stacked, gate
+        modules = STACKED_NAMES if stacked else tuple(f"0.{name}" for name in names)
+        self.method = expert_method(shard, shard.scheme(*modules))
         self.fixed_order = shard.gemms.deterministic
         try:
             start, width = shard.part_of_units(intermediate_size, self.method.unit)
@@ -112,12 +135,20 @@ class Experts(ExpertLayer):
                 "choose a smaller tensor_parallel_size"
             ) from error
         self.sizes = ExpertSizes(num_experts, hidden_size, intermediate_size, start, width)
+        self.b13 = shard.parameter(num_experts, 2 * width) if biases else None
+        has_b2 = biases and shard.tp.rank == 0
+        self.b2 = shard.parameter(num_experts, hidden_size) if has_b2 else None
         self.method.create(self, shard)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return self.method.apply(self, x, weights, experts)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        if self.stacked:
+            yield from self.method.stacked_weights(self, prefix)
+            if self.b13 is not None:
+                yield from bias_weights(self, prefix)
+            return
         for index in range(self.sizes.count):
             for name, projection in zip(self.names, PROJECTIONS, strict=True):
                 part = ExpertPart(f"{prefix}.{index}.{name}", index, projection)

@@ -32,6 +32,8 @@ def attention_block(
         return LatentAttentionBlock(spec.hidden_size, model.num_heads, sizes, shard, norm=norm)
     options = AttentionOptions(
         bias=spec.attention_bias,
+        output_bias=spec.output_bias,
+        sinks=spec.attention_sinks,
         head_norm=spec.head_norm,
         eps=spec.rms_norm_eps,
         norm_offset=spec.norm_offset,

@@ -133,6 +133,8 @@ class ConfigFile(msgspec.Struct):
     n_group: int | None = None
     topk_group: int | None = None
     first_k_dense_replace: int | None = None
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
     num_nextn_predict_layers: int | None = None
     num_mtp_layers: int | None = None
     """The newer name of `num_nextn_predict_layers`."""

@@ -24,17 +24,20 @@ def fill_dummy(wanted: list[CheckpointWeight], report: Callable[[float], None]) 
 def _dummy(part: TensorSlice, weight: CheckpointWeight) -> Tensor:
     device = weight.target.device
     generator = torch.Generator(device)
-    generator.manual_seed(xxhash.xxh3_64_intdigest(part.name.encode()) >> 1)
+    name, shape = part.name, part.shape
+    if part.index is not None:
+        name, shape = f"{name}[{part.index}]", shape[1:]
+    generator.manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
     kind = None if part.stored & FLOATS else STORED_TYPES[min(part.stored)]
     if part.dummy is not None:
-        whole = torch.full(part.shape, part.dummy, dtype=kind or torch.float32, device=device)
+        whole = torch.full(shape, part.dummy, dtype=kind or torch.float32, device=device)
     elif kind is not None and not kind.is_floating_point:
         limits = torch.iinfo(kind)
         whole = torch.randint(
-            limits.min, limits.max, part.shape, generator=generator, device=device, dtype=kind
+            limits.min, limits.max, shape, generator=generator, device=device, dtype=kind
         )
     else:
-        whole = torch.empty(part.shape, dtype=torch.float32, device=device)
+        whole = torch.empty(shape, dtype=torch.float32, device=device)
         whole.normal_(0.0, _STD if kind is None else 1.0, generator=generator)
         if part.name.endswith("norm.weight"):
             whole += 1.0 - weight.offset

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import Experts, Router, RouterOptions, SharedExpert, SparseMLP
 from engine.models.specs.experts import ExpertNames, ExpertSpec
+from tandem_kernels.clamped_gate import ClampedGate
 
 
 def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
@@ -21,6 +22,7 @@ def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
         num_groups=spec.num_groups,
         top_groups=spec.top_groups,
         has_bias=spec.choice_bias,
+        has_logit_bias=spec.router_bias,
     )
     shared = None
     if spec.shared_size:
@@ -35,6 +37,9 @@ def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
             spec.intermediate_size,
             shard.at("experts"),
             (names.gate, names.up, names.down),
+            biases=spec.biases,
+            stacked=spec.stacked,
+            gate=ClampedGate(spec.gate_limit, spec.gate_alpha) if spec.gate_limit else None,
         ),
         shared,
         shard,
@@ -45,7 +50,7 @@ def expert_weights(block: SparseMLP, names: ExpertNames, prefix: str) -> Iterato
     """Lists the checkpoint's tensors of one layer's block; `prefix` is the layer's name."""
     own = f"{prefix}.{names.block}"
     yield from block.router.checkpoint_weights(
-        f"{own}.{names.router}", f"{own}.{names.choice_bias}"
+        *(f"{own}.{name}" for name in (names.router, names.choice_bias, names.router_bias))
     )
     yield from block.experts.checkpoint_weights(f"{own}.experts")
     if block.shared is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -44,6 +44,10 @@ class StoredRows:
 
     @classmethod
     def of(cls, part: TensorSlice, tensor: StoredTensor) -> StoredRows:
+        if part.index is not None:
+            size = (tensor.stop - tensor.start) // tensor.shape[0]
+            start = tensor.start + part.index * size
+            tensor = replace(tensor, shape=tensor.shape[1:], start=start, stop=start + size)
         if part.dim == 0:
             return cls(tensor, part.start, (part.count, *tensor.shape[1:]))
         return cls(tensor, 0, tensor.shape, part.dim, part.start, part.count)

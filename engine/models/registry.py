@@ -18,6 +18,7 @@ from engine.models.specs.ernie import Ernie45Spec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
 from engine.models.specs.glm4 import Glm4Spec
 from engine.models.specs.glm4_moe import Glm4MoeSpec
+from engine.models.specs.gpt_oss import GptOssSpec
 from engine.models.specs.granite import GraniteSpec
 from engine.models.specs.llama import LlamaSpec
 from engine.models.specs.minimax import MiniMaxM2Spec
@@ -56,6 +57,7 @@ MODELS: dict[str, Entry] = {
     "Glm4MoeForCausalLM": Entry(Glm4MoeSpec, _LLAMA),
     "Glm4MoeLiteForCausalLM": Entry(Glm4MoeLiteSpec, _LLAMA),
     "GraniteForCausalLM": Entry(GraniteSpec, _LLAMA),
+    "GptOssForCausalLM": Entry(GptOssSpec, _LLAMA),
     "LlamaForCausalLM": Entry(LlamaSpec, _LLAMA),
     "MiniMaxM2ForCausalLM": Entry(MiniMaxM2Spec, _LLAMA),
     "Ministral3ForCausalLM": Entry(Ministral3Spec, _LLAMA),

@@ -28,7 +28,8 @@ class AttentionOptions:
     """Says what an architecture's attention has besides its sizes.
 
     Attributes:
-        bias: Queries, keys and values have one.
+        bias, output_bias: Queries, keys and values have one; so has the output.
+        sinks: Each query head has one; see `AttentionSpec`.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
             ranks together, or none.
         eps: Of those norms.
@@ -41,6 +42,8 @@ class AttentionOptions:
     """
 
     bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
     head_norm: HeadNorm = "none"
     eps: float = 0.0
     norm_offset: float = 0.0
@@ -61,6 +64,7 @@ class AttentionBlock(nn.Module):
 
     q_norm: RMSNorm | SplitRMSNorm | None
     k_norm: RMSNorm | SplitRMSNorm | None
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -92,34 +96,24 @@ class AttentionBlock(nn.Module):
             gated=options.output_gate,
         )
         self.num_gates = local_heads * head_dim if options.output_gate else 0
-        self.q_norm = self.k_norm = None
-        if options.head_norm == "each":
-            self.q_norm, self.k_norm = (
-                RMSNorm(head_dim, options.eps, shard, offset=options.norm_offset, order=head_order)
-                for _ in range(2)
-            )
-        elif options.head_norm == "all":
-            heads = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
-            self.q_norm, self.k_norm = (
-                SplitRMSNorm(
-                    part.start * head_dim,
-                    part.count * head_dim,
-                    total * head_dim,
-                    options.eps,
-                    shard,
-                    order=None if head_order is None else repeated(head_order, part.count),
-                )
-                for part, total in heads
-            )
+        heads = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
+        self.q_norm, self.k_norm = (
+            _head_norm(part, total, head_dim, options, head_order, shard) for part, total in heads
+        )
+        self.heads = first_head, num_heads
+        self.sinks = shard.parameter(local_heads, dtype=torch.float32) if options.sinks else None
         self.attention = Attention(
             local_heads,
             kv_heads.count,
             head_dim,
             options.scale,
             options.softcap,
+            self.sinks,
             kv_scales=options.kv_scales,
         )
-        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, shard.at("o_proj"))
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim, hidden_size, shard.at("o_proj"), bias=options.output_bias
+        )
 
     @property
     def input_group(self) -> int | None:
@@ -152,6 +146,32 @@ class AttentionBlock(nn.Module):
         names = ("qkv_proj",) if is_fused else ("q_proj", "k_proj", "v_proj")
         yield from self.qkv_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
+        if self.sinks is not None:
+            first, total = self.heads
+            yield CheckpointWeight(f"{prefix}.sinks", self.sinks, (total,), 0, first)
         for norm, name in ((self.q_norm, "q_norm"), (self.k_norm, "k_norm")):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")
+
+
+def _head_norm(
+    heads: HeadRange,
+    total: int,
+    head_dim: int,
+    options: AttentionOptions,
+    order: Tensor | None,
+    shard: Shard,
+) -> RMSNorm | SplitRMSNorm | None:
+    """Returns the norm of this rank's queries or keys, which have `total` heads on all ranks."""
+    if options.head_norm == "none":
+        return None
+    if options.head_norm == "each":
+        return RMSNorm(head_dim, options.eps, shard, offset=options.norm_offset, order=order)
+    return SplitRMSNorm(
+        heads.start * head_dim,
+        heads.count * head_dim,
+        total * head_dim,
+        options.eps,
+        shard,
+        order=None if order is None else repeated(order, heads.count),
+    )

@@ -1,7 +1,8 @@
 """The interface of expert methods: which tensors a layer's experts are, and how they compute.
 
     1. `create`                once: the layer gets its parameters, not yet loaded
-    2. `checkpoint_weights`    names the checkpoint's tensors that fill one projection of an expert
+    2. `checkpoint_weights`    names the checkpoint's tensors that fill one projection of an expert;
+       `stacked_weights`       where it has those of all experts in one, all of a layer
     3. `apply`                 each step
 
 A method keeps nothing of a layer. A new format is a method beside `plain.py`, chosen in
@@ -17,7 +18,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels.clamped_gate import ClampedGate
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
@@ -62,10 +65,15 @@ class ExpertLayer(nn.Module):
     Attributes:
         sizes: Of the experts.
         fixed_order: A token gets the same bits whatever the others are.
+        b13, b2: Biases [E, 2 width], gate before up, and [E, H] on the first rank alone; or None.
+        gate: None: SiLU.
     """
 
     sizes: ExpertSizes
     fixed_order: bool
+    b13: nn.Parameter | None
+    b2: nn.Parameter | None
+    gate: ClampedGate | None
     w13: Tensor
     w2: Tensor
     s13: Tensor
@@ -94,6 +102,17 @@ class ExpertMethod(ABC):
         self, layer: ExpertLayer, part: ExpertPart
     ) -> Iterator[CheckpointWeight]:
         """Yields all tensors of the checkpoint that one projection of one expert is filled from."""
+
+    def stacked_weights(self, layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]:
+        """Yields all tensors of a checkpoint like gpt-oss', but biases; see `stacked`.
+
+        Raises:
+            UnsupportedScheme: This format is not known in that layout.
+        """
+        raise UnsupportedScheme(
+            f"{prefix} is quantised in a way that is not supported for tensors of all experts: use "
+            "another checkpoint of the model"
+        )
 
     @abstractmethod
     def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.layers.expert_methods.base import ExpertMethod
+from engine.layers.expert_methods.dequantised_mxfp4 import DequantisedMxfp4Experts
 from engine.layers.expert_methods.fp8 import fp8_experts
 from engine.layers.expert_methods.int4 import int4_experts
 from engine.layers.expert_methods.plain import PlainExperts
 from engine.layers.methods.registry import format_of
 from engine.layers.shard import Shard
-from engine.quantization import Fp8Scheme, Int4Scheme, Scheme
+from engine.quantization import Fp8Scheme, Int4Scheme, Mxfp4Scheme, Scheme
 
 ExpertFactory = Callable[[Any, Shard], ExpertMethod | None]
 """Is given scheme and rank; returns a method for them, or None: dequantise."""
@@ -24,4 +25,6 @@ def expert_method(shard: Shard, scheme: Scheme | None) -> ExpertMethod:
     """Returns the method for experts on this rank."""
     factory = None if scheme is None else EXPERTS.get(type(scheme))
     method = None if factory is None else factory(scheme, shard)
+    if method is None and isinstance(scheme, Mxfp4Scheme):
+        method = DequantisedMxfp4Experts()
     return method or PlainExperts(format_of(scheme, shard.prefix))

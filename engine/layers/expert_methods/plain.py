@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod, ExpertPart
+from engine.layers.expert_methods.stacked import plain_weights
 from engine.layers.methods.base import LinearPart
 from engine.layers.methods.weight_format import WeightFormat, matrix_weight
 from engine.layers.shard import CheckpointWeight, Shard
@@ -34,8 +35,23 @@ class PlainExperts(ExpertMethod):
         source = LinearPart(part.prefix, *slice_of(layer, part))
         yield matrix_weight(self.form, target_of(layer, part), source)
 
+    def stacked_weights(self, layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]:
+        if self.form is not None:
+            return super().stacked_weights(layer, prefix)
+        return plain_weights(layer, prefix)
+
     def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return ops.fused_experts(x, layer.w13, layer.w2, weights, experts, layer.fixed_order)
+        return ops.fused_experts(
+            x,
+            layer.w13,
+            layer.w2,
+            weights,
+            experts,
+            layer.fixed_order,
+            layer.b13,
+            layer.b2,
+            layer.gate,
+        )
 
 
 def target_of(layer: ExpertLayer, part: ExpertPart) -> Tensor:

@@ -177,9 +177,8 @@ def bias_weights(layer: LinearLayer, part: LinearPart) -> Iterator[CheckpointWei
     """Yields the bias of a part, if the layer has one."""
     if layer.bias is not None:
         bias = layer.bias[part.rows]
-        yield CheckpointWeight(
-            part.prefix + ".bias", bias, part.shape[:1], 0, part.start, part.order
-        )
+        start = part.start if part.dim == 0 else 0
+        yield CheckpointWeight(part.prefix + ".bias", bias, part.shape[:1], 0, start, part.order)
 
 
 class Wrapped(LinearMethod):

@@ -12,7 +12,7 @@ class ResidualGemm(Wrapped):
     much. For one rank only: others' parts of the sum would be missing."""
 
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
-        if len(residual) < self.rows:
+        if len(residual) < self.rows or layer.bias is not None:
             return False
         residual.addmm_(x, layer.weight.t())
         return True

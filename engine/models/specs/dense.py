@@ -65,6 +65,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         has_dense_layers: Layers may have an ordinary feed-forward block.
         scales_embedding: Embeddings are multiplied by the root of the hidden size.
         attention_bias: Queries, keys and values have a bias.
+        output_bias: So has the projection behind attention.
+        attention_sinks: Each query head has one; see `AttentionSpec`.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
             ranks together, or none.
         num_extra_layers: Layers behind the last that a checkpoint may have and we do not read, as
@@ -108,6 +110,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     rotary: Rotary
     tie_word_embeddings: bool
     attention_bias: bool = False
+    output_bias: bool = False
+    attention_sinks: bool = False
     head_norm: HeadNorm = "none"
     num_extra_layers: int = 0
     sliding_window: int | None = None
@@ -214,6 +218,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     @property
     def latent_shape(self) -> LatentSpec | None:
         return self.latent
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.attention_sinks
 
     def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
         experts = self.experts

@@ -8,13 +8,14 @@ from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 
 
-class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
+class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The checkpoint's names inside a layer.
 
     Attributes:
         block: Of the whole block.
-        router, choice_bias: Of the router's weight, and of the bias it chooses by.
-        gate, up, down: Of an expert's projections.
+        router, choice_bias, router_bias: Of the router's weight, of the bias it chooses by, and of
+            the bias of its logits.
+        gate, up, down: Of an expert's projections, unless they are stacked.
         shared: Of the expert that every token goes to.
         may_be_stacked: All experts of a layer may be one tensor; see
             `engine.models.stacked_experts`.
@@ -27,14 +28,15 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     down: str = "down_proj"
     shared: str = "shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
+    router_bias: str = "gate.bias"
     may_be_stacked: bool = False
 
 
 SHARED_EXPERTS = ExpertNames(shared="shared_experts")
 
 
-class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a model.
+class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """The experts of a model. Nodes compare its repr, which a new field must not change.
 
     Attributes:
         count: Experts of a layer.
@@ -49,6 +51,11 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
         scaling: Multiplies the weights of the routed experts.
         num_groups, top_groups: Only experts of the best `top_groups` of `num_groups` groups are
             chosen.
+        router_bias: The router's logits have a bias.
+        biases: The projections of experts have one each.
+        stacked: The checkpoint has the tensors of all experts of a layer in one; see
+            `engine.layers.expert_methods.stacked`.
+        gate_limit, gate_alpha: See `tandem_kernels.clamped_gate.ClampedGate`; limit 0: SiLU.
     """
 
     count: int
@@ -63,6 +70,11 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     scaling: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    router_bias: bool = False
+    biases: bool = False
+    stacked: bool = False
+    gate_limit: float = 0.0
+    gate_alpha: float = 0.0
     names: ExpertNames = ExpertNames()
 
 

@@ -45,6 +45,7 @@ from transformers import (
 )
 
 from tests.engine.models.family import LATENT, YARN, Family
+from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES
 from tests.engine.models.hybrid_families import HYBRID_FAMILIES
 from tests.engine.models.image_families import IMAGE_FAMILIES
 from tests.engine.models.more_families import MORE_FAMILIES
@@ -74,6 +75,7 @@ _PHI3 = {"pad_token_id": 0, "eos_token_id": 0}
 _LOCAL_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
 FAMILIES = {
+    **GPT_OSS_FAMILIES,
     **MORE_FAMILIES,
     **IMAGE_FAMILIES,
     **HYBRID_FAMILIES,
@@ -223,6 +225,9 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
             noise = torch.randn(parameter.shape)
             vector = parameter.dim() == 1
             parameter.copy_(family.norm_center + 0.2 * noise if vector else 0.15 * noise)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(2 * torch.randn(parameter.shape))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))

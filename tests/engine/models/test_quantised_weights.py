@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.distributed import ParallelGroup
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.factory import create_model
@@ -66,8 +66,11 @@ def make_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
 
 
 def parameters(folder: Path, rank: int, size: int) -> dict[str, torch.Tensor]:
-    config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
-    config = replace(config, model=replace(config.model, dtype="float32"))
+    return parameters_of(replace(load_model_config(folder), dtype="float32"), rank, size)
+
+
+def parameters_of(model_config: ModelConfig, rank: int, size: int) -> dict[str, torch.Tensor]:
+    config = EngineConfig(engine_id="load", epoch=1, model=model_config)
     place = ParallelPlace(range(config.model.num_layers), FakeGroup(rank, size))
     model = create_model(config, place, "cpu")
     load_weights(model, config, lambda fraction: None)
