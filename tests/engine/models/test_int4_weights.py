@@ -285,6 +285,37 @@ def test_of_some_checkpoints_experts_alone_are_quantised(layer: str, is_quantise
     assert scheme == (expected if is_quantised else None)
 
 
+_PUBLISHED = [
+    # hugging-quants' Llama 3.1 in AWQ
+    awq(128) | {"backend": "autoawq", "do_fuse": False, "exllama_config": None,
+                "fuse_max_seq_len": None, "modules_to_fuse": None},
+    # Qwen2.5 in GPTQ
+    {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
+     "batch_size": 1, "block_name_to_quantize": None, "cache_block_outputs": True,
+     "damp_percent": 0.01, "dataset": None, "exllama_config": {"version": 1},
+     "max_input_length": None, "model_seqlen": None, "module_name_preceding_first_block": None,
+     "modules_in_block_to_quantize": None, "pad_token_id": None, "tokenizer": None,
+     "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True},
+    # GPTQModel
+    gptq(128, dynamic=None, pack_dtype="int32", static_groups=False, damp_auto_increment=0.0025,
+         meta={"quantizer": ["gptqmodel:1.4.4"], "uri": "", "static_groups": False}),
+    # llm-compressor
+    ct_int4(128, actorder="weight") | {
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.14, "ignore": [],
+                            "registry_requires_subclass": False, "targets": []}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", _PUBLISHED, ids=["awq", "gptq", "gptqmodel", "llm-compressor"])
+def test_what_publishers_write_is_read(config: dict[str, Any]) -> None:
+    quantization = read_quantization(Path(), config)
+    assert quantization is not None
+    scheme = quantization.scheme_of("model.layers.1.mlp.down_proj")
+    assert isinstance(scheme, Int4Scheme)
+    assert (scheme.group_size, scheme.ordered_by_activation) == (128, False)
+    assert quantization.scheme_of("lm_head") is None
+
+
 _FP8_GROUP = compressed_tensors({"strategy": "channel"})["config_groups"]["group_0"]
 
 
