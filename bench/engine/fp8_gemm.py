@@ -160,7 +160,9 @@ def own_ways(given: Inputs, tunings: list[Fp8Tuning]) -> Iterator[tuple[Way, str
         "half": (given.x, None, given.w_scales),
     }
     for tuning, (kind, (x, x_scales, w_scales)) in itertools.product(tunings, forms.items()):
-        if (kind == "block" and tuning.depth != 128) or (kind == "half" and given.num_rows > 32):
+        if kind == "block" and tuning.depth != 128:
+            continue
+        if kind == "half" and (given.num_rows > 16 or tuning.lines == 0):
             continue
 
         def own(
@@ -187,7 +189,7 @@ def gated_ways(given: Inputs, tunings: list[Fp8Tuning]) -> Iterator[tuple[Way, s
     for tuning, (kind, (x, x_scales, w_scales)) in itertools.product(tunings, forms.items()):
         if tuning.splits > 1 or (kind == "block" and tuning.depth != 128):
             continue
-        if kind == "half" and given.num_rows > 32:
+        if kind == "half" and (given.num_rows > 16 or tuning.lines == 0):
             continue
 
         def own(
@@ -205,24 +207,27 @@ def gated_ways(given: Inputs, tunings: list[Fp8Tuning]) -> Iterator[tuple[Way, s
         yield Way(f"own gated {kind} {_short(tuning)}", own, partial(own, 0)), f"gated {kind}"
 
 
+_BY_ROWS = ((16, 256, 4), (32, 128, 6), (32, 256, 4), (64, 128, 4))
+_BY_OUTPUTS = ((64, 128, 4), (64, 128, 6), (64, 256, 3), (128, 128, 4))
+"""Outputs, inner dimension at once and stages, by what is the first operand."""
+
+
 def tunings(num_rows: int, outputs: int, inner: int) -> Iterator[Fp8Tuning]:
     """Yields the tiles that are worth a try: what is in flight fits an SM, and fills it."""
+    tiles = [(*tile, True) for tile in _BY_OUTPUTS]
+    if num_rows <= 32:
+        tiles += [(*tile, False) for tile in _BY_ROWS]
     splits = (1,) if outputs > 8192 else (1, 2, 4)
-    for cols, depth, parts, swap, stages in itertools.product(
-        (16, 32, 64, 128), (128, 256), splits, (False, True), (3, 4, 6)
-    ):
-        in_flight = cols * depth * stages
-        is_small = (cols + max(16, num_rows)) * depth * stages <= 160 * 1024
-        fits = cols >= 64 if swap else (cols <= 64 and num_rows <= 64)
-        if fits and is_small and in_flight >= 24 * 1024 and inner % (depth * parts) == 0:
-            yield Fp8Tuning(cols, depth, parts, swap, 4, stages)
+    for (cols, depth, stages, swap), parts, lines in itertools.product(tiles, splits, (0, 8)):
+        fits = (cols + max(16, num_rows)) * depth * stages <= 160 * 1024
+        if fits and inner % (depth * parts) == 0:
+            yield Fp8Tuning(cols, depth, parts, swap, 4, stages, lines)
 
 
 def _short(tuning: Fp8Tuning) -> str:
     order = "swap" if tuning.swap else "rows"
     return (
-        f"{tuning.cols}x{tuning.depth}/{tuning.splits} {order} "
-        f"w{tuning.num_warps} s{tuning.num_stages}"
+        f"{tuning.cols}x{tuning.depth}/{tuning.splits} {order} s{tuning.num_stages} l{tuning.lines}"
     )
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem_kernels.cache_lines import prefetch_lines
 from tandem_kernels.device import supports_pdl
 from tandem_kernels.fp8_activations import scale_product
 from tandem_kernels.fp8_library import fp8_product, one, scaled_mm
@@ -37,6 +38,8 @@ class Fp8Tuning:
         cols, depth: Outputs of a program, and how much of the inner dimension it takes at once.
         splits: Programs that share the inner dimension.
         swap: Weights are the first operand.
+        lines: So many of 128 inputs of each output are brought into the cache while the kernel
+            before this one ends.
     """
 
     cols: int
@@ -45,6 +48,7 @@ class Fp8Tuning:
     swap: bool
     num_warps: int
     num_stages: int
+    lines: int = 0
 
 
 def fp8_tuning(
@@ -137,6 +141,7 @@ def fp8_small_m_kernel(
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LINES: tl.constexpr,
 ) -> None:
     """Computes, in program (j, s), part s of outputs j * COLS and on. When GATED, they are the
     gate's, and the weights of an output's other half lie `num_outputs` rows behind. With BLOCKS,
@@ -153,6 +158,12 @@ def fp8_small_m_kernel(
     steps = inner // (DEPTH * SPLITS)
     if OVERLAP:
         gdc_launch_dependents()
+        if LINES > 0:
+            line = tl.minimum(tl.arange(0, LINES), steps * (DEPTH // 128) - 1)
+            first = rows_of_weight + part * steps * DEPTH
+            prefetch_lines(first[:, None] + line[None, :] * 128)
+            if GATED:
+                prefetch_lines(first[:, None] + line[None, :] * 128 + others)
         gdc_wait()
     if SWAP:
         acc = tl.zeros([COLS, ROWS], tl.float32)
@@ -297,6 +308,7 @@ def fp8_small_m(
         GATED=gated,
         HAS_BIAS=bias is not None,
         OVERLAP=overlap,
+        LINES=tuning.lines,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlap else {}),

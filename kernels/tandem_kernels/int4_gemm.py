@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem_kernels.cache_lines import prefetch_lines
 from tandem_kernels.device import supports_pdl
 from tandem_kernels.int4_packing import block_size, packed_group_size
 from tandem_kernels.int4_tiles import multiplied_strip
@@ -29,13 +30,6 @@ MAX_STRIPS = 1 << 14
 
 _LINE_BYTES = tl.constexpr(128)
 """A prefetch brings so much: the numbers of 256 inputs."""
-
-
-@triton.jit
-def _prefetched(places: tl.tensor) -> None:
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], tl.int32, False, 1
-    )
 
 
 @triton.jit
@@ -53,11 +47,11 @@ def _bring_into_cache(
     `words` point to the first groups of the outputs, one in a line."""
     byte = first * (BLOCK // 2) + tl.arange(0, LINES) * _LINE_BYTES
     byte = tl.maximum(tl.minimum(byte, last * (BLOCK // 2) - _LINE_BYTES), 0)
-    _prefetched(strip.to(tl.pointer_type(tl.int8))[:, None] + byte[None, :])
+    prefetch_lines(strip.to(tl.pointer_type(tl.int8))[:, None] + byte[None, :])
     per_line: tl.constexpr = 2 * _LINE_BYTES // GROUP
     group = first * (BLOCK // GROUP) + tl.arange(0, LINES * per_line)
     group = tl.minimum(group, last * (BLOCK // GROUP) - 1)
-    _prefetched(words[None, :] + group.to(tl.int64)[:, None] * width)
+    prefetch_lines(words[None, :] + group.to(tl.int64)[:, None] * width)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

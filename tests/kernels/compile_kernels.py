@@ -186,6 +186,7 @@ def fp8_cases(capability: int) -> Iterator[Case]:
                 "GATED": gated,
                 "HAS_BIAS": False,
                 "OVERLAP": True,
+                "LINES": 8,
                 "bias": None,
                 **({} if tuning.splits > 1 else {"partial": None}),
             },

@@ -17,7 +17,8 @@ from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
 
 pytestmark = pytest.mark.gpu
 
-HALVES = [torch.float16, torch.bfloat16]
+BF16 = torch.bfloat16
+HALVES = [torch.float16, BF16]
 halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
 head_dims = pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 block_sizes = pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 256])
@@ -49,20 +50,19 @@ def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, i
     check.small_m_gemm(*columns, (rows, *shape), dtype, "cuda")
 
 
-@halves
-@pytest.mark.parametrize("rows", [1, 33, 2049])
 @pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 2049), (torch.float16, 33)])
 def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:
     columns = ops.rms_norm_fp8, ops.silu_and_mul_fp8
-    for width in (128, 896, 4096, 14336):
+    for width in (896, 4096, 14336):
         fp8_linear_checks.quantised_rows(ops.quantise_fp8, rows, width, group, dtype, "cuda")
         fp8_linear_checks.fp8_norm_and_activation(columns, width, dtype, "cuda")
         fp8_linear_checks.unscaled_products((ops.scale_product, *columns), width, dtype, "cuda")
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 64, 65, 300, 2049])
-@pytest.mark.parametrize("shape", [(6144, 4096), (256, 384), (4096, 14336), (1536, 2304)])
+@pytest.mark.parametrize("rows", [1, 33, 65, 2049])
+@pytest.mark.parametrize("shape", [(256, 384), (4096, 14336), (1536, 2304)])
 def test_fp8_products(rows: int, shape: tuple[int, int], blocks: bool) -> None:
     """Rows that are no multiple of anything, and inner dimensions of 3 and of 18 blocks."""
     fp8_linear_checks.fp8_product(ops.fp8_product, (rows, *shape), "cuda")
