@@ -28,7 +28,13 @@ QuantizationName = Literal["awq", "compressed-tensors", "fp8", "gptq", "modelopt
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 FastPath = Literal[
-    "fused-gate-up", "int4-gemm", "pdl", "prompt-graphs", "residual-gemm", "small-m-gemm"
+    "fp8-gemm",
+    "fused-gate-up",
+    "int4-gemm",
+    "pdl",
+    "prompt-graphs",
+    "residual-gemm",
+    "small-m-gemm",
 ]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
@@ -169,7 +175,9 @@ class DeviceConfig:
             is faster; `flash-attn`: FlashAttention 3 for everything, which must be installed.
         deterministic: What a request gets does not depend on what else runs. Slower.
         disabled_fast_paths: What to do without, on a GPU, should one of them be suspected:
-            `fused-gate-up`, gate·up of many rows by our own kernel, activation included;
+            `fp8-gemm`, FP8 weights of linear layers that stay so, without which they are
+            dequantised as they are loaded; `fused-gate-up`, gate·up of many rows by our own kernel,
+            activation included;
             `int4-gemm`, 4-bit weights that stay packed, without which they are dequantised as they
             are loaded; `pdl`, small kernels that start before the one before has ended
             (programmatic dependent launch); `prompt-graphs`, CUDA graphs of steps with short

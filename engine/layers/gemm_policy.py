@@ -63,5 +63,11 @@ class GemmPolicy:
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
             residual_rows=_RESIDUAL_ROWS if residual else 0,
             int4_rows=int4_rows,
-            fp8=has_warpgroup_mma(device) and dtype == torch.bfloat16,
+            fp8=config.allows("fp8-gemm") and _multiplies_fp8(device, dtype),
         )
+
+
+def _multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether kernels and library do; a product before its scales exceeds half precision
+    of any other kind."""
+    return has_warpgroup_mma(device) and dtype == torch.bfloat16

@@ -161,6 +161,8 @@ class EngineSettings(CacheSettings, SecuritySettings):
     disabled_fast_paths: tuple[FastPath, ...] = Field(
         default=(),
         description="Fast paths on a GPU to turn off, should one be suspected of a fault. "
+        "fp8-gemm: FP8 weights of linear layers stay so; without it they are dequantised as they "
+        "are loaded, and take twice the memory. "
         "fused-gate-up: one kernel of our own computes gate and up projection of many rows and "
         "their activation. int4-gemm: 4-bit weights stay packed; without it they are dequantised "
         "as they are loaded, and take four times the memory. pdl: small kernels overlap, by "

@@ -94,6 +94,7 @@ def test_the_policy_follows_device_and_settings(
         ("small-m-gemm", "small_m_rows"),
         ("fused-gate-up", "fused_gate_up_rows"),
         ("residual-gemm", "residual_rows"),
+        ("fp8-gemm", "fp8"),
         ("int4-gemm", "int4_rows"),
     ):
         assert getattr(choose(disabled_fast_paths=(path,)), field) == 0
