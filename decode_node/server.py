@@ -44,7 +44,7 @@ from edge.security.metrics import CredentialsCollector
 from edge.security.server_tls import ServerTls
 from edge.security.tls_http import TlsConfig
 from edge.tracing.file import TraceFile
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
 from engine.kv_cache.capacity import tokens_that_fit
@@ -245,19 +245,32 @@ def create_prefill_client(
     )
 
 
+def create_credits(config: EngineConfig, num_blocks: int) -> KVCredits:
+    """Returns the credits of an engine with a pool of so many blocks."""
+    groups = config.kv_layout.groups
+    num_seqs = config.scheduler.max_num_seqs
+    if states := sum(group.is_state for group in groups):
+        # Blocks of the pool itself: in each, as many tokens as all groups together have there.
+        shares = sum(1 / group.block_size for group in groups if not group.is_state)
+        return KVCredits(num_blocks, max(1, int(1 / shares)), num_seqs, states)
+    # Credits count tokens in blocks of that size, whatever groups of layers take of the pool.
+    block_size = config.cache.block_size
+    return KVCredits(tokens_that_fit(groups, num_blocks) // block_size, block_size, num_seqs)
+
+
 def create_proxy(
     settings: DecodeNodeSettings, engine: AsyncLLM, client: PrefillClient
 ) -> DisaggProxy:
     config = engine.config
     block_size = config.cache.block_size
-    # Credits count tokens in blocks of that size, whatever groups of layers take of the pool.
-    num_tokens = tokens_that_fit(config.kv_layout.groups, engine.ready.num_blocks)
-    num_blocks = num_tokens // block_size
-    num_remembered = num_blocks if config.cache.enable_prefix_caching else 0
+    credits = create_credits(config, engine.ready.num_blocks)
+    num_remembered = credits.num_blocks * credits.block_size // block_size
+    if not config.cache.enable_prefix_caching:
+        num_remembered = 0
     return DisaggProxy(
         engine,
         client,
-        KVCredits(num_blocks, block_size, config.scheduler.max_num_seqs),
+        credits,
         prefix_index=CachedPrefixes(num_remembered, block_size),
         limits=RemotePrefillLimits(
             max_attempts=settings.max_prefill_attempts,

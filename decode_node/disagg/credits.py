@@ -27,16 +27,17 @@ evict each other."""
 
 @dataclass(frozen=True, slots=True)
 class ClaimSize:
-    """Says what a request needs: `num_shared` blocks of its prompt, and `num_own` more for each of
-    its choices."""
+    """Says what a request needs: `num_shared` blocks of its prompt, and for each of its choices
+    `num_own` more, and `num_states` that hold no tokens."""
 
     num_shared: int
     num_own: int
     num_choices: int
+    num_states: int = 0
 
     @property
     def num_blocks(self) -> int:
-        return self.num_shared + self.num_choices * self.num_own
+        return self.num_shared + self.num_choices * (self.num_own + self.num_states)
 
 
 class Claim:
@@ -69,6 +70,7 @@ class Claim:
         covered = self._num_tokens.pop(choice, None)
         if covered is not None:
             own = self._credits.num_blocks_for(covered) - self._num_shared
+            own += self._credits.num_states
             self._credits.give_back(own + (0 if self._num_tokens else self._num_shared))
 
     def release(self) -> None:
@@ -83,11 +85,18 @@ class _Waiter:
 
 
 class KVCredits:
-    """Hands out claims on `num_blocks` blocks by at most `max_claims` answers at once."""
+    """Hands out claims on `num_blocks` blocks by at most `max_claims` answers at once.
 
-    def __init__(self, num_blocks: int, block_size: int, max_claims: int) -> None:
+    Args:
+        num_states: Blocks that each answer takes besides, whatever its length.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_claims: int, num_states: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_states = num_states
         self._max_claims = max_claims
         self._num_claims = 0
         self._num_claimed = 0
@@ -178,4 +187,4 @@ class KVCredits:
             num_prompt_tokens + min(max_tokens, _RESERVED_OUTPUT_TOKENS)
         )
         num_shared = num_prompt_tokens // self.block_size
-        return ClaimSize(num_shared, num_blocks - num_shared, num_choices)
+        return ClaimSize(num_shared, num_blocks - num_shared, num_choices, self.num_states)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node.disagg.credits import Claim, KVCredits
+from decode_node.server import create_credits
+from engine.config import CacheConfig, EngineConfig, KVLayers, SchedulerConfig
+from kv_transfer.layout import Plane
 from tests.decode_node.decode_fakes import until
+from tests.engine.tiny_model import tiny_model
 
 
 async def settle() -> None:
@@ -90,6 +95,38 @@ async def test_choices_count_their_prompt_once() -> None:
     claim.release()
     claim.release()
     assert (credits.num_free, credits.num_claims) == (12, 0)
+
+
+async def test_states_count_for_each_choice_whatever_its_length() -> None:
+    credits = KVCredits(num_blocks=20, block_size=8, max_claims=9, num_states=3)
+    claim = await credits.acquire(20, 8, num_choices=2)
+    assert credits.num_free == 20 - 2 - 2 * (2 + 3)
+    claim.grow_to(33, choice=1)
+    assert credits.num_free == 20 - 2 - (2 + 3) - (3 + 3)
+    waiting = asyncio.create_task(credits.acquire(40, 8))
+    await settle()
+    assert not waiting.done(), "its tokens would fit, and its states do not"
+    claim.end_choice(0)
+    await settle()
+    assert waiting.done()
+    waiting.result().release()
+    claim.release()
+    assert (credits.num_free, credits.num_claims) == (20, 0)
+
+
+async def test_credits_of_a_model_with_states_are_blocks_of_the_pool() -> None:
+    attention = KVLayers(layers=(0,), planes=(Plane("k", 1, 8),))
+    states = [KVLayers(layers=(i,), planes=(Plane("s", 1, 100),), is_state=True) for i in (1, 2)]
+    model = tiny_model(num_layers=3, kv_layers=(attention, *states))
+    config = EngineConfig(
+        engine_id="e", epoch=1, model=model, cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(max_num_seqs=9),
+    )  # fmt: skip
+    credits = create_credits(config, 30)
+    assert (credits.num_blocks, credits.block_size, credits.num_states) == (30, 8, 2)
+    plain = replace(config, model=replace(model, kv_layers=()))
+    credits = create_credits(plain, 30)
+    assert (credits.num_blocks, credits.block_size, credits.num_states) == (30, 4, 0)
 
 
 async def test_more_choices_than_seats_are_admitted_alone() -> None:

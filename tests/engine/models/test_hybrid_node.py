@@ -15,7 +15,8 @@ from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
 from engine.parallel import ParallelPlace
-from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, run_until
+from kv_transfer.config import KVTransferConfig
+from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
 from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, VOCAB
 from tests.engine.models.reference_models import (
     FAMILIES,
@@ -28,6 +29,20 @@ LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 97, 128)
 NUM_TOKENS = 24
 
 
+class Answers:
+    """Knows what transformers answers, and remembers it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = reference(folder)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        key = tuple(prompt)
+        if key not in self._known:
+            self._known[key] = reference_greedy(self._model, prompt)[0]
+        return self._known[key][:count]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrid")
@@ -35,14 +50,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> Answers:
+    return Answers(folder)
+
+
 def prompt_of(length: int) -> list[int]:
     return [(length * 31 + i * i * 7) % VOCAB for i in range(length)]
 
 
-def test_one_node_with_little_room(folder: Path) -> None:
-    model = reference(folder)
-    answers = {n: reference_greedy(model, prompt_of(n))[0] for n in LENGTHS}
-    assert all(len(answer) == NUM_GREEDY for answer in answers.values())
+def test_one_node_with_little_room(folder: Path, answers: Answers) -> None:
+    known = {n: answers.tokens(prompt_of(n), NUM_GREEDY) for n in LENGTHS}
     config = engine_config(load_model_config(folder), block_size=8, num_blocks=36, chunk=40)
     assert [group.is_state for group in config.kv_layout.groups] == [False, True, True, True]
     with ExitStack() as stack:
@@ -52,7 +70,7 @@ def test_one_node_with_little_room(folder: Path) -> None:
             node.add(f"whole-{n}", prompt_of(n), NUM_TOKENS)
         # Answers that break off after a few tokens go on as requests whose prompt has them.
         for n, done in ((5, 1), (16, 5), (63, 2), (64, 17)):
-            prompt = [*prompt_of(n), *answers[n][:done]]
+            prompt = [*prompt_of(n), *known[n][:done]]
             node.add(f"resumed-{n}-{done}", prompt, NUM_TOKENS - done)
         for n in (3, 17, 65):
             node.add(f"choices-{n}", prompt_of(n), NUM_TOKENS, num_choices=3)
@@ -62,15 +80,53 @@ def test_one_node_with_little_room(folder: Path) -> None:
         hits = node.core.stats().prefix_cache_hits
         for n in (65, 97, 128):
             node.add(f"again-{n}", prompt_of(n), NUM_TOKENS)
-            node.add(f"more-{n}", [*prompt_of(n), *answers[n][:9]], NUM_TOKENS - 9)
+            node.add(f"more-{n}", [*prompt_of(n), *known[n][:9]], NUM_TOKENS - 9)
             run_until([node], lambda: node.ended.issuperset(node.tokens))
         assert node.core.stats().prefix_cache_hits - hits >= 2 * 64
         for name, tokens in node.tokens.items():
             kind, length, *done = name.partition(".")[0].split("-")
-            expected = answers[int(length)][:NUM_TOKENS]
+            expected = known[int(length)][:NUM_TOKENS]
             num_known = 9 if kind == "more" else int(done[0]) if done else 0
             assert tokens == expected[num_known:], name
         node.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "block_sizes", "transports"),
+    [((1, 2), (8, 2), "stream"), ((2, 1), (2, 16), "cuda_ipc,stream")],
+)
+def test_conversations_from_prefill_to_decode(
+    tp_sizes: tuple[int, int],
+    block_sizes: tuple[int, int],
+    transports: str,
+    folder: Path,
+    answers: Answers,
+) -> None:
+    """States are cut anew for other ranks, and prefill goes on from states that it has kept; decode
+    has the beginning of a prompt, and pulls the rest and the states."""
+    model = load_model_config(folder)
+    roles = ("kv_producer", "kv_consumer")
+    with ExitStack() as stack:
+        nodes = []
+        for role, ranks, block_size in zip(roles, tp_sizes, block_sizes, strict=True):
+            kv = KVTransferConfig(kv_role=role, transports=transports, num_streams=2)  # type: ignore[arg-type]
+            config = engine_config(
+                model, block_size=block_size, num_blocks=160, tp_size=ranks, kv_transfer=kv
+            )
+            nodes.append(GroupedNode.start(config))
+            stack.callback(nodes[-1].shutdown)
+        prefill, decode = nodes
+        hand_over(prefill, decode, {f"first-{n}": prompt_of(n) for n in (3, 17, 65)}, answers)
+        longer = {
+            f"longer-{n}": [*prompt_of(n), *decode.tokens[f"first-{n}"], *range(20)]
+            for n in (17, 65)
+        }
+        hand_over(prefill, decode, longer, answers)
+        assert prefill.core.stats().prefix_cache_hits >= 16 + 64
+        assert decode.core.stats().prefix_cache_hits >= 16 + 64
+        hand_over(prefill, decode, {"choices": prompt_of(64)}, answers, num_choices=3)
+        assert decode.core.stats().prompt_tokens_computed == 0
+        assert all(result.ok for node in nodes for result in node.results)
 
 
 def test_drafts_are_refused_by_name(folder: Path) -> None:
