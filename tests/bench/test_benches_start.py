@@ -15,7 +15,7 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("part", ["engine", "kv", "router", "serving", "demo_model"])
+@pytest.mark.parametrize("part", ["engine", "kv", "router", "serving", "demo_model", "quality"])
 def test_modules_import(part):
     """Imports a part in a process of its own: what it changes on import stays in there."""
     names = [name for name in MODULES if name.startswith(f"bench.{part}.")]
