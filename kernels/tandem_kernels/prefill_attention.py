@@ -5,6 +5,7 @@ that share the head, row m being token m // GROUP and head m % GROUP. It walks t
 without a mask up to where its first token stands, then masked to where its last one does. Tiles
 are taken from the end of the batch backwards, so that the longest walks of a prompt start first.
 With a window the walk begins where the first token's window does, and all of it is masked.
+Decodes that come this way overlap their predecessor, as in `decode_attention`.
 
 On Hopper the unmasked walk loads whole tiles by the copy engine (a tensor descriptor over
 [block, row of a block, D]); a tile must lie in one block. The masked walk always uses pointers,
@@ -19,11 +20,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.attention_sink import with_sink
-from tandem_kernels.device import has_copy_engine
+from tandem_kernels.device import has_copy_engine, supports_pdl
 from tandem_kernels.kv_scales import KVScales, pointers
 from tandem_kernels.soft_cap import soft_capped
 
@@ -203,10 +205,14 @@ def prefill_attention_kernel(
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Computes, in program (h, i), the i-th tile from the end of KV head h; spare programs end at
     once.
     """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(0)
     q_tile = tl.num_programs(1) - 1 - tl.program_id(1)
     r = request_of(query_start_loc, q_tile, first_req, num_reqs, BLOCK_Q)
@@ -316,18 +322,13 @@ def prefill_attention(
     group = num_q_heads // num_kv_heads
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     block_dim = triton.next_power_of_2(head_dim)
-    tuning = tuning or prefill_tuning(
-        metadata.max_query_len * group,
-        (num_tokens - first_req) * num_q_heads,
-        min(metadata.max_seq_len, metadata.window or metadata.max_seq_len),
-        head_dim,
-        q.dtype,
-        block_size,
-    )
+    tuning = tuning or _tuning_of(q, kv_cache, metadata)
     rows = max(tuning.rows, triton.next_power_of_2(group))
     block_q = rows // group
     most_tiles = triton.cdiv(num_tokens - first_req, block_q) + num_reqs - first_req
-    described = has_copy_engine(q.device) and _can_describe(kv_cache, tuning.tile)
+    described = metadata.window is None and has_copy_engine(q.device)
+    described = described and _can_describe(kv_cache, tuning.tile)
+    overlaps = metadata.max_query_len == 1 and supports_pdl(q.device)
     prefill_attention_kernel[(num_kv_heads, most_tiles)](
         q,
         kv_cache,
@@ -357,8 +358,22 @@ def prefill_attention(
         CAPPED=softcap > 0,
         HAS_SINKS=sinks is not None,
         FP8=kv_scales is not None,
+        OVERLAP=overlaps,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **({"launch_pdl": True} if overlaps else {}),
+    )
+
+
+def _tuning_of(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> PrefillTuning:
+    num_tokens, num_q_heads, head_dim = q.shape
+    return prefill_tuning(
+        metadata.max_query_len * (num_q_heads // kv_cache.shape[2]),
+        (num_tokens - metadata.num_decodes) * num_q_heads,
+        min(metadata.max_seq_len, metadata.window or metadata.max_seq_len),
+        head_dim,
+        q.dtype,
+        kv_cache.shape[3],
     )
 
 

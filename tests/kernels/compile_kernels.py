@@ -411,6 +411,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
                     "BLOCK_SIZE": block_size,
                     "PRECISION": "tf32",
                     "DESCRIBED": described,
+                    "OVERLAP": capability >= 90 and max_rows == 16,
                     **(rare if vary and block_size == 16 else plain),
                     "CAPPED": vary and block_size == 16,
                     **({} if described else {"tiles_of_blocks": None}),
