@@ -50,14 +50,20 @@ def fp8_linear(
 
 
 def _keeps_blocks(scheme: Fp8Scheme, share: LinearShare) -> bool:
-    """Returns whether this rank has whole blocks, and those of a part in their order."""
+    """Returns whether this rank has whole blocks, in whatever order."""
     edges = [*share.inputs]
     for part in share.outputs:
         edges += (part.start, part.count)
-        own = torch.arange(part.count)
-        if part.order is not None and not torch.equal(part.order // BLOCK, own // BLOCK):
-            return False
-    return scheme.block == (BLOCK, BLOCK) and not any(edge % BLOCK for edge in edges)
+    if scheme.block != (BLOCK, BLOCK) or any(edge % BLOCK for edge in edges):
+        return False
+    orders = [part.order for part in share.outputs if part.order is not None]
+    return all(bool((blocks == blocks[:, :1]).all()) for blocks in map(_by_block, orders))
+
+
+def _by_block(order: Tensor) -> Tensor:
+    """Returns from which block of the checkpoint each output of each of our blocks comes:
+    [blocks, BLOCK]."""
+    return order.view(-1, BLOCK) // BLOCK
 
 
 class Fp8Linear(LinearMethod):
@@ -169,7 +175,8 @@ class Fp8BlockLinear(Fp8Linear):
 
         def fill(numbers: Tensor, of_blocks: Tensor) -> None:
             if part.order is not None:
-                numbers = numbers[part.order.to(numbers.device)]
+                order = part.order.to(numbers.device)
+                numbers, of_blocks = numbers[order], of_blocks[_by_block(order)[:, 0]]
             weight.copy_(numbers)
             scales.copy_(of_blocks)
 

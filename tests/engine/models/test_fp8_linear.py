@@ -17,8 +17,10 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import (
     GateUpParallelLinear,
     MergedColumnParallelLinear,
+    QKVParallelLinear,
     RowParallelLinear,
 )
+from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
 from engine.layers.methods.base import LinearLayer
 from engine.layers.methods.fp8_linear import Fp8BlockLinear, Fp8Linear
 from engine.layers.methods.plain import Plain
@@ -34,6 +36,7 @@ from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
+from kv_transfer.layout import HeadRange
 from tandem_kernels.reference.fp8 import dequantise_rows, dequantise_weight, quantise_fp8
 from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.paged_model import PagedModel
@@ -200,6 +203,36 @@ def test_a_block_of_layers_with_scales_of_blocks() -> None:
 )
 def test_ranks_that_cut_blocks_dequantise(make: Callable[[], LINEAR], method: type[object]) -> None:
     assert isinstance(make().method, method)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_blocks_of_scales_follow_outputs_that_change_places(rank: int) -> None:
+    """A gate behind each query head, and four kinds of outputs behind each key head, become parts
+    of their own: blocks move, and their scales with them."""
+    turned = (*range(64), *range(128, 192), *range(64, 128), *range(192, 256))
+    for head_order, method in ((None, Fp8BlockLinear), (torch.tensor(turned), Dequantised)):
+        qkv = QKVParallelLinear(
+            128, 256, 4, 2, HeadRange(rank, 1), block_shard(rank, 2), bias=False,
+            head_order=head_order, gated=True,
+        )  # fmt: skip
+        assert isinstance(qkv.method, method)
+    sizes = DeltaSizes(
+        key_heads=4, value_heads=8, key_dim=128, value_dim=128, kernel=4, is_split=False
+    )
+    layer = GatedDeltaNet(128, sizes, 1e-6, block_shard(rank, 2)).in_proj
+    assert isinstance(layer.method, Fp8BlockLinear)
+    whole = torch.randn(4 * 6 * 128, 128).bfloat16()
+    blocks = whole.view(-1, 128, 128).abs().amax((1, 2), keepdim=True).float() / 448
+    numbers = (whole.view(-1, 128, 128).float() / blocks).flatten(0, 1).to(torch.float8_e4m3fn)
+    (weight,) = layer.checkpoint_weights("in_proj_qkvz")
+    held = slice(rank * 2 * 6, (rank + 1) * 2 * 6)
+    assert weight.fill is not None
+    weight.fill(numbers.view(-1, 128, 128)[held].flatten(0, 1), blocks.view(-1, 1)[held])
+    found = dequantise_weight(layer.weight, layer.weight_scale).view(-1, 128, 128)
+    meant = (numbers.view(-1, 128, 128).float() * blocks)[held]
+    # Of each key head q, k, two of v and two of z; ours has those of both heads behind each other.
+    order = [0, 6, 1, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    torch.testing.assert_close(found, meant[order], rtol=0, atol=0)
 
 
 def test_deterministic_mode_dequantises(checkpoints: Path) -> None:
