@@ -46,6 +46,8 @@ class ParallelGroup:
         rendezvous: "host:port", free on the host of rank 0. Unused for a group of one.
         address: Of this rank's host, as the others reach it. The host of `rendezvous` by default.
         timeout_s: A rank that others wait for longer than this counts as dead.
+        fixed_order: Ranks' numbers are added in the order of ranks. Of more than two, libraries
+            choose the order by how many numbers there are, and by where among them one is.
 
     Raises:
         ConnectionError: The ranks did not meet within `timeout_s`.
@@ -59,9 +61,11 @@ class ParallelGroup:
         rendezvous: str = "",
         timeout_s: float = _TIMEOUT_S,
         address: str = "",
+        fixed_order: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
+        self._adds_in_order = fixed_order and size > 2
         self._collectives: Collectives = _Alone()
         if size > 1:
             kind = torch.device(device).type
@@ -70,7 +74,12 @@ class ParallelGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over ranks. `x` may be overwritten."""
-        return self._collectives.all_reduce(x)
+        if not self._adds_in_order:
+            return self._collectives.all_reduce(x)
+        first, *others = self._collectives.all_gather(x)
+        for part in others:
+            first += part
+        return first
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gathers [..., n] of each rank to [..., size * n], in the order of ranks."""

@@ -168,6 +168,7 @@ class SharedExpert(nn.Module):
         self, hidden_size: int, intermediate_size: int, shard: Shard, *, has_gate: bool
     ) -> None:
         super().__init__()
+        self.deterministic = shard.gemms.deterministic
         self.mlp = GatedMLP(hidden_size, intermediate_size, shard)
         self.gate = shard.parameter(1, hidden_size) if has_gate else None
 
@@ -176,8 +177,15 @@ class SharedExpert(nn.Module):
         if self.gate is None:
             self.mlp.accumulate(x, out)
             return
-        share = (x.float() * self.gate.float()).sum(-1, keepdim=True).sigmoid()
-        out.add_((self.mlp.partial(x).float() * share).to(x.dtype))
+        # Not torch's sigmoid, whose bits on CPU depend on how many tokens there are.
+        odds = 1.0 + torch.exp(-self._logits(x, self.gate))
+        out.add_((self.mlp.partial(x).float() / odds).to(x.dtype))
+
+    def _logits(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Computes [T, H] -> [T, 1] float32."""
+        if self.deterministic:
+            return ops.invariant_gemm(x, gate, None, torch.float32)
+        return (x.float() * gate.float()).sum(-1, keepdim=True)
 
     def checkpoint_weights(self, prefix: str, gate: str) -> Iterator[CheckpointWeight]:
         yield from self.mlp.checkpoint_weights(prefix, is_fused=False)

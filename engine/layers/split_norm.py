@@ -37,15 +37,24 @@ class SplitRMSNorm(nn.Module):
         self.order = order
         self.group = shard.tp
         self.times_counted = shard.tp.size * count // total
+        self.ones: Tensor | None = None
+        if shard.gemms.deterministic and shard.tp.size > 1:
+            self.ones = torch.ones(1, count, device=shard.device)
         self.weight = shard.parameter(count)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return ops.rms_norm(x, self.weight, self.eps)
         wide = x.float()
-        squares = self.group.all_reduce(wide.square().sum(dim=-1, keepdim=True))
+        squares = self.group.all_reduce(self._sum(wide.square()))
         mean = squares / (self.times_counted * self.total)
         return (wide * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
+
+    def _sum(self, squares: Tensor) -> Tensor:
+        """Sums each row. torch chooses the order on a GPU by how many rows there are."""
+        if self.ones is not None:
+            return ops.invariant_gemm(squares, self.ones)
+        return squares.sum(dim=-1, keepdim=True)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield CheckpointWeight(

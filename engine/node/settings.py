@@ -156,7 +156,8 @@ class EngineSettings(CacheSettings, SecuritySettings):
     deterministic: bool = Field(
         default=False,
         description="Make a request's tokens and KV, to the last bit, independent of what else "
-        "runs at the same time and of how its prompt is cut into steps. Slower.",
+        "runs at the same time and of how its prompt is cut into steps. Slower; not with "
+        "attention_backend flash-attn.",
     )
     disabled_fast_paths: tuple[FastPath, ...] = Field(
         default=(),

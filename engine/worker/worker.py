@@ -122,6 +122,7 @@ class Worker:
             self._device,
             self._rendezvous,
             address=self._address,
+            fixed_order=self.config.device.deterministic,
         )
         self._closers.callback(tp.close)
         self._place = ParallelPlace(range(self.config.model.num_layers), tp)

@@ -59,6 +59,11 @@ def choose_attention(
             f"attention_backend flash-attn does not have {needs_own}, which "
             f"{config.model.architecture} needs; choose auto or triton"
         )
+    if config.device.deterministic and wanted == "flash-attn":
+        raise AttentionBackendError(
+            "attention_backend flash-attn has no deterministic mode: how it splits a context "
+            "depends on what else runs; choose auto or triton, or leave out --deterministic"
+        )
     if latent is not None:
         return _latent_backend(config, device, latent, recorded_tokens)
     if config.device.deterministic or rare_attention or all(has_window):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.reference.steady import sigmoid, silu, softplus
 from tandem_kernels.state_metadata import StateMetadata
 
 L2_EPS = 1e-6
@@ -34,7 +35,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, metadata: StateMetada
         before = states[block] if goes_on else torch.zeros_like(states[block])
         inputs = torch.cat((before, x[start:stop].t().to(states.dtype)), dim=1)
         wide = F.conv1d(inputs.float()[None], weight.float()[:, None], groups=weight.shape[0])
-        out[start:stop] = F.silu(wide[0].t()).to(x.dtype)
+        out[start:stop] = silu(wide[0].t()).to(x.dtype)
         states[block] = inputs[:, inputs.shape[1] - (width - 1) :]
     return out
 
@@ -108,7 +109,7 @@ def split_heads(mixed: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def decay_and_rate(gates: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Returns exp(g) and beta, [T, Hv] float32."""
     b, a = gates.float().chunk(2, dim=1)
-    return torch.exp(-a_log.exp() * F.softplus(a + dt_bias)), b.sigmoid()
+    return torch.exp(-a_log.exp() * softplus(a + dt_bias)), sigmoid(b)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -124,7 +125,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         [T, H * V].
     """
     normed = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
-    return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
+    return (normed.flatten(1) * silu(gate.float())).to(x.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

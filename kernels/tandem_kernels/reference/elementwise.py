@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem_kernels.kv_scales import KVScales
 from tandem_kernels.reference.fp8_cache import quantise
+from tandem_kernels.reference.steady import sigmoid
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,8 +60,8 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """Computes `x * sigmoid(gate)`, both [T, I]. The memory of `x` may be reused."""
     if x.dtype == torch.float32:
-        return x.mul_(gate.sigmoid())
-    return (x.float() * gate.float().sigmoid()).to(x.dtype)
+        return x.mul_(sigmoid(gate))
+    return (x.float() * sigmoid(gate.float())).to(x.dtype)
 
 
 def rope_and_cache(

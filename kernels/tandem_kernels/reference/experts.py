@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.reference import steady
 
 
 def route_tokens(
@@ -45,7 +46,7 @@ def route_tokens(
     """
     if logit_bias is not None:
         logits = logits + logit_bias
-    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    scores = steady.sigmoid(logits) if sigmoid else logits.softmax(-1)
     chosen_by = scores if bias is None else scores + bias
     if num_groups > 1:
         grouped = chosen_by.view(len(logits), num_groups, -1)
@@ -118,6 +119,6 @@ def _one_expert(
 
 def activated(gates: Tensor, ups: Tensor, gate: ClampedGate | None) -> Tensor:
     if gate is None:
-        return F.silu(gates) * ups
+        return steady.silu(gates) * ups
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
-    return (ups + 1) * gates * torch.sigmoid(gate.alpha * gates)
+    return (ups + 1) * gates * steady.sigmoid(gate.alpha * gates)

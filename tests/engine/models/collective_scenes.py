@@ -16,12 +16,15 @@ T = TypeVar("T")
 _TIMEOUT_S = 60
 
 
-def play(scene: Callable[[ParallelGroup], T], size: int) -> list[T]:
+def play(scene: Callable[[ParallelGroup], T], size: int, *, fixed_order: bool = False) -> list[T]:
     """Returns what each rank returned."""
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
 
     def rank_of(rank: int) -> T:
-        return scene(ParallelGroup(rank, size, "cpu", rendezvous, timeout_s=_TIMEOUT_S))
+        group = ParallelGroup(
+            rank, size, "cpu", rendezvous, timeout_s=_TIMEOUT_S, fixed_order=fixed_order
+        )
+        return scene(group)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank_of, range(size), timeout=_TIMEOUT_S))
@@ -46,6 +49,25 @@ def collectives(group: ParallelGroup) -> tuple[dict[str, Any], dict[str, str]]:
     results["many"] = noise.tolist()
     group.close()
     return results, sockets
+
+
+def sum_of_rows(group: ParallelGroup) -> list[bool]:
+    """Says of steps of several sizes whether each row has the bits that it has alone, which are
+    those of adding in the order of ranks."""
+    parts = [
+        torch.randn(37, 19, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        for rank in range(group.size)
+    ]
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    own = parts[group.rank]
+    found = [
+        torch.equal(group.all_reduce(own[first:end].clone()), expected[first:end])
+        for first, end in ((0, 1), (36, 37), (3, 20), (0, 37))
+    ]
+    group.close()
+    return found
 
 
 def dead_peer(group: ParallelGroup) -> str:

@@ -53,12 +53,13 @@ NUM_TOP = 3
 
 @dataclass
 class Found:
-    """Holds the answer of one request. `prompt_logprobs`: (token ids, log probabilities, rank) of
-    each token of the prompt but the first.
+    """Holds the answer of one request. `logprobs`, `prompt_logprobs`: (token ids, log
+    probabilities, rank) of each token, of the prompt all but the first.
     """
 
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[list[int], list[float], int]] = field(default_factory=list)
+    logprobs: list[tuple[list[int], list[float], int]] = field(default_factory=list)
 
 
 class EngineRank:
@@ -75,7 +76,11 @@ class EngineRank:
         self.num_cached: dict[str, int] = {}
 
     def run(
-        self, asked: dict[str, list[int]], max_tokens: int, prompt_logprobs: int | None = None
+        self,
+        asked: dict[str, list[int]],
+        max_tokens: int,
+        prompt_logprobs: int | None = None,
+        logprobs: int | None = None,
     ) -> dict[str, Found]:
         for request_id, prompt in asked.items():
             sampling = SamplingParams(
@@ -83,6 +88,7 @@ class EngineRank:
                 max_tokens=max_tokens,
                 ignore_eos=True,
                 prompt_logprobs=prompt_logprobs,
+                logprobs=logprobs,
             )
             message = EngineCoreRequest(request_id=request_id, spec=RequestSpec(prompt, sampling))
             self._scheduler.add_request(Request(message))
@@ -94,6 +100,9 @@ class EngineRank:
             for output in self._scheduler.update_from_output(step, result).outputs:
                 of_request = found[output.request_id]
                 of_request.tokens += output.new_token_ids
+                of_request.logprobs += [
+                    (token.token_ids, token.logprobs, token.rank) for token in output.logprobs or ()
+                ]
                 if (part := output.prompt_logprobs) is not None:
                     assert part.first_position == 1 + len(of_request.prompt_logprobs)
                     assert not of_request.tokens

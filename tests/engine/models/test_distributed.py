@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from engine.distributed import ParallelGroup
-from tests.engine.models.collective_scenes import collectives, dead_peer, listening, play
+from tests.engine.models.collective_scenes import (
+    collectives,
+    dead_peer,
+    listening,
+    play,
+    sum_of_rows,
+)
 from tests.engine.models.conftest import free_ports
 
 
@@ -33,6 +39,11 @@ def test_collectives(size: int) -> None:
         torch.randn(7, 33, generator=torch.Generator().manual_seed(rank)) for rank in range(size)
     )
     torch.testing.assert_close(torch.tensor(ranks[0]["noise"]), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_in_fixed_order_a_row_does_not_depend_on_the_others(size: int) -> None:
+    assert play(sum_of_rows, size, fixed_order=True) == [[True] * 4] * size
 
 
 def test_a_rank_that_leaves_is_noticed() -> None:

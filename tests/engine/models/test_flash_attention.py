@@ -101,6 +101,9 @@ def test_the_choice_is_logged_and_says_what_is_missing(tmp_path, caplog) -> None
     with pytest.raises(AttentionBackendError, match="needs the package flash_attn_interface"):
         choose_attention(wanted, CPU)
     ordered = config(tmp_path, attention_backend="flash-attn", deterministic=True)
+    with pytest.raises(AttentionBackendError, match="flash-attn has no deterministic mode"):
+        choose_attention(ordered, CPU)
+    ordered = config(tmp_path, deterministic=True)
     assert choose_attention(ordered, CPU) == PagedBackend(fixed_order=True)
 
 
