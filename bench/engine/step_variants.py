@@ -2,6 +2,7 @@
 
     python -m bench.engine.step_variants                    # prefill, then decode
     python -m bench.engine.step_variants --parts prefill
+    python -m bench.engine.step_variants --parts fp8-cache --quantization fp8   # its decodes
     python -m bench.engine.step_variants --dry-run    # a tiny model on the CPU: does everything run
 
 The model runs in this process, without engine and sampling. A decode step is timed as one CUDA
@@ -19,16 +20,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from bench.engine.variant_checks import largest_error
+from bench.engine.offline import QUANTIZATIONS
+from bench.engine.variant_checks import attention_error, largest_error
 from bench.engine.variant_list import (
     DECODE_CASES,
     Variant,
     applied,
     decode_variants,
+    fp8_decode_variants,
     prefill_variants,
     small_m_variants,
     whole_steps,
@@ -103,11 +107,13 @@ class Trial:
         case: str,
         timer: Timer,
         metadata: AttentionMetadata | None = None,
+        error: Callable[[VariantModel, AttentionMetadata], float] = largest_error,
     ) -> None:
         """Builds the timer; `metadata` is of decodes, whose kernels are to be checked one
-        by one.
+        by one: `error` says how.
         """
         self._model, self._case, self._timer, self._metadata = model, case, timer, metadata
+        self._error = error
         self.rows: list[dict[str, object]] = []
         self._expected: Tensor | None = None
 
@@ -120,7 +126,7 @@ class Trial:
                 ms, found, same = self._timer(self._model, step)
                 kernels = 0.0
                 if self._metadata is not None:
-                    kernels = largest_error(self._model, self._metadata)
+                    kernels = self._error(self._model, self._metadata)
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
             return self._report(row, float("inf"))
@@ -150,6 +156,19 @@ def try_decode(model: VariantModel) -> list[dict[str, object]]:
     return rows
 
 
+def try_fp8_cache(model: VariantModel) -> list[dict[str, object]]:
+    """Tries decode attention alone, over an FP8 cache."""
+    rows: list[dict[str, object]] = []
+    for batch, context in DECODE_CASES:
+        metadata = model.decode_metadata(batch, context)
+        step, present = model.decode_step(metadata), Variant("present")
+        trial = Trial(model, f"decode {batch} x {context}", step_ms, metadata, attention_error)
+        for variant in (present, *fp8_decode_variants(), replace(present, name="present again")):
+            trial.measure(variant, step)
+        rows += trial.rows
+    return rows
+
+
 def try_prefill(model: VariantModel) -> list[dict[str, object]]:
     rows = []
     for lengths in _PROMPTS:
@@ -172,6 +191,8 @@ def compile_all(arguments: argparse.Namespace, processes: int) -> None:
         "bench.engine.step_variants",
         "--shape",
         arguments.shape,
+        "--parts",
+        arguments.parts,
         "--compile",
     ]
     started = time.perf_counter()
@@ -182,11 +203,19 @@ def compile_all(arguments: argparse.Namespace, processes: int) -> None:
 
 def compile_part(arguments: argparse.Namespace) -> None:
     index, count = map(int, arguments.compile.split("/"))
-    model = VariantModel(arguments.shape, num_layers=1, most_bytes=1 << 30)
+    is_fp8 = arguments.parts == "fp8-cache"
+    model = VariantModel(
+        arguments.shape,
+        num_layers=1,
+        most_bytes=1 << 30,
+        kv_cache_dtype="fp8" if is_fp8 else "auto",
+    )
     sizes = (16, 32, 64, 256)
-    work = [(batch, variant) for batch in sizes for variant in decode_variants()]
-    work += [(16, variant) for variant in (*small_m_variants(), *whole_steps())]
-    work += [(0, variant) for variant in prefill_variants()]
+    variants = fp8_decode_variants() if is_fp8 else decode_variants()
+    work = [(batch, variant) for batch in sizes for variant in variants]
+    if not is_fp8:
+        work += [(16, variant) for variant in (*small_m_variants(), *whole_steps())]
+        work += [(0, variant) for variant in prefill_variants()]
     for batch, variant in work[index::count]:
         step = model.prefill_step((2048, 1024), PagedBackend())
         if batch:
@@ -226,6 +255,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--parts", default="prefill,decode", help="comma separated")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--compiled", action="store_true", help="the cache of kernels is filled")
     parser.add_argument("--only-compile", action="store_true", help="fill the cache of kernels")
@@ -234,16 +264,24 @@ def main() -> None:
     if arguments.compile:
         compile_part(arguments)
         return
-    if not arguments.dry_run and not arguments.compiled and "decode" in arguments.parts:
+    if not arguments.dry_run and not arguments.compiled and arguments.parts != "prefill":
         compile_all(arguments, min(12, os.cpu_count() or 1))
     if arguments.only_compile:
         return
     started = time.perf_counter()
-    model = VariantModel(arguments.shape, tiny=arguments.dry_run)
+    parts = arguments.parts.split(",")
+    if "fp8-cache" in parts and len(parts) > 1:
+        parser.error("fp8-cache is a part for itself: the others have a cache in bf16")
+    model = VariantModel(
+        arguments.shape,
+        tiny=arguments.dry_run,
+        quantization=arguments.quantization,
+        kv_cache_dtype="fp8" if "fp8-cache" in parts else "auto",
+    )
     print(f"{model.num_blocks} blocks, ready in {time.perf_counter() - started:.0f} s", flush=True)
-    tries = {"decode": try_decode, "prefill": try_prefill}
+    tries = {"decode": try_decode, "prefill": try_prefill, "fp8-cache": try_fp8_cache}
     rows: list[dict[str, object]] = []
-    for part in arguments.parts.split(","):
+    for part in parts:
         with torch.inference_mode():
             rows += tries[part](model)
         if not arguments.dry_run:

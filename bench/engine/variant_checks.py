@@ -10,6 +10,7 @@ from bench.engine.variant_model import VariantModel
 from engine.models.llama_layer import LlamaDecoderLayer
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.kv_scales import E4M3
 
 _CHECKED_REQUESTS = 3
 
@@ -25,13 +26,14 @@ def attention_error(model: VariantModel, metadata: AttentionMetadata) -> float:
     spec = model.layer.self_attn.attention.spec
     cache = model.kv_caches[0]
     shape = (len(metadata.seq_lens), spec.num_heads, spec.head_dim)
-    q = torch.randn(shape, device=model.device).to(cache.dtype)
-    found = ops.paged_attention(q, cache, metadata, spec.scale)
+    q = torch.randn(shape, device=model.device).to(getattr(torch, model.config.model.dtype))
+    found = ops.paged_attention(q, cache, metadata, spec.scale, kv_scales=spec.kv_scales)
     worst = 0.0
     for r in range(0, len(q), max(1, len(q) // _CHECKED_REQUESTS)):
         length = int(metadata.seq_lens[r])
         blocks = metadata.block_tables[r, : -(-length // cache.shape[3])].long()
-        kv = cache[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].double()
+        pages = cache.view(torch.uint8)[blocks].view(E4M3) if cache.dtype == E4M3 else cache[blocks]
+        kv = pages.double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
         grouped = q[r].double().view(kv.shape[1], -1, spec.head_dim)
         weights = (grouped @ kv[0].mT * spec.scale).softmax(-1)
         worst = max(worst, _error(found[r].flatten(), (weights @ kv[1]).flatten()))

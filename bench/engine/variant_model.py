@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.engine.offline import shape_config
+from engine.config import KVCacheDtype
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.flash_attention import FlashPrefill
@@ -26,10 +27,13 @@ from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.kv_scales import E4M3
 
 _SHARE_OF_MEMORY = 0.75
 _MAX_MODEL_LEN = 16_384
 _SHORTEST_APART = 512
+_SMALL_NUMBERS, _LARGE_NUMBERS = 0x28, 0x40
+"""Bytes of e4m3 numbers from 1/4 to 2."""
 _TINY_SPEC = {"hidden_size": 256, "intermediate_size": 512}
 _TINY = {
     "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "vocab_size": 512,
@@ -40,13 +44,27 @@ class VariantModel:
     """A model with random weights; `tiny` makes a small one on the CPU."""
 
     def __init__(
-        self, shape: str, *, tiny: bool = False, num_layers: int = 0, most_bytes: int = 1 << 40
+        self,
+        shape: str,
+        *,
+        tiny: bool = False,
+        num_layers: int = 0,
+        most_bytes: int = 1 << 40,
+        quantization: str = "",
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         self.device = torch.device("cpu" if tiny else "cuda")
-        config = shape_config(shape, device=self.device.type, max_model_len=_MAX_MODEL_LEN)
+        config = shape_config(
+            shape,
+            device=self.device.type,
+            max_model_len=_MAX_MODEL_LEN,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         model = config.model
         if tiny:
-            model = replace(model, **_TINY, spec={**model.spec, **_TINY_SPEC})
+            rotary = {**model.spec["rotary"], "dim": _TINY["head_dim"]}
+            model = replace(model, **_TINY, spec={**model.spec, **_TINY_SPEC, "rotary": rotary})
         if num_layers:
             model = replace(model, num_layers=num_layers)
         self.config = config = replace(config, model=model)
@@ -64,7 +82,10 @@ class VariantModel:
         memory = torch.empty(self.num_blocks * block_bytes, dtype=torch.uint8, device=self.device)
         self.kv_caches = layer_views(memory, config.kv_layout)
         for layer in self.kv_caches:
-            layer.normal_()
+            if layer.dtype == E4M3:
+                layer.view(torch.uint8).random_(_SMALL_NUMBERS, _LARGE_NUMBERS)
+            else:
+                layer.normal_()
         self.layer = cast("LlamaDecoderLayer", self.model.layers[0])
 
     def decode_metadata(self, batch: int, context: int) -> AttentionMetadata:
