@@ -34,6 +34,7 @@ FastPath = Literal[
     "pdl",
     "prompt-graphs",
     "residual-gemm",
+    "side-stream",
     "small-m-gemm",
 ]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
@@ -182,7 +183,8 @@ class DeviceConfig:
             are loaded; `pdl`, small kernels that start before the one before has ended
             (programmatic dependent launch); `prompt-graphs`, CUDA graphs of steps with short
             prompts; `residual-gemm`, GEMMs of many rows that add to the residual stream
-            themselves; `small-m-gemm`, GEMMs of few rows by our own kernels.
+            themselves; `side-stream`, shared experts beside the others; `small-m-gemm`, GEMMs of
+            few rows by our own kernels.
     """
 
     device: Device = "cpu"

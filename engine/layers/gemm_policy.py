@@ -18,6 +18,9 @@ _RESIDUAL_ROWS = 1024
 _INT4_ROWS = 256
 """The largest size: with more, writing the weights out in half precision costs less."""
 
+_BESIDE_ROWS = 512
+"""The largest size: with more, either GEMM keeps all SMs busy."""
+
 
 @dataclass(frozen=True, slots=True)
 class GemmPolicy:
@@ -32,6 +35,8 @@ class GemmPolicy:
             never.
         int4_rows: Packed 4-bit weights are multiplied by at most so many rows; for more they are
             written out in half precision first. 0: they are as they are loaded.
+        beside_rows: A shared expert of at most so many rows is computed beside the others, on a
+            stream of its own; 0: never.
         fp8: GEMMs take FP8 weights and inputs; else weights are dequantised as they are loaded.
     """
 
@@ -41,6 +46,7 @@ class GemmPolicy:
     residual_rows: int = 0
     int4_rows: int = 0
     fp8: bool = False
+    beside_rows: int = 0
 
     @classmethod
     def choose(
@@ -57,12 +63,14 @@ class GemmPolicy:
             return cls(deterministic=True, int4_rows=int4_rows)
         small_m = config.allows("small-m-gemm") and supports_pdl(device)
         gate_up = config.allows("fused-gate-up") and has_warpgroup_mma(device)
+        beside = config.allows("side-stream") and device.type == "cuda"
         residual = config.allows("residual-gemm") and device.type == "cuda" and tp_size == 1
         return cls(
             small_m_rows=_SMALL_M_ROWS if small_m else 0,
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
             residual_rows=_RESIDUAL_ROWS if residual else 0,
             int4_rows=int4_rows,
+            beside_rows=_BESIDE_ROWS if beside else 0,
             fp8=config.allows("fp8-gemm") and _multiplies_fp8(device, dtype),
         )
 

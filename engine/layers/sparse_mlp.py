@@ -5,7 +5,8 @@
        └─ shared expert, if there is one ──────────┘
 
 Each rank has a slice of every expert, as of any feed-forward block, so tokens need not travel and
-one all-reduce completes the layer.
+one all-reduce completes the layer. In recorded steps of few tokens the shared expert runs beside
+the others, which leave the matrix units idle.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.side_stream import SideStream, is_recording
 from tandem_kernels import ops
 from tandem_kernels.clamped_gate import ClampedGate
 
@@ -172,14 +174,21 @@ class SharedExpert(nn.Module):
         self.mlp = GatedMLP(hidden_size, intermediate_size, shard)
         self.gate = shard.parameter(1, hidden_size) if has_gate else None
 
-    def forward(self, x: Tensor, out: Tensor) -> None:
-        """Adds this rank's part of the sum over ranks to `out`, [T, H]."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes this rank's part of the sum over ranks, [T, H]."""
+        out = self.mlp.partial(x)
         if self.gate is None:
-            self.mlp.accumulate(x, out)
-            return
+            return out
         # Not torch's sigmoid, whose bits on CPU depend on how many tokens there are.
         odds = 1.0 + torch.exp(-self._logits(x, self.gate))
-        out.add_((self.mlp.partial(x).float() / odds).to(x.dtype))
+        return (out.float() / odds).to(x.dtype)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """Adds what `forward` returns to `out`, [T, H]; in the GEMM where it can."""
+        if self.gate is None:
+            self.mlp.accumulate(x, out)
+        else:
+            out.add_(self(x))
 
     def _logits(self, x: Tensor, gate: Tensor) -> Tensor:
         """Computes [T, H] -> [T, 1] float32."""
@@ -204,10 +213,19 @@ class SparseMLP(nn.Module):
         self.experts = experts
         self.shared = shared
         self.group = shard.tp
+        self.beside_rows = shard.gemms.beside_rows
 
     def forward(self, x: Tensor, stream: ResidualStream, slot_mapping: Tensor) -> None:
         """Computes the block of the normed `x`, [T, H]; tokens without a slot are padding."""
-        out = self.experts(x, *self.router(x, slot_mapping))
-        if self.shared is not None:
-            self.shared(x, out)
+        if self.shared is not None and len(x) <= self.beside_rows and is_recording(x):
+            side = SideStream(x.device)
+            with side.beside():
+                shared = self.shared(x)
+            out = self.experts(x, *self.router(x, slot_mapping))
+            side.join()
+            out.add_(shared)
+        else:
+            out = self.experts(x, *self.router(x, slot_mapping))
+            if self.shared is not None:
+                self.shared.add_to(out, x)
         stream.add(self.group.all_reduce(out))

@@ -169,6 +169,7 @@ class EngineSettings(CacheSettings, SecuritySettings):
         "as they are loaded, and take four times the memory. pdl: small kernels overlap, by "
         "programmatic dependent launch. prompt-graphs: CUDA graphs of steps with short prompts. "
         "residual-gemm: GEMMs of many rows add to the residual stream themselves. "
+        "side-stream: shared experts run beside the others. "
         "small-m-gemm: our own kernels for few rows.",
     )
     async_scheduling: bool | None = Field(

@@ -86,8 +86,8 @@ def test_the_policy_follows_device_and_settings(
     small_m = 16 if capability >= (9, 0) else 0
     gate_up = 1024 if capability[0] == 9 else 0
     fp8 = capability[0] == 9
-    assert choose() == GemmPolicy(False, small_m, gate_up, 1024, 256, fp8)
-    assert choose(tp_size=2) == GemmPolicy(False, small_m, gate_up, 0, 256, fp8)
+    assert choose() == GemmPolicy(False, small_m, gate_up, 1024, 256, fp8, 512)
+    assert choose(tp_size=2) == GemmPolicy(False, small_m, gate_up, 0, 256, fp8, 512)
     assert not GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float16).fp8
     assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=256)
     for path, field in (
@@ -96,6 +96,7 @@ def test_the_policy_follows_device_and_settings(
         ("residual-gemm", "residual_rows"),
         ("fp8-gemm", "fp8"),
         ("int4-gemm", "int4_rows"),
+        ("side-stream", "beside_rows"),
     ):
         assert getattr(choose(disabled_fast_paths=(path,)), field) == 0
     assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()

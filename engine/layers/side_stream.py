@@ -1,0 +1,44 @@
+"""A second CUDA stream for work that needs not wait, and which nothing waits for until `join`.
+
+    current   ─ x ─┬───── what is launched meanwhile ─────┬─ join ─
+    side           └─ what is launched in `beside` ───────┘
+
+Only while a graph is recorded: there it costs nothing, elsewhere the host has more to launch.
+Memory that is taken on the side is given back there, and all of its users wait for each other at
+the fork and at the join, so that none is written while it is read.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def is_recording(x: Tensor) -> bool:
+    """Returns whether what is launched on the device of `x` goes into a graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class SideStream:
+    """Forks where it is made, from all that was launched before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._main = torch.cuda.current_stream(device)
+        self._side = _side_stream(device)
+        self._side.wait_stream(self._main)
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Returns a context in which launches go to the side."""
+        return torch.cuda.stream(self._side)
+
+    def join(self) -> None:
+        """Lets what is launched from now on wait for the side."""
+        self._main.wait_stream(self._side)
