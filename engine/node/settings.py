@@ -168,9 +168,8 @@ class EngineSettings(CacheSettings, SecuritySettings):
         "their activation. int4-gemm: 4-bit weights stay packed; without it they are dequantised "
         "as they are loaded, and take four times the memory. pdl: small kernels overlap, by "
         "programmatic dependent launch. prompt-graphs: CUDA graphs of steps with short prompts. "
-        "residual-gemm: GEMMs of many rows add to the residual stream themselves. "
-        "side-stream: shared experts run beside the others. "
-        "small-m-gemm: our own kernels for few rows.",
+        "residual-gemm: GEMMs of many rows add to the residual stream themselves. side-stream: "
+        "shared experts run beside the others. small-m-gemm: our own kernels for few rows.",
     )
     async_scheduling: bool | None = Field(
         default=None,
