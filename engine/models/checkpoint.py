@@ -38,6 +38,8 @@ __all__ = [
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
+_OTHER_FORMS = ["*/*.safetensors", "consolidated*.safetensors"]
+"""The same weights once more, as gpt-oss and Mistral publish them beside Hugging Face's form."""
 _DTYPES: dict[str, Dtype] = {
     "float32": "float32",
     "float16": "float16",
@@ -113,7 +115,7 @@ def _download(name: str, folder: Path, load_format: LoadFormat) -> Path:
     try:
         # Weights that nothing here can compute with are not worth hours of downloading.
         check_architecture(snapshot_download(name, allow_patterns=["config.json"]))
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_OTHER_FORMS))
     except RepositoryNotFoundError as error:
         raise CheckpointError(
             name,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -225,15 +226,25 @@ def test_hub_name_is_downloaded(
     snapshots.mkdir(parents=True)
     folder = (snapshots.parent.parent / "llama").rename(snapshots / "0a1b")
     asked: list[list[str]] = []
+    published = [
+        "config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors", "README.md", "original/model.safetensors",
+        "consolidated.safetensors", "metal/model.bin",
+    ]  # fmt: skip
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
+    def download(name: str, allow_patterns: list[str], ignore_patterns: Sequence[str] = ()) -> str:
+        asked.append(
+            list(
+                filter_repo_objects(
+                    published, allow_patterns=allow_patterns, ignore_patterns=list(ignore_patterns)
+                )
+            )
+        )
         return str(folder)
 
     monkeypatch.setattr(checkpoint, "snapshot_download", download)
     assert resolve_model("some-org/some-model") == folder
-    assert asked[0] == ["config.json"]
-    assert "*.safetensors" in asked[1]
+    assert asked == [["config.json"], published[:5]]
     assert load_model_config(folder).served_model_name == "some-org/some-model"
 
 
