@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem_kernels.device import uses_pdl
 from tandem_kernels.prefill_attention import request_of
 from tandem_kernels.state_metadata import StateMetadata
 
@@ -61,8 +63,12 @@ def causal_conv_kernel(
     WIDTHS: tl.constexpr,
     TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Computes, in program (i, j), the i-th tile of tokens for channels j * CHANNELS and on."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0)
     r = tile
     if TILE > 1:
@@ -113,6 +119,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, metadata: StateMetada
     width = weight.shape[1]
     tile = 1 if one_each else max(TILE, triton.next_power_of_2(width - 1))
     tiles = num_reqs if one_each else triton.cdiv(num_tokens, tile) + num_reqs
+    overlap = one_each and uses_pdl(x.device, num_tokens)
     causal_conv_kernel[(tiles, triton.cdiv(num_channels, CHANNELS))](
         x,
         weight,
@@ -129,6 +136,8 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, metadata: StateMetada
         WIDTHS=triton.next_power_of_2(width - 1),
         TILE=tile,
         CHANNELS=CHANNELS,
+        OVERLAP=overlap,
         num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )
     return out

@@ -10,10 +10,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.delta_chunks import delta_chunks
 from tandem_kernels.delta_gates import decay_and_rate, unit_length
 from tandem_kernels.delta_tuning import DeltaTuning, decode_tuning
+from tandem_kernels.device import uses_pdl
 from tandem_kernels.state_metadata import StateMetadata
 
 
@@ -38,9 +40,13 @@ def delta_rule_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     VALUES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Takes in, in program (r, h, j), all tokens of request r for columns j * VALUES and on of
     the state of value head h."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     r = tl.program_id(0)
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + r)
@@ -124,6 +130,7 @@ def delta_tokens(
     tuning = tuning or decode_tuning()
     _, num_values, key_dim, value_dim = states.shape
     num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
+    overlap = uses_pdl(mixed.device, len(mixed))
     grid = (num_reqs, num_values, triton.cdiv(value_dim, tuning.values))
     delta_rule_kernel[grid](
         mixed,
@@ -145,5 +152,7 @@ def delta_tokens(
         VALUE_DIM=value_dim,
         BLOCK_KEY=triton.next_power_of_2(key_dim),
         VALUES=tuning.values,
+        OVERLAP=overlap,
         num_warps=tuning.num_warps,
+        **({"launch_pdl": True} if overlap else {}),
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.device import uses_pdl
 
 
 @triton.jit
@@ -15,8 +18,12 @@ def sigmoid_and_mul_kernel(
     gate_stride: tl.tensor,
     width: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Changes, in program (t, j), columns j * BLOCK and on of row t."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -31,7 +38,16 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     num_tokens, width = x.shape
     if num_tokens > 0:
         block = min(1024, triton.next_power_of_2(width))
+        overlap = uses_pdl(x.device, num_tokens)
         sigmoid_and_mul_kernel[(num_tokens, triton.cdiv(width, block))](
-            x, gate, x.stride(0), gate.stride(0), width, BLOCK=block, num_warps=4
+            x,
+            gate,
+            x.stride(0),
+            gate.stride(0),
+            width,
+            BLOCK=block,
+            OVERLAP=overlap,
+            num_warps=4,
+            **({"launch_pdl": True} if overlap else {}),
         )
     return x

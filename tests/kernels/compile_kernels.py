@@ -677,10 +677,17 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
                 causal_conv.causal_conv_kernel,
                 f"{dtype} {tile}",
                 {**types, "states": f"*{dtype}"},
-                {"WIDTH": 4, "WIDTHS": 4, "TILE": tile, "CHANNELS": causal_conv.CHANNELS},
+                {
+                    "WIDTH": 4,
+                    "WIDTHS": 4,
+                    "TILE": tile,
+                    "CHANNELS": causal_conv.CHANNELS,
+                    "OVERLAP": tile == 1 and capability >= 90,
+                },
             )
         types["states"] = "*fp32"
-        part = {"VALUES": delta_tuning.decode_tuning().values}
+        overlap = {"OVERLAP": capability >= 90}
+        part = {"VALUES": delta_tuning.decode_tuning().values, **overlap}
         yield Case(delta_rule.delta_rule_kernel, dtype, types, {**shape, **part})
         chunk = {"CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
         solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
@@ -693,9 +700,9 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
             gated_rms_norm.gated_rms_norm_kernel,
             dtype,
             types,
-            {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS},
+            {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS, **overlap},
         )
-        yield Case(sigmoid_and_mul.sigmoid_and_mul_kernel, dtype, types, {"BLOCK": 1024})
+        yield Case(sigmoid_and_mul.sigmoid_and_mul_kernel, dtype, types, {"BLOCK": 1024, **overlap})
 
 
 def batch_cases(capability: int) -> Iterator[Case]:

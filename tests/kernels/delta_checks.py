@@ -240,6 +240,30 @@ def cut_anywhere(op: Op, sizes: Sizes, device: str = "cpu") -> None:
     assert torch.equal(states[block], whole.states[block])
 
 
+def convolution_cut_anywhere(op: Op, sizes: Sizes, dtype: torch.dtype, device: str) -> None:
+    """The same of the convolution, whichever kernel a step takes."""
+    x = torch.randn(90, sizes.channels, device=device).to(dtype)
+    weight = torch.randn(sizes.channels, sizes.kernel, device=device).to(dtype)
+    states = torch.zeros(2, sizes.channels, sizes.kernel - 1, device=device).to(dtype)
+
+    def run(first: int, count: int) -> Tensor:
+        metadata = StateMetadata(
+            torch.ones(1, device=device).int(),
+            torch.tensor([0, count], device=device).int(),
+            torch.tensor([first + count], device=device).int(),
+            int(count == 1),
+            (count,) * (count > 1),
+        )
+        return op(x[first : first + count], weight, states, metadata)
+
+    expected, last = run(0, 90), states[1].clone()
+    done = 0
+    for count in (1, 1, 61, 2, 1, 24):
+        assert torch.equal(run(done, count), expected[done : done + count])
+        done += count
+    assert torch.equal(states[1], last)
+
+
 def gated_rms_norm(
     op: Op, rows: int, heads: int, dim: int, dtype: torch.dtype, device: str
 ) -> None:

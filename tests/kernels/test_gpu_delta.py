@@ -53,6 +53,8 @@ def test_a_prompt_of_equal_tokens_is_solved_as_exactly(dtype: torch.dtype) -> No
 def test_how_a_request_is_cut_changes_no_bit() -> None:
     for sizes in SIZES:
         check.cut_anywhere(ops.gated_delta_rule, sizes, "cuda")
+        for dtype in (torch.float32, torch.bfloat16):
+            check.convolution_cut_anywhere(ops.causal_conv, sizes, dtype, "cuda")
 
 
 @dtypes
