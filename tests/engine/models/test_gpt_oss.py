@@ -91,6 +91,18 @@ def test_the_published_form_computes_what_transformers_computes(forms: tuple[Pat
         torch.testing.assert_close(logits, reference_logits(model, prompt), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_both_forms_compute_the_same_in_half_precision(
+    device: str, forms: tuple[Path, Path]
+) -> None:
+    asked = [prompt_of(length) for length in (1, WINDOW, 150)]
+    first, second = (
+        torch.cat(make_paged_model(form, ParallelGroup(0, 1), "float16", device).prefill(asked, 64))
+        for form in forms
+    )
+    assert float((first - second).norm() / second.norm()) < 5e-3
+
+
 def test_two_nodes_and_only_the_window_of_windowed_layers_crosses(forms: tuple[Path, Path]) -> None:
     published, meant = forms
     block_size, lengths = 16, (WINDOW - 1, WINDOW, WINDOW + 1, 64, 121)
