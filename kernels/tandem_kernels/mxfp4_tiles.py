@@ -18,6 +18,8 @@ largest that can be kept, and weights are scaled by far less.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,37 +51,40 @@ def tile_mxfp4(blocks: Tensor, exponents: Tensor, out: Tensor) -> None:
     """
     if int(exponents.max()) > MAX_EXPONENT:
         raise ValueError(f"an exponent is {int(exponents.max())}, above {MAX_EXPONENT}")
-    rows, columns = (size * SIDE for size in out.shape[:2])
-    missing = rows - blocks.shape[0], columns // GROUP - blocks.shape[1]
-    exponents = F.pad(exponents, (0, missing[1], 0, missing[0]))
-    bytes_ = F.pad(blocks, (0, 0, 0, missing[1], 0, missing[0])).to(torch.int32)
-    codes = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1)
-    # Outputs (tile, warp, side, group), inputs (tile, half, pair, lane, number of the pair).
-    codes = codes.view(rows // SIDE, 4, 2, 8, columns // SIDE, 2, 4, 4, 2)
-    words = torch.zeros((*codes.shape[:6], 4), dtype=torch.int32, device=blocks.device)
+    num_rows, num_columns = out.shape[:2]
+    missing = num_rows * SIDE - blocks.shape[0], num_columns * SIDE // GROUP - blocks.shape[1]
+    exponents = F.pad(exponents + _ADDED_EXPONENT, (0, missing[1], 0, missing[0]))
+    blocks = F.pad(blocks, (0, 0, 0, missing[1], 0, missing[0]))
+    # A word has four bytes of a block, of which each is a pair: byte 4 * pair + lane.
+    first = 256 * torch.arange(4, dtype=torch.int32, device=blocks.device)
+    index = blocks.view(*blocks.shape[:2], 4, 4).to(torch.int32) + first[:, None]
+    spread = _spread_bytes(blocks.device).index_select(0, index.flatten()).view_as(index)
+    words = spread.sum(dim=2, dtype=torch.int32)
+    # Outputs (tile, warp, side, group), inputs (tile, half) and lanes.
+    words = words.view(num_rows, 4, 2, 8, num_columns, 2, 4).permute(0, 4, 1, 3, 6, 5, 2)
+    out[..., :NUMBER_WORDS] = words.reshape(num_rows, num_columns, NUMBER_WORDS)
+    powers = exponents.view(num_rows, 4, 2, 8, num_columns, 2).permute(0, 4, 1, 3, 5, 2)
+    out[..., NUMBER_WORDS:] = powers.reshape(num_rows, num_columns, -1).view(torch.int32)
+
+
+@cache
+def _spread_bytes(device: torch.device) -> Tensor:
+    """Returns what each byte of a block adds to its word, [4 * 256]: of all bytes for each pair."""
+    byte = torch.arange(256, dtype=torch.int32, device=device)
+    pairs = []
     for pair in range(4):
-        for number in range(2):
-            words |= _spread(codes[..., pair, :, number], pair) << 16 * number
-    words = words.permute(0, 4, 1, 3, 6, 5, 2)
-    out[..., :NUMBER_WORDS] = words.reshape(*out.shape[:2], NUMBER_WORDS)
-    powers = exponents.to(torch.int32) + _ADDED_EXPONENT
-    powers = powers.view(rows // SIDE, 4, 2, 8, columns // SIDE, 2).permute(0, 4, 1, 3, 5, 2)
-    of_word = powers.reshape(*out.shape[:2], TILE_WORDS - NUMBER_WORDS, 4)
-    out[..., NUMBER_WORDS:] = torch.zeros_like(of_word[..., 0])
-    for byte in range(4):
-        out[..., NUMBER_WORDS:] |= of_word[..., byte] << 8 * byte
+        spread = torch.zeros_like(byte)
+        for bit, place in zip((3, 2, 1, 0), _places(pair), strict=True):
+            spread |= (byte >> bit & 1) << place | (byte >> bit + 4 & 1) << place + 16
+        pairs.append(spread)
+    return torch.cat(pairs)
 
 
-def _spread(codes: Tensor, pair: int) -> Tensor:
-    """Places the four bits of each code where a word has them, in its lower half."""
+def _places(pair: int) -> tuple[int, ...]:
+    """Returns where a word has the four bits of a pair's first number, the sign first."""
     if pair < len(_SHIFTS):
-        places = [place - _SHIFTS[pair] for place in _PLACES]
-    else:
-        places = list(_LAST_PLACES)
-    spread = torch.zeros_like(codes)
-    for bit, place in zip((3, 2, 1, 0), places, strict=True):
-        spread |= (codes >> bit & 1) << place
-    return spread
+        return tuple(place - _SHIFTS[pair] for place in _PLACES)
+    return _LAST_PLACES
 
 
 def tiles_of(num_outputs: int, num_inputs: int) -> tuple[int, int, int]:
@@ -95,11 +100,7 @@ def untile_mxfp4(tiles: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
     for pair in range(4):
         for number in range(2):
             low = words >> 16 * number
-            if pair < len(_SHIFTS):
-                places = [place - _SHIFTS[pair] for place in _PLACES]
-            else:
-                places = list(_LAST_PLACES)
-            bits = [low >> place & 1 for place in places]
+            bits = [low >> place & 1 for place in _places(pair)]
             codes.append(8 * bits[0] + 4 * bits[1] + 2 * bits[2] + bits[3])
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=tiles.device)
     values = torch.cat((magnitudes, -magnitudes))[torch.stack(codes, dim=-1).long()]
