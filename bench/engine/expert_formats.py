@@ -228,9 +228,18 @@ class Mxfp4Weights(ExpertWeights):
     @classmethod
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
         if rows_per_expert <= 8:
-            for cols, depth, stages in itertools.product((64, 128), (64, 128, 256), (3, 4, 5, 6)):
-                if cols * depth * stages <= 128 * 128 * 4:
-                    yield ExpertTuning(16, cols, depth, 4, stages)
+            few = (
+                (16, 64, 128, 4, 4), (16, 64, 256, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 4, 4),
+                (8, 64, 64, 2, 4), (8, 64, 64, 2, 6), (8, 64, 128, 2, 3), (8, 128, 64, 2, 3),
+                (8, 128, 64, 2, 5), (16, 64, 64, 2, 5), (16, 128, 64, 2, 3), (16, 128, 64, 2, 4),
+                (8, 64, 64, 1, 4),
+            )  # fmt: skip
+            for rows, cols, depth, warps, stages in few:
+                if rows_per_expert <= rows / 2:
+                    yield ExpertTuning(rows, cols, depth, warps, stages)
+                if rows_per_expert < 0.2 and cols == 64:
+                    yield ExpertTuning(rows, cols, depth, warps, stages, splits=2)
+                    yield ExpertTuning(rows, cols, depth, warps, stages, splits=4)
         elif rows_per_expert <= 32:
             for rows, cols, depth, stages in itertools.product(
                 (16, 32, 64), (64, 128), (64, 128), (3, 4, 5)

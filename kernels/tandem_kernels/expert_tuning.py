@@ -24,7 +24,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "expert_tables"
-MAX_SEARCHED_PAIRS = 256
+MAX_SEARCHED_PAIRS = 128
 """Up to so many (token, expert) pairs each program finds its own rows; beyond, they are sorted
 first, by one more launch."""
 _PLAIN_FORMAT, _EXACT_FORMAT = "bf16", "fp32"
@@ -38,6 +38,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         rows, cols, depth: Of a tile: pairs, outputs, and how much of the inner dimension at once.
         group: So many row tiles in a row share their weights' tiles in the cache.
+        splits: Parts of the inner dimension, which different programs take; in formats that can.
     """
 
     rows: int
@@ -46,6 +47,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_warps: int
     num_stages: int
     group: int = 1
+    splits: int = 1
 
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
@@ -106,13 +108,10 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def to_json(self) -> bytes:
-        """Writes the file's contents, a range a line."""
+        """Writes the file's contents, a range a line; `splits` where there are several."""
         kinds = []
         for kind in ("gate_up", "down"):
-            lines = [
-                msgspec.json.encode({"up_to": part.up_to, **msgspec.structs.asdict(part.tuning)})
-                for part in getattr(self, kind)
-            ]
+            lines = [_line(part) for part in getattr(self, kind)]
             kinds.append(f'  "{kind}": [\n    '.encode() + b",\n    ".join(lines) + b"\n  ]")
         return b"{\n" + b",\n".join(kinds) + b"\n}\n"
 
@@ -125,6 +124,13 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for kind, parts in kinds.items()
         }
         return msgspec.convert(ranges, cls)
+
+
+def _line(part: Range) -> bytes:
+    fields = {"up_to": part.up_to, **msgspec.structs.asdict(part.tuning)}
+    if part.tuning.splits == 1:
+        del fields["splits"]
+    return msgspec.json.encode(fields)
 
 
 def weight_format(dtype: torch.dtype) -> str:

@@ -4,11 +4,15 @@
     2. down, bias, times the pair's weight                            [pairs, H]
     3. the sum over a token's pairs                                   [T, H]
 
-Weights become half precision in registers, in the order in which four warps multiply from them
-there: they are the first operand, and rows, in shared memory, the second.
+Weights become half precision in registers, in the order in which warps multiply from them there:
+they are the first operand, and rows the second. Four warps multiply together, with rows in shared
+memory; fewer multiply each by itself, which takes fewer instructions where rows are few. Where
+there are few tiles, the inner dimension is split, too.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -21,11 +25,24 @@ from tandem_kernels.expert_gate import activated
 from tandem_kernels.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
 from tandem_kernels.fused_experts import sum_pairs
-from tandem_kernels.mxfp4_numbers import mxfp4_weights
+from tandem_kernels.mxfp4_numbers import mxfp4_weights, tile_places
 
 FORMAT = "mxfp4"
+MAX_TILES = 1 << 14
+"""Steps of more tiles have programs enough without parts of the inner dimension."""
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
+
+
+@triton.jit
+def _sum_of_splits(
+    place: tl.tensor, of_split: tl.tensor, written: tl.tensor, SPLITS: tl.constexpr
+) -> tl.tensor:
+    """Sums the parts that programs have written, in their order."""
+    total = tl.load(place, mask=written, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(place + split * of_split, mask=written, other=0.0, cache_modifier=".cg")
+    return total
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_row_tiles", "num_tile_rows", "num_tile_columns"])
@@ -38,6 +55,8 @@ def mxfp4_expert_gemm_kernel(
     order: tl.tensor,
     counts: tl.tensor,
     out: tl.tensor,
+    sums: tl.tensor,
+    arrived: tl.tensor,
     num_pairs: tl.tensor,
     num_experts: tl.tensor,
     num_outputs: tl.tensor,
@@ -53,6 +72,8 @@ def mxfp4_expert_gemm_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BY_WARP: tl.constexpr,
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -68,7 +89,8 @@ def mxfp4_expert_gemm_kernel(
     """Computes one tile of pairs times one tile of outputs in each program.
 
     GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, 544], activated. Else x
-    [pairs, I], weight [E, 1, ...], times the pair's weight.
+    [pairs, I], weight [E, 1, ...], times the pair's weight. Programs (i, s) compute part s of the
+    inner dimension; the last of them to arrive sums the parts, in their order.
     """
     num_col_tiles = tl.cdiv(num_outputs, COLS)
     expert, pair, col_tile = rows_of_program(
@@ -89,35 +111,52 @@ def mxfp4_expert_gemm_kernel(
     inputs = x + row[:, None] * x_stride + lane[None, :]
     part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
     size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
-    tiles = weight + part * size
-    # What lies behind the last tile of either side is not used, but must be there.
+    # Outputs behind the last tile are computed like those of the last, and not written.
     tile_row = col_tile * ROW_TILES + tl.arange(0, ROW_TILES)
     tile_row = tl.minimum(tile_row, num_tile_rows - 1)
+    places = tile_places(weight + part * size, tile_row, num_tile_columns, COLUMN_TILES)
     acc = tl.zeros([COLS, ROWS], tl.float32)
     second = tl.zeros([COLS, ROWS], tl.float32)
-    for step in range(tl.cdiv(inner, DEPTH)):
-        start = step * DEPTH
-        column = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES)
-        column = tl.minimum(column, num_tile_columns - 1)
+    num_steps = tl.cdiv(inner, DEPTH)
+    first = tl.program_id(1) * num_steps // SPLITS
+    for step in range(first, (tl.program_id(1) + 1) * num_steps // SPLITS):
+        inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
         if EVEN:
-            given = tl.load(inputs + start, mask=real[:, None], other=0.0)
+            given = tl.load(inputs + step * DEPTH)
         else:
-            real_k = start + lane < inner
-            given = tl.load(inputs + start, mask=real[:, None] & real_k[None, :], other=0.0)
-        by = mxfp4_weights(
-            tiles, num_tile_columns, tile_row, column, kind, ROW_TILES, COLUMN_TILES, IN_PAIRS
-        )
+            real_k = step * DEPTH + lane < inner
+            given = tl.load(inputs + step * DEPTH, mask=real_k[None, :], other=0.0)
+        if BY_WARP:
+            # Four inputs of a thread lie beside each other, which in a tile are two and two.
+            pieces = given.reshape(ROWS, DEPTH // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
+            given = pieces.reshape(ROWS, DEPTH)
+        at = places + step * (COLUMN_TILES * 544)
+        by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
         acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
         if GATED:
             by = mxfp4_weights(
-                tiles + size, num_tile_columns, tile_row, column, kind,
-                ROW_TILES, COLUMN_TILES, IN_PAIRS,
-            )  # fmt: skip
+                at + size, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS
+            )
             second = tl.dot(by, given.T, second, input_precision=PRECISION)
     acc = acc.T
     second = second.T
     col = col_tile * COLS + tl.arange(0, COLS)
     real_col = col < num_outputs
+    written = real[:, None] & real_col[None, :]
+    if SPLITS > 1:
+        width = 2 * num_outputs if GATED else num_outputs
+        place = sums + pair.to(tl.int64)[:, None] * width + col[None, :]
+        of_split = num_pairs.to(tl.int64) * width
+        tl.store(place + tl.program_id(1) * of_split, acc, mask=written)
+        if GATED:
+            tl.store(place + tl.program_id(1) * of_split + num_outputs, second, mask=written)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tl.program_id(0), 1) < SPLITS - 1:
+            return
+        tl.store(arrived + tl.program_id(0), 0)
+        acc = _sum_of_splits(place, of_split, written, SPLITS)
+        if GATED:
+            second = _sum_of_splits(place + num_outputs, of_split, written, SPLITS)
     if HAS_BIAS:
         of_col = bias + part * num_outputs + col
         acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
@@ -129,7 +168,7 @@ def mxfp4_expert_gemm_kernel(
     else:
         acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
     to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & real_col[None, :])
+    tl.store(to, acc.to(out.dtype.element_ty), mask=written)
 
 
 def mxfp4_experts(
@@ -189,8 +228,14 @@ def mxfp4_gemm(
     num_experts, num_parts, num_tile_rows, num_tile_columns, _ = weight.shape
     inner = x.shape[1]
     row_tiles, constants = rows.tiles(tuning.rows)
-    grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
-    mxfp4_expert_gemm_kernel[grid](
+    num_tiles = row_tiles * triton.cdiv(num_outputs, tuning.cols)
+    splits = tuning.splits if num_tiles <= MAX_TILES else 1
+    sums = arrived = None
+    if splits > 1:
+        size = splits, num_pairs, num_parts * num_outputs
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = _arrival_counts(x.device)
+    mxfp4_expert_gemm_kernel[(num_tiles, splits)](
         x,
         weight,
         bias,
@@ -199,6 +244,8 @@ def mxfp4_gemm(
         rows.order,
         rows.counts,
         out,
+        sums,
+        arrived,
         num_pairs,
         num_experts,
         num_outputs,
@@ -212,6 +259,8 @@ def mxfp4_gemm(
         COLS=tuning.cols,
         DEPTH=tuning.depth,
         GROUP=tuning.group,
+        SPLITS=splits,
+        BY_WARP=tuning.num_warps < 4,
         GATED=num_parts == 2,
         HAS_BIAS=bias is not None,
         CLAMPED=gate is not None,
@@ -222,3 +271,9 @@ def mxfp4_gemm(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
+
+
+@cache
+def _arrival_counts(device: torch.device) -> Tensor:
+    """Returns a counter for each tile, zero between kernels. Kernels on one stream share them."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

@@ -91,33 +91,54 @@ def mxfp4_numbers(
 
 
 @triton.jit
+def tile_places(
+    tiles: tl.tensor, tile_row: tl.tensor, num_tile_columns: tl.tensor, COLUMN_TILES: tl.constexpr
+) -> tl.tensor:
+    """Returns where the first COLUMN_TILES tiles of rows of tiles, [ROW_TILES], begin: addresses
+    [ROW_TILES, COLUMN_TILES, 1]."""
+    column = tl.arange(0, COLUMN_TILES)
+    tile = tile_row.to(tl.int64)[:, None, None] * num_tile_columns + column[None, :, None]
+    return tiles + tile * 544
+
+
+@triton.jit
 def mxfp4_weights(
-    tiles: tl.tensor,
-    num_tiles: tl.tensor,
-    tile_row: tl.tensor,
-    tile_column: tl.tensor,
+    places: tl.tensor,
+    inside: tl.tensor,
     kind: tl.constexpr,
     ROW_TILES: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
+    BY_WARP: tl.constexpr,
+    EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
 ) -> tl.tensor:
-    """Loads [64 * ROW_TILES, 64 * COLUMN_TILES] of a weight whose tiles begin at an address.
+    """Loads tiles: a part [64 * ROW_TILES, 64 * COLUMN_TILES] of a weight.
 
     Args:
-        num_tiles: In each row of tiles.
-        tile_row: [ROW_TILES].
-        tile_column: [COLUMN_TILES].
+        places: As `tile_places` gives them, or so many tiles further.
+        inside: [COLUMN_TILES], tiles that there are. EVEN: all.
+
+    BY_WARP: inputs are ordered as one warp multiplies, else as four do together: in each 16 inputs,
+    two and two of those that in order lie 8 apart are beside each other.
     """
     OUTPUTS: tl.constexpr = 64 * ROW_TILES
     GROUPS: tl.constexpr = 2 * COLUMN_TILES
-    tile = tile_row.to(tl.int64)[:, None, None] * num_tiles + tile_column[None, :, None]
-    start = tiles + tile * 544
-    words = tl.load(start + tl.arange(0, 512)[None, None, :])
+    lane = tl.arange(0, 512)[None, None, :]
+    byte_lane = tl.arange(0, 32)[None, None, :]
+    if EVEN:
+        words = tl.load(places + lane)
+        exponents = tl.load(places + 512 + byte_lane)
+    else:
+        words = tl.load(places + lane, mask=inside[None, :, None], other=0)
+        exponents = tl.load(places + 512 + byte_lane, mask=inside[None, :, None], other=0)
     words = words.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2).permute(0, 2, 6, 3, 1, 5, 4)
-    exponents = tl.load(start + 512 + tl.arange(0, 32)[None, None, :])
     exponents = exponents.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 1, 1)
     shift = tl.arange(0, 4).reshape(1, 1, 1, 1, 2, 2) * 8
     powers = ((exponents >> shift) & 255).permute(0, 2, 5, 3, 1, 4)
     powers = tl.broadcast_to(powers.reshape(OUTPUTS, GROUPS, 1), (OUTPUTS, GROUPS, 4))
     numbers = mxfp4_numbers(words.reshape(OUTPUTS, GROUPS, 4), powers, kind, IN_PAIRS)
-    return numbers.permute(0, 1, 5, 4, 2, 3).reshape(OUTPUTS, 32 * GROUPS)
+    if BY_WARP:  # noqa: SIM108
+        numbers = numbers.permute(0, 1, 5, 2, 4, 3)
+    else:
+        numbers = numbers.permute(0, 1, 5, 4, 2, 3)
+    return numbers.reshape(OUTPUTS, 32 * GROUPS)

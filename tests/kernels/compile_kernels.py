@@ -181,6 +181,7 @@ def fp8_cases(capability: int) -> Iterator[Case]:
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
                 "SPLITS": tuning.splits,
+                "BY_WARP": tuning.num_warps < 4,
                 "SWAP": tuning.swap,
                 "BLOCKS": blocks,
                 "GATED": gated,
@@ -533,7 +534,8 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
         **named("*bf16", "x", "out", "bias"),
         **named("*i32", "weight", "experts", "order", "counts"),
         **named("fp32", "limit", "alpha"),
-        "pair_weights": "*fp32",
+        **named("*fp32", "pair_weights", "sums"),
+        "arrived": "*i32",
     }
     shape = expert_tuning.ExpertShape(128, 2880, 2880, mxfp4_experts.FORMAT)
     many = capability >= 90
@@ -550,6 +552,7 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
                 "GROUP": tuning.group,
+                "SPLITS": tuning.splits,
                 "PAIRS": 1 if is_sorted else max(16, num_pairs),
                 "TILES": 1,
                 "EXPERTS": 128,

@@ -59,3 +59,7 @@ def test_mxfp4_experts_in_halves() -> None:
 )
 def test_int4_experts(sizes: check.Sizes, group_size: int) -> None:
     int4.int4_experts(ops.int4_experts.kernel, sizes, group_size, torch.float16)
+
+
+def test_tilings_of_mxfp4_experts() -> None:
+    check.mxfp4_tilings((5, 2, 8, 160, 96), torch.float32)

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.expert_rows import ExpertRows
+from tandem_kernels.expert_tuning import ExpertTuning
+from tandem_kernels.mxfp4_experts import mxfp4_gemm
 from tandem_kernels.mxfp4_tiles import tile_mxfp4, tiles_of
 
 Op = Callable[..., Any]
@@ -23,6 +26,16 @@ _FLIPPED = 1e-2
 """Numbers of e4m3 that become others by that may add so much."""
 _QUANTISED = 8e-2
 """Factors in e4m3 may change so much in all."""
+
+
+TILINGS = [
+    ExpertTuning(16, 64, 64, 4, 3, splits=3),
+    ExpertTuning(16, 128, 128, 4, 3, splits=2),
+    ExpertTuning(8, 64, 64, 2, 3),
+    ExpertTuning(8, 64, 128, 2, 3, splits=2),
+    ExpertTuning(16, 128, 64, 2, 3),
+    ExpertTuning(8, 64, 64, 1, 3),
+]
 
 
 def quantise_rows(op: Op, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> None:
@@ -159,3 +172,23 @@ def _gate(
     )
     gate = ClampedGate(limit=1.25, alpha=1.702)
     return {"b13": b13, "b2": b2, "gate": gate}, (b13, b2, (1.25, 1.702))
+
+
+def mxfp4_tilings(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Every way to tile a GEMM gives the same: inner dimensions in parts, whose last one is cut,
+    warps that multiply by themselves, tiles beyond the last."""
+    num_tokens, top_k, num_experts, hidden, width = sizes
+    blocks, exponents, wide13 = mxfp4_weight((num_experts, 2, width, hidden), device)
+    w13 = mxfp4_tiles(blocks, exponents)
+    x, weights, chosen = _step(sizes, dtype, device)
+    x /= 16
+    rows = ExpertRows.of(chosen, num_experts)
+    for tuning in TILINGS:
+        for _ in range(2):
+            out = torch.full((num_tokens * top_k, width), torch.nan, dtype=dtype, device=device)
+            mxfp4_gemm(x, w13, weights, rows, out, tuning)
+        for pair, expert in enumerate(chosen.flatten().tolist()):
+            if expert >= 0:
+                gate, up = wide13[expert] @ x[pair // top_k].double()
+                expected = gate / (1 + (-gate).exp()) * up
+                assert oracle.relative_error(out[pair], expected) < ROUNDED[dtype], (tuning, pair)

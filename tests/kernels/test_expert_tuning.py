@@ -41,8 +41,9 @@ def test_shipped_tables(path: Path) -> None:
     for part in (*table.gate_up, *table.down):
         tuning = part.tuning
         for size in (tuning.rows, tuning.cols, tuning.depth):
-            assert size >= 16 and size & (size - 1) == 0, "a tile that tl.dot takes"
-        assert tuning.num_warps in (4, 8) and tuning.num_stages >= 1 and tuning.group >= 1
+            assert size >= 8 and size & (size - 1) == 0, "a tile that tl.dot takes"
+        assert tuning.num_warps in (1, 2, 4, 8) and tuning.num_stages >= 1 and tuning.group >= 1
+        assert tuning.splits >= 1
 
 
 def test_a_measured_shape_has_its_own_table(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,3 +119,11 @@ def test_the_tuner_takes_the_fastest_and_puts_borders_between() -> None:
         64: [(30.0, LARGE), (31.0, SMALL)],
     }
     assert ranges(times, rows_per_token=0.5) == (Range(8.0, SMALL), Range(None, LARGE))
+
+
+def test_parts_of_the_inner_dimension_are_written_where_there_are_several() -> None:
+    parts = msgspec.structs.replace(SMALL, splits=4)
+    table = ExpertTable(gate_up=(Range(1.0, parts), Range(None, SMALL)), down=(Range(None, SMALL),))
+    written = table.to_json()
+    assert written.count(b"splits") == 1
+    assert ExpertTable.from_json(written) == table

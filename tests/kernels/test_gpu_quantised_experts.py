@@ -57,6 +57,10 @@ def test_mxfp4_experts(sizes: check.Sizes, clamped: bool) -> None:
     check.mxfp4_experts(ops.mxfp4_experts, sizes, torch.bfloat16, "cuda", clamped=clamped)
 
 
+def test_tilings_of_mxfp4_experts() -> None:
+    check.mxfp4_tilings((17, 4, 32, 992, 320), torch.bfloat16, "cuda")
+
+
 def test_mxfp4_experts_in_fp16() -> None:
     check.mxfp4_experts(ops.mxfp4_experts, (33, 4, 8, 256, 192), torch.float16, "cuda")
 
