@@ -82,5 +82,15 @@ class Fp8Experts(ExpertMethod):
 
     def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return ops.fp8_experts(
-            x, layer.w13, layer.s13, layer.w2, layer.s2, weights, experts, layer.fixed_order
+            x,
+            layer.w13,
+            layer.s13,
+            layer.w2,
+            layer.s2,
+            weights,
+            experts,
+            layer.fixed_order,
+            layer.b13,
+            layer.b2,
+            layer.gate,
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.expert_methods.base import ExpertLayer, ExpertSizes
+from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.shard import CheckpointWeight, TensorSlice, nothing_of
 from tandem_kernels.reference.mxfp4 import BLOCK, BLOCK_BYTES, dequantise_mxfp4
 
@@ -123,6 +124,16 @@ class StoredMxfp4:
             index=expert,
         )  # fmt: skip
         return blocks, scales
+
+
+def check_whole_blocks(layer: ExpertLayer, prefix: str) -> None:
+    """Raises `UnsupportedScheme` where experts are no whole blocks of MXFP4."""
+    for size in (layer.sizes.hidden, layer.sizes.whole):
+        if size % BLOCK:
+            raise UnsupportedScheme(
+                f"{prefix} is quantised as MXFP4, but {size} inputs are no whole blocks of "
+                f"{BLOCK}: use another checkpoint of the model"
+            )
 
 
 def bias_weights(layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]:

@@ -66,6 +66,7 @@ def filled_weight(
         stored=first.stored,
         companions=tuple(others),
         count=first.count,
+        index=first.index,
         fill=fill,
         beside=beside,
     )

@@ -3,6 +3,7 @@ rank, and two nodes answer as the plain weights do."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -18,6 +20,7 @@ from engine.distributed import ParallelGroup
 from engine.layers.expert_methods import choice
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod
 from engine.layers.expert_methods.fp8 import Fp8Experts
+from engine.layers.expert_methods.mxfp4 import Mxfp4Experts
 from engine.layers.expert_methods.plain import PlainExperts
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.shard import CheckpointWeight, Shard
@@ -26,11 +29,14 @@ from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
-from engine.quantization import Fp8Scheme, Quantization, SchemeRule
+from engine.quantization import Fp8Scheme, Mxfp4Scheme, Quantization, SchemeRule
 from kv_transfer.config import KVTransferConfig
+from tandem_kernels.mxfp4_tiles import untile_mxfp4
 from tandem_kernels.reference import quantised_experts
 from tandem_kernels.reference.fp8 import dequantise_weight
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
+from tests.engine.models.fake_group import FakeGroup
+from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES, publish
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import (
     FP8_BLOCKS,
@@ -43,9 +49,8 @@ from tests.engine.models.quantised_checkpoints import (
     write_fp8_tensors,
 )
 from tests.engine.models.rank_process import make_paged_model
-from tests.engine.models.reference_models import reference
+from tests.engine.models.reference_models import reference, save_checkpoint
 from tests.engine.models.test_pd_parity import Transformers
-from tests.engine.models.test_quantised_weights import _RankOf
 
 LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "blocks": (write_fp8_blocks((128, 128)), FP8_BLOCKS),
@@ -71,14 +76,24 @@ def make_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes experts stay in FP8, which plain torch then computes with."""
+    """Makes experts stay in FP8 and in MXFP4, which plain torch then computes with."""
     monkeypatch.setitem(choice.EXPERTS, Fp8Scheme, lambda scheme, shard: Fp8Experts(scheme))
+    monkeypatch.setitem(choice.EXPERTS, Mxfp4Scheme, lambda scheme, shard: Mxfp4Experts())
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Returns gpt-oss as it is published, and what that means in plain numbers."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    save_checkpoint(GPT_OSS_FAMILIES["gpt_oss"], folder / "first")
+    publish(folder / "first", folder / "published", folder / "meant")
+    return folder / "published", folder / "meant"
 
 
 def experts_of(folder: Path, rank: int, size: int) -> list[Experts]:
     config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
     config = replace(config, model=replace(config.model, dtype="float32"))
-    place = ParallelPlace(range(config.model.num_layers), _RankOf(rank, size))
+    place = ParallelPlace(range(config.model.num_layers), FakeGroup(rank, size))
     model = create_model(config, place, "cpu")
     load_weights(model, config, lambda fraction: None)
     return [module for module in model.modules() if isinstance(module, Experts)]
@@ -86,7 +101,10 @@ def experts_of(folder: Path, rank: int, size: int) -> list[Experts]:
 
 def meaning(layer: ExpertLayer, expert: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns gate, up and down projection of an expert, in plain numbers."""
-    width = layer.sizes.width
+    hidden, width = layer.sizes.hidden, layer.sizes.width
+    if layer.w13.dtype == torch.int32:
+        gate, up = (untile_mxfp4(layer.w13[expert, i], width, hidden) for i in (0, 1))
+        return gate, up, untile_mxfp4(layer.w2[expert], hidden, width)
     if layer.w13.dim() == 3:
         gate, up = layer.w13[expert].split(width)
         return gate, up, layer.w2[expert]
@@ -107,17 +125,29 @@ def meaning(layer: ExpertLayer, expert: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_ranks_keep_what_the_numbers_mean(
     family: str, layout: str, size: int, make_pair: MakePair
 ) -> None:
-    quantised, plain = make_pair(family, layout)
+    check_ranks(*make_pair(family, layout), size, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.usefixtures("kept")
+def test_ranks_keep_what_numbers_of_four_bits_mean(size: int, gpt_oss: tuple[Path, Path]) -> None:
+    """The first of two ranks has 64 of 96 units."""
+    ranks = check_ranks(*gpt_oss, size, torch.int32)
+    assert [rank.sizes.width for rank in ranks] == ([96] if size == 1 else [64, 32])
+
+
+def check_ranks(quantised: Path, plain: Path, size: int, dtype: torch.dtype) -> list[Experts]:
+    """Compares all experts of all ranks with plain ones. Returns the first layer of each rank."""
     expected = experts_of(plain, 0, 1)
     ranks = [experts_of(quantised, rank, size) for rank in range(size)]
     assert len(expected) == len(ranks[0]) > 0
     for of_ranks, whole in zip(zip(*ranks, strict=True), expected, strict=True):
-        assert all(isinstance(layer.method, Fp8Experts) for layer in of_ranks)
-        assert all(layer.w13.dtype == torch.float8_e4m3fn for layer in of_ranks)
+        assert all(layer.w13.dtype == dtype for layer in of_ranks)
         for expert in range(whole.sizes.count):
             parts = zip(*(meaning(layer, expert) for layer in of_ranks), strict=True)
             for dim, part, plainly in zip((0, 0, 1), parts, meaning(whole, expert), strict=True):
                 assert torch.equal(torch.cat(part, dim), plainly)
+    return [layers[0] for layers in ranks]
 
 
 @pytest.mark.usefixtures("kept")
@@ -147,6 +177,24 @@ def test_logits_of_experts_in_fp8(make_pair: MakePair, monkeypatch: pytest.Monke
     torch.testing.assert_close(logits(quantised), expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.usefixtures("kept")
+def test_logits_of_experts_in_mxfp4(gpt_oss: tuple[Path, Path]) -> None:
+    published, meant = gpt_oss
+    torch.testing.assert_close(logits(published), logits(meant), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.usefixtures("kept")
+def test_an_exponent_beyond_the_tiles_is_refused_by_name(
+    gpt_oss: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(gpt_oss[0], tmp_path / "large")
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 1] = 130
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(UnsupportedScheme, match=r"layers\.1.*down_proj_scales.* is 130, above 128"):
+        experts_of(folder, 0, 1)
+
+
 def logits(folder: Path) -> Tensor:
     return torch.cat(make_paged_model(folder, ParallelGroup(0, 1)).prefill(prompts()[:3], 13))
 
@@ -174,7 +222,7 @@ def layer_of(
 ) -> Experts:
     """Makes a rank's experts, filled from a checkpoint that is the same for all ranks."""
     rules = (SchemeRule(("Linear",), scheme),)
-    place = ParallelPlace(range(1), _RankOf(rank, size))
+    place = ParallelPlace(range(1), FakeGroup(rank, size))
     shard = Shard(
         place,
         torch.bfloat16,
@@ -246,7 +294,7 @@ def test_what_no_kernel_takes_is_dequantised(
     monkeypatch.setattr(
         "engine.layers.expert_methods.fp8.has_e4m3", lambda device: device.type == "cuda"
     )
-    place = ParallelPlace(range(1), _RankOf(0, 1))
+    place = ParallelPlace(range(1), FakeGroup(0, 1))
 
     def method(on: str, kind: torch.dtype, how: Fp8Scheme) -> ExpertMethod:
         return choice.expert_method(Shard(place, kind, torch.device(on)), how)
