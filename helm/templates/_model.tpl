@@ -21,6 +21,7 @@
 {{- include "tandem.flags" (dict
       "servedModelName" $model.servedName
       "dtype" $model.dtype
+      "kvCacheDtype" $model.kvCacheDtype
       "maxModelLen" $model.maxModelLen) }}
 {{- end -}}
 

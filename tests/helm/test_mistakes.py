@@ -145,6 +145,7 @@ AGAINST_THE_SCHEMA = [
     ({"image": {"engine": {"tag": "latest"}}}, "tag"),
     ({"model": {"name": "../../etc"}}, "name"),
     ({"model": {"dtype": "int3"}}, "dtype"),
+    ({"model": {"kvCacheDtype": "fp8_e5m2"}}, "kvCacheDtype"),
     ({"prefill": {"shm": {"sizeLimit": "much"}}}, "sizeLimit"),
     ({"decode": {"replicas": -1}}, "replicas"),
     ({"decode": {"replicas": 1.5}}, "replicas"),

@@ -82,7 +82,8 @@ def test_addresses_ports_and_drains_agree_between_the_services() -> None:
     for service in (prefill, decode):
         assert service["tensor_parallel_size"] == 4
         assert service["served_model_name"] == "llama-70b"
-        assert (service["dtype"], service["max_model_len"]) == ("bfloat16", 32768)
+        assert (service["dtype"], service["kv_cache_dtype"]) == ("bfloat16", "fp8")
+        assert service["max_model_len"] == 32768
         assert service["drain_timeout_s"] == 120
     assert (router["drain_delay_s"], router["drain_timeout_s"]) == (10, 150)
 

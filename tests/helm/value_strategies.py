@@ -41,7 +41,8 @@ def _of(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
         name = node["$ref"].rpartition("/")[2]
         return st.just([]) if name in RAW else _of(schema()["definitions"][name], path)
     if "anyOf" in node:
-        return st.one_of([_of(variant, path) for variant in node["anyOf"]])
+        variants = [variant for variant in node["anyOf"] if variant.get("type") != "null"]
+        return st.one_of([_of(variant, path) for variant in variants])
     if "enum" in node:
         return st.sampled_from([word for word in node["enum"] if word is not None])
     kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
