@@ -207,8 +207,8 @@ def gated_ways(given: Inputs, tunings: list[Fp8Tuning]) -> Iterator[tuple[Way, s
         yield Way(f"own gated {kind} {_short(tuning)}", own, partial(own, 0)), f"gated {kind}"
 
 
-_BY_ROWS = ((16, 256, 4), (32, 128, 6), (32, 256, 4), (64, 128, 4))
-_BY_OUTPUTS = ((64, 128, 4), (64, 128, 6), (64, 256, 3), (128, 128, 4))
+_BY_ROWS = ((32, 256, 4), (16, 256, 4))
+_BY_OUTPUTS = ((64, 128, 6), (128, 128, 4))
 """Outputs, inner dimension at once and stages, by what is the first operand."""
 
 
@@ -217,7 +217,7 @@ def tunings(num_rows: int, outputs: int, inner: int) -> Iterator[Fp8Tuning]:
     tiles = [(*tile, True) for tile in _BY_OUTPUTS]
     if num_rows <= 32:
         tiles += [(*tile, False) for tile in _BY_ROWS]
-    splits = (1,) if outputs > 8192 else (1, 2, 4)
+    splits = (1,) if outputs > 8192 else (2, 4)
     for (cols, depth, stages, swap), parts, lines in itertools.product(tiles, splits, (0, 8)):
         fits = (cols + max(16, num_rows)) * depth * stages <= 160 * 1024
         if fits and inner % (depth * parts) == 0:
@@ -345,13 +345,13 @@ def plain_rows() -> Iterator[dict[str, object]]:
             yield {"shape": name, "rows": num_rows, "way": "bf16 own", "us": us}
 
 
-def compile_part(part: str) -> None:
+def compile_part(part: str, names: list[str], counts: list[int]) -> None:
     """Launches every n-th tile once, from i on, so that all processes fill the compile cache."""
     first, count = map(int, part.split("/"))
     found = set()
-    for (name, (outputs, inner)), num_rows in itertools.product(SHAPES.items(), ROWS):
+    for name, num_rows in itertools.product(names, counts):
         if num_rows <= _OWN_ROWS:
-            found |= {(name, num_rows, t) for t in tunings(num_rows, outputs, inner)}
+            found |= {(name, num_rows, t) for t in tunings(num_rows, *SHAPES[name])}
     order = sorted(found, key=lambda item: (item[0], item[1], str(item[2])))
     kept: dict[tuple[str, int], Inputs] = {}
     for name, num_rows, tuning in order[first::count]:
@@ -370,7 +370,7 @@ def compile_part(part: str) -> None:
 
 
 def compile_all(processes: int) -> None:
-    command = [sys.executable, "-m", "bench.engine.fp8_gemm", "--part"]
+    command = [sys.executable, "-m", "bench.engine.fp8_gemm", *sys.argv[1:], "--part"]
     parts = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
     for part in parts:
         part.wait()
@@ -386,14 +386,15 @@ def main() -> None:
     parser.add_argument("--part", help="i/n: only compile every n-th tile, from i on")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    counts = [int(count) for count in arguments.rows.split(",")]
     if arguments.part:
-        compile_part(arguments.part)
+        compile_part(arguments.part, arguments.only, counts)
         return
     compile_all(arguments.processes)
     ceilings = copy_bytes_per_us(), matmul_flops_per_us()
     print(f"copy {ceilings[0] / 1e6:.2f} TB/s, bf16 GEMM {ceilings[1] / 1e6:.0f} TFLOP/s")
     figures: list[dict[str, object]] = [*quantiser_rows(), *plain_rows()]
-    for name, num_rows in itertools.product(arguments.only, map(int, arguments.rows.split(","))):
+    for name, num_rows in itertools.product(arguments.only, counts):
         rows = time_shape(name, num_rows, *ceilings)
         show(rows)
         figures += rows

@@ -116,7 +116,7 @@ def _scaled(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "x_scales_stride"])
 def fp8_small_m_kernel(
     x: tl.tensor,
     x_scales: tl.tensor,

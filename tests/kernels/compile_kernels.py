@@ -93,7 +93,10 @@ class Case:
             (i,): [["tt.divisibility", 16]]
             for i, (name, kind) in enumerate(signature.items())
             if kind.startswith("*")
-            or (kind == "i32" and name.endswith(("_stride", "vocab_size", "num_outputs", "inner")))
+            or (
+                kind == "i32"
+                and name.endswith(("_stride", "vocab_size", "num_outputs", "inner", "width"))
+            )
         }
         return ASTSource(self.kernel, signature, self.constants, aligned)
 
@@ -165,7 +168,8 @@ def fp8_cases(capability: int) -> Iterator[Case]:
         yield Case(fp8_activations.quantise_fp8_kernel, f"group={group}", types, row, options)
         norm = {**row, "HAS_RESIDUAL": True, "UNSCALED": True, "QUANTISE": True}
         yield Case(fp8_activations.rms_norm_fp8_kernel, f"group={group}", types, norm, options)
-        act = {**row, "UNSCALED": True, "GELU": False}
+        act = {**row, "BLOCK": 16384, "UNSCALED": True, "GELU": False, "STAGES": 2}
+        options = {"num_warps": 16}
         yield Case(fp8_activations.silu_and_mul_fp8_kernel, f"group={group}", types, act, options)
     scale = {"HAS_BIAS": True, "BLOCK": 1024, "OVERLAP": True}
     yield Case(fp8_activations.scale_product_kernel, "", types, scale)
