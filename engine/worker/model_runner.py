@@ -208,7 +208,8 @@ class ModelRunner:
 
     def dummy_run(self, num_tokens: int) -> None:
         """Runs the largest steps there may be with `num_tokens` padding tokens, in rows that must
-        be free. Warms up, and takes as much memory as any step may. Overwrites the cache's block 0.
+        be free. Warms up, and takes as much memory as any step may. Overwrites the cache's block 0,
+        and block 1 where it has states.
         """
         model, most_rows = self._config.model, self.states.max_num_reqs
         is_longer = self._attention.expands_contexts
@@ -233,8 +234,13 @@ class ModelRunner:
         ]
         chunks = list(enumerate(dummy.lengths))
         others = list(enumerate(self._groups))[1:]
+        # Attention must not read a state: as keys and values its bytes may be no numbers at all.
+        of_states = min(1, self.kv_pages.shape[1] - 1)
         tables = [
-            (row * len(self._groups) + index, [0] * group.num_blocks_for(num_cached + length))
+            (
+                row * len(self._groups) + index,
+                [of_states * group.is_state] * group.num_blocks_for(num_cached + length),
+            )
             for row, length in chunks
             for index, group in others
         ]

@@ -15,6 +15,7 @@ from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
 from engine.parallel import ParallelPlace
+from engine.worker.worker import Worker
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
 from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, VOCAB
@@ -127,6 +128,22 @@ def test_conversations_from_prefill_to_decode(
         hand_over(prefill, decode, {"choices": prompt_of(64)}, answers, num_choices=3)
         assert decode.core.stats().prompt_tokens_computed == 0
         assert all(result.ok for node in nodes for result in node.results)
+
+
+def test_warming_up_lets_no_attention_read_a_state(folder: Path) -> None:
+    """As keys and values its bytes may be no numbers, and samplers search among logits."""
+    config = engine_config(load_model_config(folder), block_size=8, num_blocks=40)
+    with ExitStack() as stack:
+        worker = Worker(config, 0, "")
+        stack.callback(worker.shutdown)
+        worker.init_device()
+        worker.load_model(lambda fraction: None)
+        worker.initialize_kv_cache(40)
+        worker.runner.warm_up(lambda fraction: None)
+        pages = worker.runner.kv_pages
+        attention = pages[:, 0].view(torch.float32)
+        assert attention.any() and attention.isfinite().all()
+        assert pages[:, 1].any() and not pages[:, 2:].any()
 
 
 def test_drafts_are_refused_by_name(folder: Path) -> None:
