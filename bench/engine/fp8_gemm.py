@@ -3,16 +3,18 @@
     python -m bench.engine.fp8_gemm                       # every shape and number of rows
     python -m bench.engine.fp8_gemm --rows 1,16 --only o,down
 
-Each line is a way to compute one shape for so many rows, in microseconds inside a CUDA graph over
-weights that together exceed the cache; `floor` is the larger of bytes over what a copy reaches and
-FLOPs over twice what a large bf16 GEMM reaches, `error` the distance from the exact product of the
-same quantised numbers, relative to its norm: what is far above 0.01 computes something else. Below:
-what quantises activations. Writes bench/results/fp8-gemm.json.
+First tiles are tried in whole steps (`bench.engine.fp8_steps`). Then each line is a way to compute
+one shape for so many rows, in microseconds inside a CUDA graph over weights that together exceed
+the cache; `floor` is the larger of bytes over what a copy reaches and FLOPs over twice what a large
+bf16 GEMM reaches, `error` the distance from the exact product of the same quantised numbers,
+relative to its norm: what is far above 0.01 computes something else. Below: what quantises
+activations. Writes bench/results/fp8-gemm.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import subprocess
@@ -24,6 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench.engine.fp8_steps import try_steps
 from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, matmul_flops_per_us, rotations
 from bench.name_lists import names_among
 from bench.record import write_result
@@ -383,6 +386,9 @@ def main() -> None:
     parser.add_argument("--only", type=names_among(SHAPES), default=[*SHAPES])
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument(
+        "--steps", default="1,16", help="requests of whole decode steps that are tried first"
+    )
     parser.add_argument("--part", help="i/n: only compile every n-th tile, from i on")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -390,10 +396,15 @@ def main() -> None:
     if arguments.part:
         compile_part(arguments.part, arguments.only, counts)
         return
+    figures: list[dict[str, object]] = []
+    if arguments.steps:
+        figures += try_steps([int(count) for count in arguments.steps.split(",")])
+        gc.collect()
+        torch.cuda.empty_cache()
     compile_all(arguments.processes)
     ceilings = copy_bytes_per_us(), matmul_flops_per_us()
     print(f"copy {ceilings[0] / 1e6:.2f} TB/s, bf16 GEMM {ceilings[1] / 1e6:.0f} TFLOP/s")
-    figures: list[dict[str, object]] = [*quantiser_rows(), *plain_rows()]
+    figures += [*quantiser_rows(), *plain_rows()]
     for name, num_rows in itertools.product(arguments.only, counts):
         rows = time_shape(name, num_rows, *ceilings)
         show(rows)

@@ -119,6 +119,12 @@ def try_batch(model: VariantModel, batch: int) -> list[dict[str, object]]:
     return trial.rows
 
 
+def try_steps(batches: list[int], is_tiny: bool = False) -> list[dict[str, object]]:
+    model = VariantModel("llama-3.1-8b", tiny=is_tiny, quantization="fp8")
+    with torch.inference_mode():
+        return [row for batch in batches for row in try_batch(model, batch)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,11 +132,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,32,64")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
     arguments = parser.parse_args()
-    model = VariantModel("llama-3.1-8b", tiny=arguments.dry_run, quantization="fp8")
-    rows: list[dict[str, object]] = []
-    with torch.inference_mode():
-        for batch in map(int, arguments.batches.split(",")):
-            rows += try_batch(model, batch)
+    rows = try_steps([int(batch) for batch in arguments.batches.split(",")], arguments.dry_run)
     if not arguments.dry_run:
         print(write_result("fp8-steps", rows))
 

@@ -66,9 +66,9 @@ def fp8_tuning(
     ):
         splits *= 2
     if swap:
-        return Fp8Tuning(64, 128, splits, True, 4, 4)
+        return Fp8Tuning(64, 128, splits, True, 4, 4, lines=8)
     depth = 128 if blocks or inner % (256 * splits) else 256
-    return Fp8Tuning(32, depth, splits, False, 4, 4)
+    return Fp8Tuning(32, depth, splits, False, 4, 3 if gated else 4, lines=8)
 
 
 @triton.jit
