@@ -4,8 +4,8 @@
     python -m bench.engine.fp8_steps --batches 1,16
 
 Kernels overlap, so what is fastest alone need not be so in a step. A step is one CUDA graph; each
-tile is tried for one GEMM while the others stay as they are, and at last the fastest of each
-together.
+tile is tried for one GEMM while the library computes the others, and at last the fastest of each
+together, where it is faster than the library.
 Writes bench/results/fp8-steps.json.
 """
 
@@ -22,7 +22,8 @@ from torch import Tensor
 from bench.engine.step_variants import step_ms
 from bench.engine.variant_model import VariantModel
 from bench.record import write_result
-from tandem_kernels import fp8_gemm, fp8_paths
+from engine.layers.methods import fp8_linear
+from tandem_kernels import fp8_gemm
 from tandem_kernels.fp8_gemm import Fp8Tuning
 
 _CONTEXT = 1088
@@ -58,19 +59,24 @@ def tuning(given: Given) -> Fp8Tuning:
 
 
 @contextmanager
-def applied(tiles: dict[str, Fp8Tuning], small_rows: int) -> Iterator[None]:
-    """Computes up to `small_rows` rows by our kernel, with these tiles; shapes that are not named
-    keep theirs."""
-    present = fp8_gemm.fp8_tuning
+def applied(tiles: dict[str, Fp8Tuning] | None) -> Iterator[None]:
+    """Computes the GEMMs that are named by our kernel, with these tiles, and all others by the
+    library; None: as the engine does."""
+    if tiles is None:
+        yield
+        return
     by_shape = {SHAPES[name]: tile for name, tile in tiles.items()}
 
     def chosen(rows: int, outputs: int, inner: int, *, gated: bool, blocks: bool) -> Fp8Tuning:
-        own = by_shape.get((2 * outputs if gated else outputs, inner))
-        return own or present(rows, outputs, inner, gated=gated, blocks=blocks)
+        return by_shape[2 * outputs if gated else outputs, inner]
+
+    def path(rows: int, weight: Tensor, w_scales: Tensor) -> str:
+        return "small" if tuple(weight.shape) in by_shape else "unscaled"
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(fp8_gemm, "fp8_tuning", chosen))
-        patches.enter_context(patch.object(fp8_paths, "SMALL_ROWS", small_rows))
+        for module in (fp8_gemm, fp8_linear):
+            patches.enter_context(patch.object(module, "fp8_path", path))
         yield
 
 
@@ -83,11 +89,11 @@ class Trial:
         self.rows: list[dict[str, object]] = []
         self.expected: Tensor | None = None
 
-    def measure(self, name: str, tiles: dict[str, Fp8Tuning], small_rows: int) -> float:
+    def measure(self, name: str, tiles: dict[str, Fp8Tuning] | None) -> float:
         row: dict[str, object] = {"batch": self.batch, "way": name}
         self.rows.append(row)
         try:
-            with applied(tiles, small_rows):
+            with applied(tiles):
                 ms, logits, same = step_ms(self.model, self.step)
         except Exception as error:  # what one tile cannot do must not end the others
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
@@ -103,19 +109,20 @@ class Trial:
 
 def try_batch(model: VariantModel, batch: int) -> list[dict[str, object]]:
     trial = Trial(model, batch)
-    trial.measure("library", {}, 0)
-    trial.measure("present", {}, fp8_paths.SMALL_ROWS)
+    library = trial.measure("library", {})
+    trial.measure("present", None)
     best: dict[str, Fp8Tuning] = {}
     for shape, tiles in _TILES.items():
-        times: dict[Fp8Tuning, float] = {}
-        for given in tiles:
-            if batch > 32 and not given[3]:
-                continue
-            tile = tuning(given)
-            times[tile] = trial.measure(f"{shape} {given}", {shape: tile}, max(batch, 16))
-        best[shape] = min(times, key=lambda tile: times[tile])
-    trial.measure(f"best of each: {best}", best, max(batch, 16))
-    trial.measure("library again", {}, 0)
+        times = {
+            tuning(given): trial.measure(f"{shape} {given}", {shape: tuning(given)})
+            for given in tiles
+            if batch <= 32 or given[3]
+        }
+        fastest = min(times, key=lambda tile: times[tile])
+        if times[fastest] < library:
+            best[shape] = fastest
+    trial.measure(f"best of each: {best}", best)
+    trial.measure("library again", {})
     return trial.rows
 
 
