@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -93,15 +95,17 @@ def decode_us(given: DecodeInputs, tuning: LatentDecodeTuning | None, replays: i
         return math.inf
 
 
-def decode_tunings() -> list[LatentDecodeTuning]:
+def decode_tunings(*, turned: bool) -> list[LatentDecodeTuning]:
     """Returns the candidates for few heads. Those of 64 rows are mostly padding, which the matrix
     units of Hopper need: four groups of 16 rows or one of 64 cost them the same."""
-    tiles = (
+    tiles: tuple[tuple[int, int, int, int], ...] = (
         (16, 16, 2, 4), (16, 16, 4, 4), (16, 16, 4, 6), (16, 32, 4, 3), (16, 32, 4, 4),
         (16, 32, 8, 3), (16, 64, 4, 3), (16, 64, 8, 3), (64, 32, 8, 3), (64, 64, 8, 2),
     )  # fmt: skip
+    if turned:
+        tiles = (16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 8, 2), (16, 64, 8, 3)
     return [
-        LatentDecodeTuning(*tile, programs, most_splits)
+        LatentDecodeTuning(*tile, programs, most_splits, turned)
         for tile in tiles
         for programs in (1, 2, 3, 4)
         for most_splits in (16, 64)
@@ -120,17 +124,28 @@ def distinct(
     return list(kept.values())
 
 
-def tune(num_heads: int, bytes_per_us: float) -> None:
+def tune(num_heads: int, *, turned: bool) -> None:
+    bytes_per_us = copy_bytes_per_us()
     for batch, context in SHAPES:
         given = decode_inputs(batch, context, num_heads)
-        candidates = distinct(decode_tunings(), batch, num_heads)
+        candidates = distinct(decode_tunings(turned=turned), batch, num_heads)
         times = {tuning: decode_us(given, tuning, 7) for tuning in candidates}
         print(f"{batch} x {context}, floor {given.cache_bytes / bytes_per_us:.1f} us")
         for tuning, us in sorted(times.items(), key=lambda item: item[1])[:6]:
             print(f"   {us:.1f} us {tuning}", flush=True)
 
 
-def report(num_heads: int, bytes_per_us: float) -> None:
+def tune_apart(num_heads: int) -> None:
+    """Times both kinds of candidates in a process each: one that faults ends its own alone."""
+    for kind in ("left", "turned"):
+        print(f"context on the {'left' if kind == 'turned' else 'right'}", flush=True)
+        command = [sys.executable, "-m", "bench.engine.latent", "--heads", str(num_heads)]
+        done = subprocess.run([*command, "--tune", "--kind", kind], check=False)
+        print(f"ended with {done.returncode}", flush=True)
+
+
+def report(num_heads: int) -> None:
+    bytes_per_us = copy_bytes_per_us()
     print(latent_decode_tuning(num_heads, 2))
     for batch, context in SHAPES:
         given = decode_inputs(batch, context, num_heads)
@@ -207,13 +222,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=16, help="query heads of a rank")
     parser.add_argument("--tune", action="store_true", help="time all candidates")
+    parser.add_argument("--kind", choices=["left", "turned"], help="only these candidates")
     parser.add_argument("--forms", action="store_true", help="compare the forms on prompts")
     given = parser.parse_args()
     if given.forms:
         compare_forms(given.heads)
         return
-    run = tune if given.tune else report
-    run(given.heads, copy_bytes_per_us())
+    if not given.tune:
+        report(given.heads)
+    elif given.kind is None:
+        tune_apart(given.heads)
+    else:
+        tune(given.heads, turned=given.kind == "turned")
 
 
 if __name__ == "__main__":

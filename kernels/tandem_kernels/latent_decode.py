@@ -5,6 +5,9 @@ A row of the cache is loaded once and serves as key and as value. With few rows 
 into SPLITS parts, whose results `latent_merge_kernel` joins; how many depends on shapes alone, so
 steps can be recorded.
 
+TURNED, scores are computed with the context on the left: a matrix unit of Hopper takes 64 rows
+there and no fewer, and there are 16 heads on a rank.
+
 Which block comes next is read one tile ahead: a load whose address waits for another load would
 leave the pipeline a tile short.
 """
@@ -32,6 +35,7 @@ class LatentDecodeTuning:
         tile: Tokens of the context at once.
         programs_per_sm: Contexts are cut until there are so many programs.
         most_splits: Parts of a context; a power of two.
+        turned: Scores are computed with the context on the left.
     """
 
     rows: int
@@ -40,6 +44,7 @@ class LatentDecodeTuning:
     num_stages: int
     programs_per_sm: int = 2
     most_splits: int = 16
+    turned: bool = False
 
 
 def latent_decode_tuning(num_rows: int, itemsize: int) -> LatentDecodeTuning:
@@ -106,6 +111,7 @@ def latent_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Walks, in program (i, r, s), part s of the context of request r for its i-th tile of rows.
@@ -127,7 +133,7 @@ def latent_decode_kernel(
     place = q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride
     query = tl.load(place + dim[None, :], mask=real[:, None] & is_latent, other=0.0)
     place = q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride
-    turned = tl.load(place + rot[None, :], mask=real[:, None] & is_rope, other=0.0)
+    rotated = tl.load(place + rot[None, :], mask=real[:, None] & is_rope, other=0.0)
 
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -147,17 +153,28 @@ def latent_decode_kernel(
         block = blocks_of(table, start + TILE, end, lane, BLOCK_SIZE, TILE)
         mask = inside[:, None] & is_rope
         keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
-        scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
-        scores = tl.dot(turned, tl.trans(keys), scores, input_precision=PRECISION)
-        seen = inside[None, :] & (position[None, :] <= own_position[:, None])
-        scores = tl.where(seen, scores * scale, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None])
+        if TURNED:
+            scores = tl.dot(latents, tl.trans(query), input_precision=PRECISION)
+            scores = tl.dot(keys, tl.trans(rotated), scores, input_precision=PRECISION)
+            seen = inside[:, None] & (position[:, None] <= own_position[None, :])
+            scores = tl.where(seen, scores * scale, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, axis=0))
+            weights = tl.exp2(scores - higher[None, :])
+            added = tl.sum(weights, axis=0)
+            share = tl.trans(weights.to(latents.dtype))
+        else:
+            scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
+            scores = tl.dot(rotated, tl.trans(keys), scores, input_precision=PRECISION)
+            seen = inside[None, :] & (position[None, :] <= own_position[:, None])
+            scores = tl.where(seen, scores * scale, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - higher[:, None])
+            added = tl.sum(weights, axis=1)
+            share = weights.to(latents.dtype)
         shrink = tl.exp2(peak - higher)
         peak = higher
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(latents.dtype), latents, acc, input_precision=PRECISION)
+        total = total * shrink + added
+        acc = tl.dot(share, latents, acc * shrink[:, None], input_precision=PRECISION)
     writes = real[:, None] & is_latent
     index = at * NUM_HEADS + head
     if SPLITS == 1:
@@ -247,6 +264,7 @@ def latent_decode(
         BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
         BLOCK_SIZE=kv_cache.shape[1],
         TILE=tuning.tile,
+        TURNED=tuning.turned,
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

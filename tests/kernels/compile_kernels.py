@@ -591,8 +591,13 @@ def latent_cases(capability: int) -> Iterator[Case]:
             **shape, "NUM_HEADS": 16, "HEADS": 16, "HALF": 32, "BLOCK_HALF": 32, "BLOCK_SIZE": 64,
         },
     )  # fmt: skip
-    for num_rows, splits, block_size in ((16, 4, 64), (16, 1, 16), (128, 1, 64)):
-        tuning = latent_decode.latent_decode_tuning(num_rows, 2)
+    turned = latent_decode.LatentDecodeTuning(16, 64, 4, 3, turned=True)
+    for tuning, splits, block_size in (
+        (latent_decode.latent_decode_tuning(16, 2), 4, 64),
+        (latent_decode.latent_decode_tuning(16, 2), 1, 16),
+        (latent_decode.latent_decode_tuning(128, 2), 1, 64),
+        *(((turned, 1, 64),) if capability >= 90 else ()),
+    ):
         yield Case(
             latent_decode.latent_decode_kernel,
             f"rows={tuning.rows} splits={splits} block={block_size}",
@@ -607,6 +612,7 @@ def latent_cases(capability: int) -> Iterator[Case]:
                 "BLOCK_SIZE": block_size,
                 "TILE": tuning.tile,
                 "SPLITS": splits,
+                "TURNED": tuning.turned,
                 "PRECISION": "tf32",
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},

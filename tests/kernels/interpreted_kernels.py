@@ -241,11 +241,14 @@ def test_latent_attention(
     check.latent_attention(kernel, lengths, sizes, torch.float32, fixed_order=fixed_order)
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("rows", "tile", "programs"), [(16, 16, 1), (16, 32, 8), (64, 16, 8)])
 @pytest.mark.parametrize(("query_len", "num_heads"), [(1, 3), (3, 7)])
-def test_latent_decode(query_len: int, num_heads: int, rows: int, tile: int, programs: int) -> None:
+def test_latent_decode(
+    query_len: int, num_heads: int, rows: int, tile: int, programs: int, turned: bool
+) -> None:
     """Tiles within a block and across blocks, whole contexts and parts, drafts."""
-    tuning = LatentDecodeTuning(rows, tile, 4, 1, programs)
+    tuning = LatentDecodeTuning(rows, tile, 4, 1, programs, turned=turned)
     sizes = num_heads, 24, 8
     check.latent_decode(latent_decode, [5, 90, 33], query_len, sizes, torch.float32, tuning=tuning)
 

@@ -175,16 +175,20 @@ def test_latent_attention(dtype: torch.dtype, num_heads: int) -> None:
 
 
 @halves
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("query_len", "num_heads"), [(1, 16), (2, 8), (3, 16), (1, 40)])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_latent_decode(dtype: torch.dtype, query_len: int, num_heads: int, block_size: int) -> None:
+def test_latent_decode(
+    dtype: torch.dtype, query_len: int, num_heads: int, block_size: int, turned: bool
+) -> None:
     """Contexts in parts and whole, tiles within a block and across blocks, drafts."""
-    from tandem_kernels.latent_decode import latent_decode
+    from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
 
+    tuning = LatentDecodeTuning(16, 64, 4, 3, 1, turned=True) if turned else None
     for seq_lens in ([1500], [3, 64, 65, 1000, 128, 127] * 40):
         check.latent_decode(
             latent_decode, seq_lens, query_len, (num_heads, 512, 64), dtype,
-            block_size=block_size, device="cuda",
+            block_size=block_size, device="cuda", tuning=tuning,
         )  # fmt: skip
 
 
