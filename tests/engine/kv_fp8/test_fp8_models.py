@@ -33,8 +33,9 @@ from tests.engine.models.reference_models import (
     save_checkpoint,
 )
 
-MODELS = ["llama", "gemma2", "gemma3", "qwen3_tied"]
-"""Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads."""
+MODELS = ["llama", "gemma2", "gemma3", "qwen3_tied", "gpt_oss", "qwen3_next"]
+"""Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads, sinks, and
+layers with states, which are not quantised."""
 NUM_TOKENS = 24
 
 
@@ -67,7 +68,7 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
     family: str, checkpoints: Path
 ) -> None:
     """Rarely a key lies so near the middle of two numbers that the last bit of float32 decides: one
-    step of one number. Rounding as such moves logits by fifty times more, and by a tenth at most.
+    step of one number. Rounding as such moves logits by ten times more, and by a tenth at most.
     """
     folder = checkpoints / family
     model = load_model_config(folder)
@@ -78,12 +79,15 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
     )
     load_weights(created, config, lambda fraction: None)
     paged = PagedModel(config, created)
-    assert {layer.dtype for layer in paged.kv_caches} == {torch.float8_e4m3fn}
+    groups = config.kv_layout.groups
+    attended = {index for group in groups if not group.is_state for index in group.layers}
+    for index, layer in enumerate(paged.kv_caches):
+        assert layer.dtype == (torch.float8_e4m3fn if index in attended else torch.uint8)
     plain = reference(folder)
     for chunk in (1000, 13):
         for prompt, ours in zip(prompts(), paged.prefill(prompts(), chunk), strict=True):
             assert relative_error(ours, quantised(folder).logits(prompt)) < 1e-3
-            assert 0.02 < relative_error(ours, reference_logits(plain, prompt)) < 0.12
+            assert 0.01 < relative_error(ours, reference_logits(plain, prompt)) < 0.12
     behind = paged.prefill_behind(prompts()[-2], prompts()[-1], 13)
     expected = quantised(folder).logits(prompts()[-1])[-len(behind) :]
     assert relative_error(behind, expected) < 1e-3
@@ -154,7 +158,8 @@ def pair(
     ("family", "transports", "tp_size", "sizes"),
     [
         ("gemma3", "stream", 2, (16, 32)),
-        ("llama", "cuda_ipc,stream", 1, (32, 16)),
+        ("gpt_oss", "cuda_ipc,stream", 1, (32, 16)),
+        ("qwen3_next", "stream", 1, (16, 16)),
     ],
 )
 def test_two_nodes_equal_transformers(
