@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import cast
 
 import torch
+from torch import nn
 
 from engine.config import EngineConfig
 from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.methods.base import LinearLayer
+from engine.layers.methods.weight_format import Dequantised
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
 from engine.models.registry import MODELS, spec_of
 from engine.parallel import ParallelPlace
+
+logger = logging.getLogger(__name__)
 
 
 def create_model(
@@ -38,4 +44,22 @@ def create_model(
     shard = Shard(place, dtype, device, gemms, model.quantization)
     module, _, name = MODELS[model.architecture].model.partition(":")
     created = getattr(import_module(module), name)(config, spec, shard)
+    if device.type == "cuda":
+        _tell_of_plain_layers(created)
     return cast(CausalLM, created.eval())
+
+
+def _tell_of_plain_layers(model: nn.Module) -> None:
+    """Logs which quantised layers a GPU holds in plain numbers: they take more memory and time."""
+    names = [
+        layer.share.name
+        for layer in model.modules()
+        if isinstance(layer, LinearLayer) and isinstance(layer.method, Dequantised)
+    ]
+    if names:
+        logger.warning(
+            "%d quantised linear layers are dequantised as they are loaded, and take the memory of "
+            "plain weights; the first is %s. docs/models.md says when",
+            len(names),
+            names[0],
+        )

@@ -86,6 +86,7 @@ class LinearLayer(nn.Module):
 
     scheme: Scheme | None
     share: LinearShare
+    method: LinearMethod
     weight: nn.Parameter
     weight_scale: nn.Parameter
     bias: nn.Parameter | None

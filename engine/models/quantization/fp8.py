@@ -23,6 +23,7 @@ def read_fp8(fields: Fields) -> Quantization:
     activations = fields.choice("activation_scheme", *choices)
     # What the scales of activations are rounded to when a model is trained.
     fields.ignore("scale_fmt", "dequantize")
+    kv_cache = fields.choice("kv_cache_scheme", "", "static")
     block = fields.get("weight_block_size", list[int], [])
     if block and (len(block) != 2 or min(block) < 1):
         raise fields.refused("weight_block_size", repr(block))
@@ -36,5 +37,8 @@ def read_fp8(fields: Fields) -> Quantization:
     )
     listed = fields.names("modules_to_not_convert") + fields.names("ignored_layers")
     return Quantization(
-        method="fp8", rules=(SchemeRule(("Linear",), scheme),), ignored=(*listed, LM_HEAD)
+        method="fp8",
+        rules=(SchemeRule(("Linear",), scheme),),
+        ignored=(*listed, LM_HEAD),
+        kv_cache="fp8" if kv_cache else None,
     )

@@ -32,7 +32,7 @@ from engine.layers.shard import Shard
 from engine.models.base import CausalLM
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.dummy_weights import fill_dummy
-from engine.models.factory import create_model
+from engine.models.factory import _tell_of_plain_layers, create_model
 from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
@@ -241,6 +241,17 @@ def test_deterministic_mode_dequantises(checkpoints: Path) -> None:
     _, model = load(checkpoints / "llama", online=True)
     layers = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
     assert layers and all(isinstance(layer.method, Dequantised) for layer in layers)
+
+
+def test_a_gpu_tells_which_layers_it_holds_in_plain_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layers = torch.nn.ModuleList(
+        RowParallelLinear(inputs, 256, block_shard(1, 2).at("down_proj")) for inputs in (384, 512)
+    )
+    _tell_of_plain_layers(layers)
+    assert "1 quantised linear layers are dequantised" in caplog.text
+    assert "model.down_proj" in caplog.text
 
 
 def test_what_the_operator_says_must_be_what_the_checkpoint_says(checkpoints: Path) -> None:

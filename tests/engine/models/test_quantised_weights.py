@@ -146,6 +146,12 @@ def test_modelopts_own_file(make_pair: MakePair) -> None:
     assert (before.kv_cache, after.kv_cache) == (None, "fp8")
 
 
+def test_a_static_kv_cache_is_a_recommendation(make_pair: MakePair) -> None:
+    folder, _ = make_pair("llama", "tensors", kv_cache_scheme="static")
+    quantization = load_model_config(folder).quantization
+    assert quantization is not None and quantization.kv_cache == "fp8"
+
+
 def test_quantised_and_plain_weights_are_different_models(make_pair: MakePair) -> None:
     quantised, plain = make_pair("llama", "channels")
     assert load_model_config(quantised).model_hash != load_model_config(plain).model_hash
