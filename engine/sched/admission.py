@@ -16,6 +16,8 @@ from __future__ import annotations
 import time
 
 from engine.config import SchedulerConfig
+from engine.kv_cache.block import KVCacheBlock
+from engine.kv_cache.group_manager import BlockTables
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.sched.counters import SchedulerCounters
@@ -112,7 +114,7 @@ class Admission:
         if budget == 0 or self._running.table.num_free == 0:
             return 0
         num_tokens = request.num_tokens
-        cached, num_cached = self._kv_cache.get_computed_blocks(request, num_tokens - 1)
+        cached, num_cached = self._cached_prefix(request)
         count = min(num_tokens - num_cached, self._limits.max_chunk)
         if count > budget and self._must_stay_whole(count):
             return 0
@@ -129,6 +131,18 @@ class Admission:
         if self._config.enable_chunked_prefill:
             row.keep_at = self._kv_cache.place_to_keep(request)
         return self._running.add_chunk(row, min(count, budget))
+
+    def _cached_prefix(self, request: Request) -> tuple[BlockTables, int]:
+        """Returns what the request finds in the cache; nothing, if it has room only without: kept
+        states take blocks beside the request's own, for as long as they are copied."""
+        found, num_tokens = self._kv_cache.get_computed_blocks(request, request.num_tokens - 1)
+        if num_tokens == 0:
+            return found, 0
+        headroom, nothing = self._headroom(), [list[KVCacheBlock]() for _ in found]
+        fits = self._kv_cache.can_allocate(request.num_tokens, found, headroom)
+        if fits or not self._kv_cache.can_allocate(request.num_tokens, nothing, headroom):
+            return found, num_tokens
+        return nothing, 0
 
     def _must_stay_whole(self, count: int) -> bool:
         """Returns whether the prompt must be computed in one step, as it must without chunked

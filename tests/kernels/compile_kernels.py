@@ -679,43 +679,33 @@ def ragged_cases(capability: int) -> Iterator[Case]:
 
 
 def linear_attention_cases(capability: int) -> Iterator[Case]:
-    floats = named("*fp32", "a_log", "dt_bias")
-    ints = named("*i32", "blocks", "query_start_loc", "seq_lens")
+    names = ("x", "weight", "out", "gate", "mixed", "gates", "changes", "reads")
+    types = {**named("*bf16", *names), **named("*fp32", "a_log", "dt_bias", "states")}
+    types |= {**named("*i32", "blocks", "query_start_loc", "seq_lens"), "scale": "fp32"}
+    types["eps"] = "fp32"
     shape = {"NUM_KEYS": 16, "NUM_VALUES": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_KEY": 128}
-    for dtype in DTYPES if capability >= 90 else ("bf16",):
-        names = ("x", "weight", "out", "gate", "mixed", "gates", "changes", "reads")
-        types = {**named(f"*{dtype}", *names), **floats, **ints, "scale": "fp32", "eps": "fp32"}
-        for tile in (1, causal_conv.TILE):
-            yield Case(
-                causal_conv.causal_conv_kernel,
-                f"{dtype} {tile}",
-                {**types, "states": f"*{dtype}"},
-                {
-                    "WIDTH": 4,
-                    "WIDTHS": 4,
-                    "TILE": tile,
-                    "CHANNELS": causal_conv.CHANNELS,
-                    "OVERLAP": tile == 1 and capability >= 90,
-                },
-            )
-        types["states"] = "*fp32"
-        overlap = {"OVERLAP": capability >= 90}
-        part = {"VALUES": delta_tuning.decode_tuning().values, **overlap}
-        yield Case(delta_rule.delta_rule_kernel, dtype, types, {**shape, **part})
-        chunk = {"CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
-        solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
-        yield Case(delta_chunks.delta_chunk_kernel, dtype, types, {**shape, **chunk, **solve})
-        walk = delta_tuning.walk_tuning(DTYPES[dtype])
-        constants = {**shape, **chunk, "VALUES": walk.values}
-        options = {"num_warps": walk.num_warps, "num_stages": walk.num_stages}
-        yield Case(delta_chunks.delta_walk_kernel, dtype, types, constants, options)
-        yield Case(
-            gated_rms_norm.gated_rms_norm_kernel,
-            dtype,
-            types,
-            {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS, **overlap},
-        )
-        yield Case(sigmoid_and_mul.sigmoid_and_mul_kernel, dtype, types, {"BLOCK": 1024, **overlap})
+    overlap = {"OVERLAP": capability >= 90}
+    taps = {"WIDTH": 4, "WIDTHS": 4, "CHANNELS": causal_conv.CHANNELS}
+    for tile in (1, causal_conv.TILE):
+        constants = {**taps, "TILE": tile, "OVERLAP": tile == 1 and capability >= 90}
+        kept = {**types, "states": "*bf16"}
+        yield Case(causal_conv.causal_conv_kernel, f"{tile}", kept, constants)
+    part = {"VALUES": delta_tuning.decode_tuning().values, **overlap}
+    yield Case(delta_rule.delta_rule_kernel, "", types, {**shape, **part})
+    chunk = {**shape, "CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
+    solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
+    yield Case(delta_chunks.delta_chunk_kernel, "", types, {**chunk, **solve})
+    walk = delta_tuning.walk_tuning(torch.bfloat16)
+    yield Case(
+        delta_chunks.delta_walk_kernel,
+        "",
+        types,
+        {**chunk, "VALUES": walk.values},
+        {"num_warps": walk.num_warps, "num_stages": walk.num_stages},
+    )
+    heads = {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS}
+    yield Case(gated_rms_norm.gated_rms_norm_kernel, "", types, {**heads, **overlap})
+    yield Case(sigmoid_and_mul.sigmoid_and_mul_kernel, "", types, {"BLOCK": 1024, **overlap})
 
 
 def batch_cases(capability: int) -> Iterator[Case]:
