@@ -20,9 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.device import num_programs
+from tandem_kernels.device import num_programs, uses_pdl
 from tandem_kernels.prefill_attention import LOG2_E
 
 
@@ -112,11 +113,15 @@ def latent_decode_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     TURNED: tl.constexpr,
+    OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Walks, in program (i, r, s), part s of the context of request r for its i-th tile of rows.
     Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     r = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens + r)
@@ -196,8 +201,12 @@ def latent_merge_kernel(
     LATENT: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Joins the parts of one row in each program."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, BLOCK_LATENT)
@@ -243,6 +252,8 @@ def latent_decode(
             torch.empty((*rows, width), dtype=torch.float32, device=out.device)
             for width in (latent, 2)
         )
+    overlap = uses_pdl(out.device, num_decodes * query_len)
+    launch = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
     shape = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
     latent_decode_kernel[(row_tiles, num_decodes, splits)](
         q_latent,
@@ -269,7 +280,8 @@ def latent_decode(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **shape,
+        **launch,
     )
     if state is not None:
         grid = (num_decodes * query_len * num_heads,)
-        latent_merge_kernel[grid](target, state, out, num_warps=4, **shape)
+        latent_merge_kernel[grid](target, state, out, num_warps=4, **shape, **launch)

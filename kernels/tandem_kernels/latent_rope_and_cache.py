@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.device import uses_pdl
 
 
 @triton.jit
@@ -28,36 +31,42 @@ def latent_rope_and_cache_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    """Handles one token in each program."""
+    """Handles one token in each program. All is read before anything waits for what it read."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    dim = tl.arange(0, BLOCK_LATENT)
+    is_latent = dim < LATENT
+    norm_weight = tl.load(weight + dim, mask=is_latent, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    position = tl.load(positions + token)
     half = tl.arange(0, BLOCK_HALF)
     real = half < HALF
-    angle = tl.load(positions + token) * (2 * HALF) + half
-    cos = tl.load(cos_sin_cache + angle, mask=real, other=0.0)
-    sin = tl.load(cos_sin_cache + angle + HALF, mask=real, other=0.0)
     head = tl.arange(0, HEADS)
     inside = (head < NUM_HEADS)[:, None] & real[None, :]
     place = q_rope + token * q_token_stride + head[:, None] * q_head_stride + half[None, :]
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    row = kv + token * kv_stride
+    latent = tl.load(row + dim, mask=is_latent, other=0.0).to(tl.float32)
+    first_key = tl.load(row + LATENT + half, mask=real, other=0.0).to(tl.float32)
+    second_key = tl.load(row + LATENT + HALF + half, mask=real, other=0.0).to(tl.float32)
+    angle = position * (2 * HALF) + half
+    cos = tl.load(cos_sin_cache + angle, mask=real, other=0.0)
+    sin = tl.load(cos_sin_cache + angle + HALF, mask=real, other=0.0)
     kind = q_rope.dtype.element_ty
     tl.store(place, (first * cos[None, :] - second * sin[None, :]).to(kind), mask=inside)
     tl.store(place + HALF, (second * cos[None, :] + first * sin[None, :]).to(kind), mask=inside)
-    slot = tl.load(slot_mapping + token)
     if slot >= 0:
-        row = kv + token * kv_stride
         to = kv_cache + (slot // BLOCK_SIZE) * block_stride
         to += (slot % BLOCK_SIZE) * (LATENT + 2 * HALF)
         cached = kv_cache.dtype.element_ty
-        dim = tl.arange(0, BLOCK_LATENT)
-        is_latent = dim < LATENT
-        latent = tl.load(row + dim, mask=is_latent, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt_rn(tl.sum(latent * latent, axis=0) / LATENT + eps)
-        normed = latent * scale * tl.load(weight + dim, mask=is_latent, other=0.0).to(tl.float32)
-        tl.store(to + dim, normed.to(cached), mask=is_latent)
-        first_key = tl.load(row + LATENT + half, mask=real, other=0.0).to(tl.float32)
-        second_key = tl.load(row + LATENT + HALF + half, mask=real, other=0.0).to(tl.float32)
+        tl.store(to + dim, (latent * scale * norm_weight).to(cached), mask=is_latent)
         turned = first_key * cos - second_key * sin
         tl.store(to + LATENT + half, turned.to(cached), mask=real)
         turned = second_key * cos + first_key * sin
@@ -78,6 +87,7 @@ def latent_rope_and_cache(
     num_tokens, num_heads, rope = q_rope.shape
     if num_tokens == 0:
         return
+    overlap = uses_pdl(q_rope.device, num_tokens)
     latent_rope_and_cache_kernel[(num_tokens,)](
         q_rope,
         kv,
@@ -98,5 +108,7 @@ def latent_rope_and_cache(
         HALF=rope // 2,
         BLOCK_HALF=triton.next_power_of_2(rope // 2),
         BLOCK_SIZE=kv_cache.shape[1],
+        OVERLAP=overlap,
         num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )

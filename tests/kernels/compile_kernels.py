@@ -589,6 +589,7 @@ def latent_cases(capability: int) -> Iterator[Case]:
         types,
         {
             **shape, "NUM_HEADS": 16, "HEADS": 16, "HALF": 32, "BLOCK_HALF": 32, "BLOCK_SIZE": 64,
+            "OVERLAP": capability >= 90,
         },
     )  # fmt: skip
     turned = latent_decode.LatentDecodeTuning(16, 64, 4, 3, turned=True)
@@ -613,12 +614,16 @@ def latent_cases(capability: int) -> Iterator[Case]:
                 "TILE": tuning.tile,
                 "SPLITS": splits,
                 "TURNED": tuning.turned,
+                "OVERLAP": capability >= 90,
                 "PRECISION": "tf32",
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
     yield Case(
-        latent_decode.latent_merge_kernel, "", {**types, "out": "*bf16"}, {**shape, "SPLITS": 4}
+        latent_decode.latent_merge_kernel,
+        "",
+        {**types, "out": "*bf16"},
+        {**shape, "SPLITS": 4, "OVERLAP": capability >= 90},
     )
     tuning = latent_attention.latent_tuning(2)
     yield Case(
