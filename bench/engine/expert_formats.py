@@ -246,12 +246,12 @@ class Mxfp4Weights(ExpertWeights):
             ):
                 yield ExpertTuning(rows, cols, depth, cols // 16, stages)
         else:
-            for rows, cols, depth, warps, group in itertools.product(
-                (64, 128, 256), (64, 128), (64, 128), (4, 8), (1, 8)
-            ):
-                if rows * cols <= 64 * 64 * warps // 2 and cols >= 16 * warps:
-                    yield ExpertTuning(rows, cols, depth, warps, 3, group)
-                    yield ExpertTuning(rows, cols, depth, warps, 4, group)
+            many = (
+                (64, 64, 64, 4, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 128, 4, 3),
+                (128, 128, 64, 8, 3),
+            )  # fmt: skip
+            for size, extra, group in itertools.product(many, (0, 16, 32), (1, 8)):
+                yield ExpertTuning(*size, group=group, extra_rows=extra)
 
 
 class Int4Weights(ExpertWeights):

@@ -57,17 +57,20 @@ def sorted_rows(
     num_experts: tl.tensor,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    FIRST: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the expert of the `tile`-th tile of all experts, and its pairs [ROWS]."""
+    """Returns the expert of the `tile`-th tile of all experts, and pairs FIRST and on of the HEIGHT
+    that it has: [ROWS]."""
     lane = tl.arange(0, EXPERTS)
     count = tl.load(counts + lane, mask=lane < num_experts, other=0)
-    tiles = tl.cdiv(count, ROWS)
+    tiles = tl.cdiv(count, HEIGHT)
     ends = tl.cumsum(tiles, axis=0)
     expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
     own = lane == expert
     before = tl.sum(tl.where(own, ends - tiles, 0), axis=0)
     start = tl.sum(tl.where(lane < expert, count, 0), axis=0)
-    place = (tile - before) * ROWS + tl.arange(0, ROWS)
+    place = (tile - before) * HEIGHT + FIRST + tl.arange(0, ROWS)
     real = place < tl.sum(tl.where(own, count, 0), axis=0)
     return expert, tl.load(order + start + place, mask=real, other=num_pairs)
 
@@ -88,11 +91,14 @@ def rows_of_program(
     EXPERTS: tl.constexpr,
     SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    HEIGHT: tl.constexpr = 0,
+    FIRST: tl.constexpr = 0,
 ) -> tl.tensor:
     """Returns the expert, the pairs [ROWS] and the tile of outputs of this program. A program
     whose pairs are all `num_pairs` has no work.
 
-    GROUP tiles of rows are computed together, column by column.
+    GROUP tiles of rows are computed together, column by column. Sorted tiles may be of HEIGHT rows,
+    of which these are FIRST and on.
     """
     program = tl.program_id(0)
     span = GROUP * num_col_tiles
@@ -100,7 +106,9 @@ def rows_of_program(
     height = tl.minimum(num_row_tiles - first, GROUP)
     tile = first + program % span % height
     if SORTED:
-        expert, pair = sorted_rows(order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS)
+        expert, pair = sorted_rows(
+            order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, HEIGHT or ROWS, FIRST
+        )
     else:
         expert, pair = found_rows(
             experts, tile // TILES, tile % TILES, num_pairs, ROWS, PAIRS, BY_PAIR
@@ -175,17 +183,18 @@ class ExpertRows:
             order, counts = sort_pairs(experts, num_experts)
         return cls(experts, num_experts, order, counts)
 
-    def tiles(self, rows: int) -> tuple[int, dict[str, int]]:
+    def tiles(self, rows: int, extra_rows: int = 0) -> tuple[int, dict[str, int]]:
         """Returns the number of tiles of `rows` rows that may have work, and the constants with
-        which `rows_of_program` finds them."""
+        which `rows_of_program` finds them. Sorted ones have `extra_rows` more."""
         num_pairs, top_k = self.experts.numel(), self.experts.shape[1]
         is_sorted = self.counts is not None
+        height = rows + extra_rows if is_sorted else rows
         by_pair = not is_sorted and num_pairs <= self.num_experts
         # No token goes to an expert twice.
-        of_expert = triton.cdiv(num_pairs // top_k, rows)
+        of_expert = triton.cdiv(num_pairs // top_k, height)
         total = of_expert * (num_pairs if by_pair else self.num_experts)
         if is_sorted:
-            total = min(triton.cdiv(num_pairs, rows) + self.num_experts, total)
+            total = min(triton.cdiv(num_pairs, height) + self.num_experts, total)
         return total, {
             "ROWS": rows,
             "PAIRS": 1 if is_sorted else max(16, triton.next_power_of_2(num_pairs)),

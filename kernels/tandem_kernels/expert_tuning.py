@@ -39,6 +39,8 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rows, cols, depth: Of a tile: pairs, outputs, and how much of the inner dimension at once.
         group: So many row tiles in a row share their weights' tiles in the cache.
         splits: Parts of the inner dimension, which different programs take; in formats that can.
+        extra_rows: Of a tile besides its `rows`, in formats that can: experts seldom have just as
+            many as a power of two.
     """
 
     rows: int
@@ -48,6 +50,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_stages: int
     group: int = 1
     splits: int = 1
+    extra_rows: int = 0
 
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
@@ -108,7 +111,8 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def to_json(self) -> bytes:
-        """Writes the file's contents, a range a line; `splits` where there are several."""
+        """Writes the file's contents, a range a line; `splits` and `extra_rows` where
+        they are not as usual."""
         kinds = []
         for kind in ("gate_up", "down"):
             lines = [_line(part) for part in getattr(self, kind)]
@@ -128,8 +132,9 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _line(part: Range) -> bytes:
     fields = {"up_to": part.up_to, **msgspec.structs.asdict(part.tuning)}
-    if part.tuning.splits == 1:
-        del fields["splits"]
+    for name, usual in (("splits", 1), ("extra_rows", 0)):
+        if fields[name] == usual:
+            del fields[name]
     return msgspec.json.encode(fields)
 
 

@@ -76,7 +76,9 @@ def expert_gemm_kernel(
     tile = first + program % span % height
     col_tile = program % span // height
     if SORTED:
-        expert, pair = sorted_rows(order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS)
+        expert, pair = sorted_rows(
+            order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, ROWS, 0
+        )
         if expert >= num_experts:
             return
     else:

@@ -35,6 +35,74 @@ FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 
 
 @triton.jit
+def _inputs(
+    x: tl.tensor,
+    pair: tl.tensor,
+    num_pairs: tl.tensor,
+    x_stride: tl.tensor,
+    lane: tl.tensor,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+) -> tl.tensor:
+    """Returns where the rows of pairs begin: addresses [ROWS, DEPTH]. Those of no pair are row 0's,
+    and what is computed from it is not written."""
+    row = pair
+    if GATED:
+        row = pair // TOP_K
+    row = tl.where(pair < num_pairs, row, 0).to(tl.int64)
+    return x + row[:, None] * x_stride + lane[None, :]
+
+
+@triton.jit
+def _loaded(
+    places: tl.tensor, real_k: tl.tensor, EVEN: tl.constexpr, BY_WARP: tl.constexpr
+) -> tl.tensor:
+    """Loads rows [ROWS, DEPTH] in the order of inputs in which warps multiply."""
+    given = tl.load(places) if EVEN else tl.load(places, mask=real_k, other=0.0)
+    if BY_WARP:
+        # Four inputs of a thread lie beside each other, which in a tile are two and two.
+        ROWS: tl.constexpr = given.shape[0]
+        DEPTH: tl.constexpr = given.shape[1]
+        pieces = given.reshape(ROWS, DEPTH // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
+        given = pieces.reshape(ROWS, DEPTH)
+    return given
+
+
+@triton.jit
+def _write(
+    acc: tl.tensor,
+    second: tl.tensor,
+    pair: tl.tensor,
+    col: tl.tensor,
+    out: tl.tensor,
+    bias: tl.tensor,
+    of_part: tl.tensor,
+    pair_weights: tl.tensor,
+    num_pairs: tl.tensor,
+    num_outputs: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+) -> None:
+    """Writes sums [ROWS, COLS], with the expert's bias and activated, or weighted."""
+    real, real_col = pair < num_pairs, col < num_outputs
+    if HAS_BIAS:
+        of_col = bias + of_part + col
+        acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
+            second += of_up.to(tl.float32)[None, :]
+    if GATED:
+        acc = activated(acc, second, limit, alpha, CLAMPED)
+    else:
+        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & real_col[None, :])
+
+
+@triton.jit
 def _sum_of_splits(
     place: tl.tensor, of_split: tl.tensor, written: tl.tensor, SPLITS: tl.constexpr
 ) -> tl.tensor:
@@ -74,6 +142,7 @@ def mxfp4_expert_gemm_kernel(
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     BY_WARP: tl.constexpr,
+    EXTRA: tl.constexpr,
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -95,20 +164,23 @@ def mxfp4_expert_gemm_kernel(
     num_col_tiles = tl.cdiv(num_outputs, COLS)
     expert, pair, col_tile = rows_of_program(
         experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
-        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR,
+        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, ROWS + EXTRA,
     )  # fmt: skip
     if tl.min(pair, axis=0) >= num_pairs:
         return
-    real = pair < num_pairs
-    row = pair
-    if GATED:
-        row = pair // TOP_K
-    row = tl.where(real, row, 0).to(tl.int64)
     kind: tl.constexpr = x.dtype.element_ty
     ROW_TILES: tl.constexpr = COLS // 64
     COLUMN_TILES: tl.constexpr = DEPTH // 64
     lane = tl.arange(0, DEPTH)
-    inputs = x + row[:, None] * x_stride + lane[None, :]
+    inputs = _inputs(x, pair, num_pairs, x_stride, lane, TOP_K, GATED)
+    if EXTRA > 0:
+        _, pair2, _ = rows_of_program(
+            experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
+            EXTRA, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, ROWS + EXTRA, ROWS,
+        )  # fmt: skip
+        inputs2 = _inputs(x, pair2, num_pairs, x_stride, lane, TOP_K, GATED)
+        acc2 = tl.zeros([COLS, EXTRA], tl.float32)
+        second2 = tl.zeros([COLS, EXTRA], tl.float32)
     part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
     size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
     # Outputs behind the last tile are computed like those of the last, and not written.
@@ -121,30 +193,28 @@ def mxfp4_expert_gemm_kernel(
     first = tl.program_id(1) * num_steps // SPLITS
     for step in range(first, (tl.program_id(1) + 1) * num_steps // SPLITS):
         inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
-        if EVEN:
-            given = tl.load(inputs + step * DEPTH)
-        else:
-            real_k = step * DEPTH + lane < inner
-            given = tl.load(inputs + step * DEPTH, mask=real_k[None, :], other=0.0)
-        if BY_WARP:
-            # Four inputs of a thread lie beside each other, which in a tile are two and two.
-            pieces = given.reshape(ROWS, DEPTH // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
-            given = pieces.reshape(ROWS, DEPTH)
+        real_k = (step * DEPTH + lane < inner)[None, :]
+        given = _loaded(inputs + step * DEPTH, real_k, EVEN, BY_WARP)
+        if EXTRA > 0:
+            given2 = _loaded(inputs2 + step * DEPTH, real_k, EVEN, BY_WARP)
         at = places + step * (COLUMN_TILES * 544)
         by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
         acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
+        if EXTRA > 0:
+            acc2 = tl.dot(by, given2.T, acc2, input_precision=PRECISION)
         if GATED:
             by = mxfp4_weights(
                 at + size, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS
             )
             second = tl.dot(by, given.T, second, input_precision=PRECISION)
+            if EXTRA > 0:
+                second2 = tl.dot(by, given2.T, second2, input_precision=PRECISION)
     acc = acc.T
     second = second.T
     col = col_tile * COLS + tl.arange(0, COLS)
-    real_col = col < num_outputs
-    written = real[:, None] & real_col[None, :]
     if SPLITS > 1:
         width = 2 * num_outputs if GATED else num_outputs
+        written = (pair < num_pairs)[:, None] & (col < num_outputs)[None, :]
         place = sums + pair.to(tl.int64)[:, None] * width + col[None, :]
         of_split = num_pairs.to(tl.int64) * width
         tl.store(place + tl.program_id(1) * of_split, acc, mask=written)
@@ -157,18 +227,16 @@ def mxfp4_expert_gemm_kernel(
         acc = _sum_of_splits(place, of_split, written, SPLITS)
         if GATED:
             second = _sum_of_splits(place + num_outputs, of_split, written, SPLITS)
-    if HAS_BIAS:
-        of_col = bias + part * num_outputs + col
-        acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
-            second += of_up.to(tl.float32)[None, :]
-    if GATED:
-        acc = activated(acc, second, limit, alpha, CLAMPED)
-    else:
-        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
-    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=written)
+    of_part = part * num_outputs
+    _write(
+        acc, second, pair, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
+        limit, alpha, GATED, HAS_BIAS, CLAMPED,
+    )  # fmt: skip
+    if EXTRA > 0:
+        _write(
+            acc2.T, second2.T, pair2, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
+            limit, alpha, GATED, HAS_BIAS, CLAMPED,
+        )  # fmt: skip
 
 
 def mxfp4_experts(
@@ -227,7 +295,7 @@ def mxfp4_gemm(
     num_pairs, num_outputs = out.shape
     num_experts, num_parts, num_tile_rows, num_tile_columns, _ = weight.shape
     inner = x.shape[1]
-    row_tiles, constants = rows.tiles(tuning.rows)
+    row_tiles, constants = rows.tiles(tuning.rows, tuning.extra_rows)
     num_tiles = row_tiles * triton.cdiv(num_outputs, tuning.cols)
     splits = tuning.splits if num_tiles <= MAX_TILES else 1
     sums = arrived = None
@@ -261,6 +329,7 @@ def mxfp4_gemm(
         GROUP=tuning.group,
         SPLITS=splits,
         BY_WARP=tuning.num_warps < 4,
+        EXTRA=tuning.extra_rows if rows.counts is not None else 0,
         GATED=num_parts == 2,
         HAS_BIAS=bias is not None,
         CLAMPED=gate is not None,

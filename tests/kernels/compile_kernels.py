@@ -557,6 +557,7 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
                 "GROUP": tuning.group,
                 "SPLITS": tuning.splits,
                 "BY_WARP": tuning.num_warps < 4,
+                "EXTRA": tuning.extra_rows,
                 "PAIRS": 1 if is_sorted else max(16, num_pairs),
                 "TILES": 1,
                 "EXPERTS": 128,

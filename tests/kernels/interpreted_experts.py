@@ -62,4 +62,5 @@ def test_int4_experts(sizes: check.Sizes, group_size: int) -> None:
 
 
 def test_tilings_of_mxfp4_experts() -> None:
-    check.mxfp4_tilings((5, 2, 8, 160, 96), torch.float32)
+    check.mxfp4_tilings(check.FEW_ROWS, (2, 2, 8, 160, 96), torch.float32)
+    check.mxfp4_tilings(check.MANY_ROWS, (65, 2, 2, 32, 64), torch.float32)

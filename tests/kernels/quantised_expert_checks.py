@@ -28,13 +28,15 @@ _QUANTISED = 8e-2
 """Factors in e4m3 may change so much in all."""
 
 
-TILINGS = [
+FEW_ROWS = [
     ExpertTuning(16, 64, 64, 4, 3, splits=3),
     ExpertTuning(16, 128, 128, 4, 3, splits=2),
     ExpertTuning(8, 64, 64, 2, 3),
-    ExpertTuning(8, 64, 128, 2, 3, splits=2),
-    ExpertTuning(16, 128, 64, 2, 3),
-    ExpertTuning(8, 64, 64, 1, 3),
+    ExpertTuning(8, 64, 128, 1, 3, splits=2),
+]
+MANY_ROWS = [
+    ExpertTuning(32, 64, 64, 4, 3, extra_rows=16),
+    ExpertTuning(16, 128, 64, 4, 3, group=2, extra_rows=32),
 ]
 
 
@@ -174,17 +176,20 @@ def _gate(
     return {"b13": b13, "b2": b2, "gate": gate}, (b13, b2, (1.25, 1.702))
 
 
-def mxfp4_tilings(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
+def mxfp4_tilings(
+    tunings: list[ExpertTuning], sizes: Sizes, dtype: torch.dtype, device: str = "cpu"
+) -> None:
     """Every way to tile a GEMM gives the same: inner dimensions in parts, whose last one is cut,
-    warps that multiply by themselves, tiles beyond the last."""
+    warps that multiply by themselves, tiles beyond the last, and where there are many pairs, tiles
+    of more rows than a power of two."""
     num_tokens, top_k, num_experts, hidden, width = sizes
     blocks, exponents, wide13 = mxfp4_weight((num_experts, 2, width, hidden), device)
     w13 = mxfp4_tiles(blocks, exponents)
     x, weights, chosen = _step(sizes, dtype, device)
     x /= 16
     rows = ExpertRows.of(chosen, num_experts)
-    for tuning in TILINGS:
-        for _ in range(2):
+    for tuning in tunings:
+        for _ in range(min(2, tuning.splits)):
             out = torch.full((num_tokens * top_k, width), torch.nan, dtype=dtype, device=device)
             mxfp4_gemm(x, w13, weights, rows, out, tuning)
         for pair, expert in enumerate(chosen.flatten().tolist()):

@@ -58,7 +58,8 @@ def test_mxfp4_experts(sizes: check.Sizes, clamped: bool) -> None:
 
 
 def test_tilings_of_mxfp4_experts() -> None:
-    check.mxfp4_tilings((17, 4, 32, 992, 320), torch.bfloat16, "cuda")
+    check.mxfp4_tilings(check.FEW_ROWS, (17, 4, 32, 992, 320), torch.bfloat16, "cuda")
+    check.mxfp4_tilings(check.MANY_ROWS, (100, 4, 8, 992, 320), torch.bfloat16, "cuda")
 
 
 def test_mxfp4_experts_in_fp16() -> None:
