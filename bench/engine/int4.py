@@ -40,7 +40,7 @@ from tandem_kernels.int4_tuning import Int4Tuning, int4_tuning
 
 BF16 = torch.bfloat16
 ROWS = (1, 4, 16, 32, 64, 128, 256, 2048)
-TUNED_ROWS = (1, 16, 64, 256)
+TUNED_ROWS = (1, 16, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +121,36 @@ class Case:
         return ops.silu_and_mul(F.linear(self.x, weight))
 
 
+_TILES = {
+    8: [
+        Int4Tuning(8, 32, 1, True, 1, 4, 8, True),
+        Int4Tuning(8, 64, 1, True, 2, 4, 8, True),
+        Int4Tuning(8, 128, 1, True, 4, 3, 8, True),
+        Int4Tuning(8, 32, 1, True, 1, 3, 8, True),
+    ],
+    16: [
+        Int4Tuning(16, 32, 1, True, 1, 3, 8, True),
+        Int4Tuning(16, 64, 1, True, 2, 3, 8, True),
+        Int4Tuning(16, 128, 1, False, 4, 3, 8, True),
+        Int4Tuning(16, 64, 1, True, 4, 4, 8),
+    ],
+    64: [
+        Int4Tuning(64, 128, 1, True, 8, 2, 8),
+        Int4Tuning(64, 128, 1, True, 8, 3, 8),
+        Int4Tuning(64, 128, 1, True, 4, 2, 8),
+        Int4Tuning(64, 64, 1, True, 4, 2, 8),
+    ],
+}
+"""Lists what may suit so many rows: few, because each takes seconds to compile."""
+
+
 def tunings(rows: int, *, gated: bool) -> Iterator[Int4Tuning]:
-    """Lists what may suit `rows` tokens: few, because each takes seconds to compile."""
-    tile = next((size for size in (16, 32, 64) if rows <= size), 128)
-    first = replace(int4_tuning(rows, 4096, 4096, gated=gated), ahead=0)
-    yield first
-    if rows <= 64:
-        yield replace(first, ahead=8)
-        yield replace(first, ahead=16)
-    if tile <= 16:
-        yield Int4Tuning(16, 128, 1 if gated else 8, False, 4, 3, 8)
-        yield Int4Tuning(16, 32, 1, False, 4, 5, 16)
-    else:
-        yield replace(first, cols=192 - first.cols, num_warps=12 - first.num_warps)
-        yield replace(first, num_stages=3)
-    if not gated:
-        yield replace(first, splits=2 * first.splits, ahead=8 if rows <= 64 else 0)
+    """Lists what may suit `rows` tokens; each tile with two numbers of parts."""
+    tile = next(size for size in _TILES if rows <= size)
+    splits = (1, 2) if gated else (2, 4) if tile == 64 else (4, 8)
+    for base, split in itertools.product(_TILES[tile], splits):
+        yield replace(base, splits=split)
+    yield replace(_TILES[tile][0], splits=splits[0], ahead=0)
 
 
 def candidates() -> Iterator[tuple[str, int, Int4Tuning]]:

@@ -13,11 +13,13 @@ from tandem_kernels.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
 from tandem_kernels.fused_experts import sum_pairs
 from tandem_kernels.int4_packing import block_size, packed_group_size
-from tandem_kernels.int4_tiles import multiplied_strip
+from tandem_kernels.int4_tiles import gate_and_up, multiplied_strip, strip_columns
 
 FORMAT = "int4"
 FIXED = ExpertTuning(rows=64, cols=64, depth=256, num_warps=4, num_stages=2)
 """One choice for all batches, where a row must have the same bits in any company."""
+LATE_ROWS = 32
+"""Tiles of at most so many rows multiply sums by scales."""
 LEAST_SWAPPED_COLS = 64
 """Strips of so many outputs are the first operand."""
 
@@ -54,13 +56,14 @@ def int4_expert_gemm_kernel(
     SWAPPED: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    LATE: tl.constexpr,
 ) -> None:
     """Computes one tile of pairs times one tile of outputs in each program.
 
     GATED: x [T, H], packed [E, 2 * num_outputs, H' / 4], silu(gate) * up. Else x [pairs, I], packed
     [E, num_outputs, I' / 4], times the pair's weight. `groups` are words [E, H' / GROUP, outputs].
     """
-    num_col_tiles = tl.cdiv(num_outputs, COLS)
+    num_col_tiles = tl.cdiv(2 * num_outputs if GATED else num_outputs, COLS)
     expert, pair, col_tile = rows_of_program(
         experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
         ROWS, TILE_GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR,
@@ -72,20 +75,14 @@ def int4_expert_gemm_kernel(
     if GATED:
         row = pair // TOP_K
     row = tl.where(real, row, 0)
-    col = col_tile * COLS + tl.arange(0, COLS)
-    real_col = col < num_outputs
+    col, real_col = strip_columns(col_tile, num_outputs, COLS, GATED)
     width = num_outputs
     if GATED:
         width = 2 * num_outputs
-    places = num_blocks * (BLOCK // 4)
-    strip = packed + (expert.to(tl.int64) * width + col) * places
-    words = groups + expert.to(tl.int64) * (num_blocks * (BLOCK // GROUP)) * width + col
-    acc, second = multiplied_strip(
+    acc = multiplied_strip(
         x + row.to(tl.int64) * x_stride,
-        strip,
-        words,
-        strip + num_outputs.to(tl.int64) * places,
-        words + num_outputs,
+        packed + (expert.to(tl.int64) * width + col) * (num_blocks * (BLOCK // 4)),
+        groups + expert.to(tl.int64) * (num_blocks * (BLOCK // GROUP)) * width + col,
         real,
         real_col,
         inner,
@@ -97,16 +94,20 @@ def int4_expert_gemm_kernel(
         BLOCK,
         GROUP,
         SWAPPED,
-        GATED,
         EVEN,
         IN_PAIRS,
+        LATE,
     )
     if GATED:
-        acc = activated(acc, second, 0.0, 0.0, False)
+        gate, up = gate_and_up(acc, ROWS, COLS)
+        result = activated(gate, up, 0.0, 0.0, False)
+        out_col = col_tile * (COLS // 2) + tl.arange(0, COLS // 2)
     else:
-        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
-    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & real_col[None, :])
+        result = acc * tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+        out_col = col
+    to = out + pair.to(tl.int64)[:, None] * num_outputs + out_col[None, :]
+    written = real[:, None] & (out_col < num_outputs)[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=written)
 
 
 def int4_experts(
@@ -164,7 +165,7 @@ def int4_expert_gemm(
     group_size = packed_group_size(packed[0], groups[0])
     block = block_size(group_size)
     row_tiles, constants = rows.tiles(tuning.rows)
-    grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
+    grid = (row_tiles * triton.cdiv(packed.shape[1], tuning.cols),)
     int4_expert_gemm_kernel[grid](
         x,
         packed,
@@ -188,8 +189,9 @@ def int4_expert_gemm(
         BLOCK=block,
         GROUP=group_size,
         SWAPPED=tuning.cols >= LEAST_SWAPPED_COLS,
-        EVEN=inner % block == 0 and num_outputs % tuning.cols == 0,
+        EVEN=inner % block == 0 and packed.shape[1] % tuning.cols == 0,
         IN_PAIRS=x.is_cuda,
+        LATE=tuning.rows <= LATE_ROWS,
         **constants,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

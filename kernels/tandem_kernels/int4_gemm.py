@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.cache_lines import prefetch_lines
 from tandem_kernels.device import supports_pdl
 from tandem_kernels.int4_packing import block_size, packed_group_size
-from tandem_kernels.int4_tiles import multiplied_strip
+from tandem_kernels.int4_tiles import gate_and_up, multiplied_strip, strip_columns
 from tandem_kernels.int4_tuning import FIXED, Int4Tuning, int4_tuning
 
 MAX_STRIPS = 1 << 14
@@ -80,41 +80,35 @@ def int4_gemm_kernel(
     IN_PAIRS: tl.constexpr,
     OVERLAP: tl.constexpr,
     AHEAD: tl.constexpr,
+    LATE: tl.constexpr,
 ) -> None:
     """Computes, in program (i, j, s), tile i of outputs and j of rows over part s of the blocks.
 
-    `groups` are 32-bit words. When GATED, the outputs are the gate's, and their other halves lie
-    `num_outputs` behind; `packed` then has twice as many.
+    `groups` are 32-bit words. When GATED, `packed` has twice as many outputs, and a strip half as
+    many (`strip_columns`).
     """
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real_row = row < num_rows
-    real_col = col < num_outputs
-    strip = packed + col.to(tl.int64) * (num_blocks * (BLOCK // 4))
-    up_strip = strip + num_outputs.to(tl.int64) * (num_blocks * (BLOCK // 4))
-    words = groups + col
+    col, real_col = strip_columns(tl.program_id(0), num_outputs, COLS, GATED)
     width = 2 * num_outputs if GATED else num_outputs
+    strip = packed + col.to(tl.int64) * (num_blocks * (BLOCK // 4))
+    words = groups + col
     first_block = tl.program_id(2) * num_blocks // SPLITS
     last_block = (tl.program_id(2) + 1) * num_blocks // SPLITS
     if OVERLAP:
         gdc_launch_dependents()
         if AHEAD > 0:
-            near = tl.where(real_col, strip, packed)
-            in_line = tl.program_id(0) * COLS + tl.arange(0, COLS // 16) * 16
-            near_words = groups + tl.minimum(in_line, num_outputs - 1)
+            near_strip, near_words = strip, words
+            if not EVEN:
+                near_strip = tl.where(real_col, strip, packed)
+                near_words = tl.where(real_col, words, groups)
             blocks = first_block, last_block
-            _bring_into_cache(near, near_words, width, *blocks, BLOCK, GROUP, AHEAD)
-            if GATED:
-                near = tl.where(real_col, up_strip, packed)
-                near_words += num_outputs
-                _bring_into_cache(near, near_words, width, *blocks, BLOCK, GROUP, AHEAD)
+            _bring_into_cache(near_strip, near_words, width, *blocks, BLOCK, GROUP, AHEAD)
         gdc_wait()
-    acc, second = multiplied_strip(
+    acc = multiplied_strip(
         x + row.to(tl.int64) * x_stride,
         strip,
         words,
-        up_strip,
-        words + num_outputs,
         real_row,
         real_col,
         inner,
@@ -126,14 +120,14 @@ def int4_gemm_kernel(
         BLOCK,
         GROUP,
         SWAPPED,
-        GATED,
         EVEN,
         IN_PAIRS,
+        LATE,
     )
-    real = real_row[:, None] & real_col[None, :]
-    place = row.to(tl.int64)[:, None] * num_outputs + col[None, :]
     if SPLITS > 1:
-        size = num_rows.to(tl.int64) * num_outputs
+        real = real_row[:, None] & real_col[None, :]
+        place = row.to(tl.int64)[:, None] * width + col[None, :]
+        size = num_rows.to(tl.int64) * width
         tl.store(parts + tl.program_id(2) * size + place, acc, mask=real)
         tl.debug_barrier()
         strip_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -144,12 +138,19 @@ def int4_gemm_kernel(
         for split in tl.static_range(SPLITS):
             acc += tl.load(parts + split * size + place, mask=real, other=0.0, cache_modifier=".cg")
     to_kind: tl.constexpr = out.dtype.element_ty
-    if GATED:
-        gate = acc.to(to_kind).to(tl.float32)
-        acc = gate / (1.0 + tl.exp(-gate)) * second.to(to_kind).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias + col, mask=real_col, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + place, acc.to(to_kind), mask=real)
+    if GATED:
+        gate, up = gate_and_up(acc, ROWS, COLS)
+        gate = gate.to(to_kind).to(tl.float32)
+        out_acc = gate / (1.0 + tl.exp(-gate)) * up.to(to_kind).to(tl.float32)
+        out_col = tl.program_id(0) * (COLS // 2) + tl.arange(0, COLS // 2)
+    else:
+        out_acc = acc
+        out_col = col
+    to = out + row.to(tl.int64)[:, None] * num_outputs + out_col[None, :]
+    written = real_row[:, None] & (out_col < num_outputs)[None, :]
+    tl.store(to, out_acc.to(to_kind), mask=written)
 
 
 def int4_gemm(
@@ -191,11 +192,12 @@ def launch(
     block = block_size(group_size)
     num_blocks = packed.shape[1] * 4 // block
     tuning = tuning or int4_tuning(num_rows, num_outputs, inner, gated=gated)
-    strips = triton.cdiv(num_outputs, tuning.cols), triton.cdiv(num_rows, tuning.rows)
+    cols = tuning.cols // 2 if gated else tuning.cols
+    strips = triton.cdiv(num_outputs, cols), triton.cdiv(num_rows, tuning.rows)
     parts = arrived = None
     if tuning.splits > 1:
         parts = torch.empty(
-            (tuning.splits, num_rows, num_outputs), dtype=torch.float32, device=x.device
+            (tuning.splits, num_rows, packed.shape[0]), dtype=torch.float32, device=x.device
         )
         arrived = _arrival_counts(x.device)
     overlap = supports_pdl(x.device)
@@ -220,10 +222,11 @@ def launch(
         SWAPPED=tuning.swapped,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        EVEN=inner % block == 0 and num_outputs % tuning.cols == 0,
+        EVEN=inner % block == 0 and num_outputs % cols == 0,
         IN_PAIRS=x.is_cuda,
         OVERLAP=overlap,
         AHEAD=tuning.ahead,
+        LATE=tuning.late,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlap else {}),

@@ -23,6 +23,13 @@ def _four_numbers(power: str) -> tl.constexpr:
     return tl.constexpr(" ".join([*lines, "}"]))
 
 
+def _less_zero(kind: str, one: str) -> tl.constexpr:
+    """Returns the instructions for number - zero."""
+    return tl.constexpr(
+        f"{{ .reg .b32 one; mov.b32 one, {one}; fma.rn.{kind}x2 $0, $1, one, $2; }}"
+    )
+
+
 def _factored(kind: str, one: str) -> tl.constexpr:
     """Returns the instructions for number - zero, times the scale."""
     return tl.constexpr(
@@ -33,10 +40,13 @@ def _factored(kind: str, one: str) -> tl.constexpr:
 
 _BF16_NUMBERS = _four_numbers("0x43004300")
 _FP16_NUMBERS = _four_numbers("0x64006400")
+_BF16_LESS_ZERO = _less_zero("bf16", "0x3f803f80")
+_FP16_LESS_ZERO = _less_zero("f16", "0x3c003c00")
 _BF16_FACTORED = _factored("bf16", "0x3f803f80")
 _FP16_FACTORED = _factored("f16", "0x3c003c00")
 
 _NUMBERS_REGISTERS = tl.constexpr("=r,=r,=r,=r,r")
+_LESS_ZERO_REGISTERS = tl.constexpr("=r,r,r,r")
 _FACTORED_REGISTERS = tl.constexpr("=r,r,r,r,r,r")
 
 
@@ -115,3 +125,27 @@ def weights_of(
             _FP16_FACTORED, _FACTORED_REGISTERS, [numbers, scale, zero], tl.float16, True, 2
         )
     return weights
+
+
+@triton.jit
+def less_zero(
+    numbers: tl.tensor, zero: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr
+) -> tl.tensor:
+    """Returns number - zero, which is exact; see `weights_of`."""
+    if not IN_PAIRS:
+        difference = (numbers.to(tl.float32) - zero.to(tl.float32)).to(kind)
+    elif kind == tl.bfloat16:
+        difference = tl.inline_asm_elementwise(
+            _BF16_LESS_ZERO, _LESS_ZERO_REGISTERS, [numbers, zero], tl.bfloat16, True, 2
+        )
+    else:
+        difference = tl.inline_asm_elementwise(
+            _FP16_LESS_ZERO, _LESS_ZERO_REGISTERS, [numbers, zero], tl.float16, True, 2
+        )
+    return difference
+
+
+@triton.jit
+def group_scale(word: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """Unpacks the words of groups -> scales in float32."""
+    return word.to(tl.int16).to(kind, bitcast=True).to(tl.float32)

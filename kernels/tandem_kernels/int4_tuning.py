@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class Int4Tuning:
             together on Hopper, and `cols` must be 64 or more there.
         ahead: So many times 128 bytes of each output are brought into the cache before the
             predecessor has ended; a power of two, or 0.
+        late: Scales multiply the sums of a group in place of its weights.
     """
 
     rows: int
@@ -26,18 +27,24 @@ class Int4Tuning:
     num_warps: int
     num_stages: int
     ahead: int = 0
+    late: bool = False
 
 
 FIXED = Int4Tuning(rows=64, cols=64, splits=1, swapped=True, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
 
-_PROGRAMS = {16: 400, 32: 400, 64: 264, 128: 132}
-"""As many as fit on the SMs of a Hopper at once, by the rows of a tile."""
-_STAGES = {16: 4, 32: 3, 64: 2, 128: 2}
+_TILES = {
+    8: Int4Tuning(8, 32, 1, True, num_warps=1, num_stages=3, ahead=8, late=True),
+    16: Int4Tuning(16, 32, 1, True, num_warps=1, num_stages=3, ahead=8, late=True),
+    32: Int4Tuning(32, 128, 1, True, num_warps=4, num_stages=3, ahead=8),
+    64: Int4Tuning(64, 128, 1, True, num_warps=8, num_stages=2, ahead=8),
+    128: Int4Tuning(128, 128, 1, True, num_warps=8, num_stages=2),
+}
+"""Holds the tiles by their largest number of rows. With few a warp works for itself."""
+_PROGRAMS = {8: 900, 16: 900, 32: 264, 64: 264, 128: 132}
+"""So many fit on the SMs of a Hopper at once."""
 _LEAST_BLOCKS = 4
-"""A part is never shorter."""
-_AHEAD_ROWS = 64
-"""The largest number: with more, kernels are long, and what comes before them too."""
+"""A part of the inner dimension is never shorter."""
 
 
 def int4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> Int4Tuning:
@@ -46,16 +53,8 @@ def int4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> 
     Args:
         gated: Two outputs are computed for each column.
     """
-    rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
-    cols, num_warps = (64, 4) if rows <= 64 else (128, 8)
-    strips = -(-num_outputs // cols) * -(-num_rows // rows)
-    splits = max(1, min(8, _PROGRAMS[rows] // strips, inner // 256 // _LEAST_BLOCKS))
-    return Int4Tuning(
-        rows,
-        cols,
-        splits=1 if gated else splits,
-        swapped=True,
-        num_warps=num_warps,
-        num_stages=_STAGES[rows],
-        ahead=8 if num_rows <= _AHEAD_ROWS else 0,
-    )
+    rows = next((size for size in _TILES if num_rows <= size), 128)
+    tile = _TILES[rows]
+    strips = -(-num_outputs * (1 + gated) // tile.cols) * -(-num_rows // rows)
+    most = min(8, _PROGRAMS[rows] // strips, inner // 256 // _LEAST_BLOCKS)
+    return replace(tile, splits=1 << max(0, most.bit_length() - 1))
