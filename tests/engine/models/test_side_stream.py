@@ -81,13 +81,10 @@ def test_a_recorded_block_computes_what_a_launched_one_does(rows: int) -> None:
     """Several blocks behind each other, as in a model: memory of the side is used again."""
     policy = GemmPolicy(small_m_rows=16, beside_rows=512)
     mlp = block(policy, 1024, torch.bfloat16, "cuda")
-    given = torch.randn(rows, 1024, dtype=torch.bfloat16, device="cuda")
+    given = torch.randn(6, rows, 1024, dtype=torch.bfloat16, device="cuda")
 
     def several() -> Tensor:
-        x = given
-        for _ in range(6):
-            x = computed(mlp, x)
-        return x
+        return torch.stack([computed(mlp, x) for x in given])
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -101,4 +98,4 @@ def test_a_recorded_block_computes_what_a_launched_one_does(rows: int) -> None:
         given.normal_()
         graph.replay()
         expected = several().double()
-        assert float((found.double() - expected).norm() / expected.norm()) < 0.02
+        assert float((found.double() - expected).norm() / expected.norm()) < 0.01
