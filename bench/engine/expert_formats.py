@@ -286,11 +286,13 @@ class Int4Weights(ExpertWeights):
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
         depth = 256
         if rows_per_expert <= 8:
-            for cols, stages in itertools.product((32, 64, 128), (3, 4)):
-                yield ExpertTuning(16, cols, depth, 4, stages)
+            for cols, stages in itertools.product((32, 64, 128), (2, 3)):
+                yield ExpertTuning(16, cols, depth, cols // 32, stages)
         elif rows_per_expert <= 32:
-            for rows, cols in itertools.product((16, 32, 64), (64, 128)):
-                yield ExpertTuning(rows, cols, depth, cols // 16, 2 if rows == 64 else 3)
+            yield ExpertTuning(16, 64, depth, 2, 3)
+            yield ExpertTuning(16, 128, depth, 4, 3)
+            for rows, warps in itertools.product((32, 64), (4, 8)):
+                yield ExpertTuning(rows, 128, depth, warps, 2)
         else:
             for rows, cols, group in itertools.product((64, 128), (64, 128), (1, 8)):
                 yield ExpertTuning(rows, cols, depth, cols // 16, 2, group)

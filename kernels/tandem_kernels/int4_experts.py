@@ -18,10 +18,8 @@ from tandem_kernels.int4_tiles import gate_and_up, multiplied_strip, strip_colum
 FORMAT = "int4"
 FIXED = ExpertTuning(rows=64, cols=64, depth=256, num_warps=4, num_stages=2)
 """One choice for all batches, where a row must have the same bits in any company."""
-LATE_ROWS = 32
+LATE_ROWS = 16
 """Tiles of at most so many rows multiply sums by scales."""
-LEAST_SWAPPED_COLS = 64
-"""Strips of so many outputs are the first operand."""
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -53,7 +51,6 @@ def int4_expert_gemm_kernel(
     BY_PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    SWAPPED: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     LATE: tl.constexpr,
@@ -93,7 +90,7 @@ def int4_expert_gemm_kernel(
         COLS,
         BLOCK,
         GROUP,
-        SWAPPED,
+        True,
         EVEN,
         IN_PAIRS,
         LATE,
@@ -188,7 +185,6 @@ def int4_expert_gemm(
         GATED=gated,
         BLOCK=block,
         GROUP=group_size,
-        SWAPPED=tuning.cols >= LEAST_SWAPPED_COLS,
         EVEN=inner % block == 0 and packed.shape[1] % tuning.cols == 0,
         IN_PAIRS=x.is_cuda,
         LATE=tuning.rows <= LATE_ROWS,

@@ -290,7 +290,6 @@ def int4_expert_cases(steps: tuple[int, ...]) -> Iterator[Case]:
                 "BY_PAIR": num_pairs <= 128,
                 "BLOCK": 256,
                 "GROUP": 128,
-                "SWAPPED": tuning.cols >= int4_experts.LEAST_SWAPPED_COLS,
                 "LATE": tuning.rows <= int4_experts.LATE_ROWS,
                 "EVEN": True,
                 "IN_PAIRS": True,
