@@ -242,6 +242,24 @@ BUGS = (
         "num_shared = num_prompt_tokens // self.block_size", "num_shared = 0",
         ("tests/decode_node/test_credits.py", "-k", "choices"),
     ),
+    Bug(
+        "taken-in-twice", "a state goes on at any token, so one counts twice",
+        "engine/kv_cache/group_manager.py",
+        "        return num_tokens == num_received\n", "        return True\n",
+        ("tests/engine/sched/test_state_groups.py", "-k", "cannot_give or part_of_a_pull"),
+    ),
+    Bug(
+        "inherited-state", "a sequence begins with what its block's last owner left",
+        "kernels/tandem_kernels/reference/delta_rule.py",
+        "torch.where(goes_on[:, None, None, None], states[blocks], 0.0)", "states[blocks]",
+        ("tests/kernels/test_delta_reference.py", "-k", "delta_rule"),
+    ),
+    Bug(
+        "unkept-block", "a kept state's block is free while it is copied",
+        "engine/kv_cache/kv_cache_manager.py",
+        "        held += [block for _, block in blocks.kept]\n", "",
+        ("tests/engine/sched/test_state_groups.py", "-k", "random_traffic or are_kept"),
+    ),
 )  # fmt: skip
 
 

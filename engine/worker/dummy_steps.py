@@ -51,13 +51,18 @@ def largest_steps(
 ) -> list[DummyStep]:
     """Returns steps of which one takes as much memory as any step with `num_tokens` may: as many
     requests as there may be, one token each, and the rest of the tokens in few long prompts, which
-    all want all that the sampler can do; and a step behind long contexts."""
+    all want all that the sampler can do; and a step behind long contexts, or where layers keep
+    states one of many prompts, each of which has a chunk that is not full."""
     lengths = dummy_lengths(num_tokens, max_num_reqs, model.max_model_len)
     most = min(MAX_LOGPROBS, model.vocab_size)
     seeds = tuple(range(DRAWS_AT_ONCE))
     steps = [DummyStep(lengths, everything(most, most), sibling_seeds=seeds)]
     if expands_contexts:
         steps.append(behind_contexts(num_tokens, max_num_reqs, model.max_model_len))
+    if any(kv.is_state for kv in model.kv_layers):
+        count = max(1, min(max_num_reqs, num_tokens // 2))
+        length = min(num_tokens // count, model.max_model_len)
+        steps.append(DummyStep([length] * count, SamplingParams()))
     return steps
 
 

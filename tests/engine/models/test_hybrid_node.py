@@ -15,6 +15,7 @@ from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
 from engine.parallel import ParallelPlace
+from engine.worker.dummy_steps import largest_steps
 from engine.worker.worker import Worker
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
@@ -144,6 +145,12 @@ def test_warming_up_lets_no_attention_read_a_state(folder: Path) -> None:
         attention = pages[:, 0].view(torch.float32)
         assert attention.any() and attention.isfinite().all()
         assert pages[:, 1].any() and not pages[:, 2:].any()
+
+
+def test_memory_is_measured_with_many_chunks_that_are_not_full(folder: Path) -> None:
+    model = load_model_config(folder)
+    *_, step = largest_steps(150, 6, model, expands_contexts=False)
+    assert (step.lengths, step.num_cached) == ([25] * 6, 0)
 
 
 def test_drafts_are_refused_by_name(folder: Path) -> None:
