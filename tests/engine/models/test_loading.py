@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from engine.models.weight_reader import PIECE_BYTES, Piece, WeightReader
 from engine.parallel import ParallelPlace
 from engine.worker.load_log import LoadLog
 from tests.engine.models.conftest import ROOT
+from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.test_wrappers import PUBLISHED, wrap
 from tests.engine.tiny_model import place_alone
 
@@ -97,8 +97,7 @@ def load_rank(folder: Path, rank: int, size: int) -> tuple[Any, int, int]:
         model=load_model_config(folder),
         parallel=ParallelConfig(tensor_parallel_size=size),
     )
-    group = SimpleNamespace(rank=rank, size=size)
-    place = ParallelPlace(range(config.model.num_layers), group)  # type: ignore[arg-type]
+    place = ParallelPlace(range(config.model.num_layers), FakeGroup(rank, size))
     model = create_model(config, place, "cpu")
     totals: list[int] = []
     headers = sum(
