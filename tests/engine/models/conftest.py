@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,10 @@ def logits_by_rank(
 ) -> dict[int, list[dict[str, torch.Tensor]]]:
     """Maps tensor-parallel size to what each rank computed."""
     out = tmp_path_factory.mktemp("logits")
-    run_ranks("tests.engine.models.rank_process", 2, str(checkpoints), str(out))
+    with ranks_running("tests.engine.models.rank_process", 2, str(checkpoints), str(out)):
+        alone = compute_all(checkpoints, ParallelGroup(0, 1))
     pair = [load_file(out / f"rank-{rank}.safetensors") for rank in range(2)]
-    return {1: [compute_all(checkpoints, ParallelGroup(0, 1))], 2: pair}
+    return {1: [alone], 2: pair}
 
 
 @pytest.fixture(scope="session")
@@ -57,15 +60,18 @@ def greedy_by_rank(
     """
     out = tmp_path_factory.mktemp("greedy")
     num_engines = {size: len(FAMILIES) * len(modes) for size, modes in MODES_OF_SIZE.items()}
-    run_ranks(
+    with ranks_running(
         "tests.engine.models.engine_rank", 2, str(checkpoints), str(out), num_groups=num_engines[2]
-    )
+    ):
+        alone = greedy_all(checkpoints, 0, 1, [""] * num_engines[1])
     pair = [json.loads((out / f"greedy-{rank}.json").read_text()) for rank in range(2)]
-    return {1: [greedy_all(checkpoints, 0, 1, [""] * num_engines[1])], 2: pair}
+    return {1: [alone], 2: pair}
 
 
-def run_ranks(module: str, size: int, *args: str, num_groups: int = 1) -> None:
-    """Runs `module ARGS RANK SIZE RENDEZVOUS...` for all ranks and waits for them."""
+@contextmanager
+def ranks_running(module: str, size: int, *args: str, num_groups: int = 1) -> Iterator[None]:
+    """Runs `module ARGS RANK SIZE RENDEZVOUS...` for all ranks, and waits for them in the end: they
+    often wait for each other, so that the caller has something to do meanwhile."""
     rendezvous = [f"127.0.0.1:{port}" for port in free_ports(num_groups)]
     processes = [
         subprocess.Popen(
@@ -74,6 +80,7 @@ def run_ranks(module: str, size: int, *args: str, num_groups: int = 1) -> None:
         for rank in range(size)
     ]
     try:
+        yield
         codes = [process.wait(TIMEOUT_S) for process in processes]
     finally:
         for process in processes:
