@@ -70,6 +70,15 @@ REFERENCES = {
         "decode 64": Reference(floor=15.8),
         "decode 256": Reference(floor=24.2),
     },
+    "qwen3-30b-a3b-fp8-block": {
+        "decode 1": Reference(4.32, 4.19, 3.24, 0.81),
+        "decode 16": Reference(9.07, 8.80, 6.80, 5.10),
+        "decode 64": Reference(13.07, 12.68, 9.80, 8.59),
+        "decode 256": Reference(20.88, 20.25, 15.66, 13.47),
+        "prefill 2048 alone": Reference(98.0, 95.1, 73.5),
+        "prefill 16 x 2048": Reference(66.9, 70.2, 87.0),
+        "throughput 128 x 2000/150": Reference(6.02, 5.84, 4.52),
+    },
     "deepseek-v2-lite": {
         "decode 1": Reference(3.12, 3.0, 2.1, 1.17),
         "decode 16": Reference(8.08, 7.8, 7.0, 5.98),
