@@ -17,9 +17,19 @@ import torch
 from torch import Tensor
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the one of a GPU. The first call must come before a graph is recorded: the library of
+    GEMMs takes memory of its own for each stream, which shall not belong to a graph."""
+    return _stream_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream_of(device: int) -> torch.cuda.Stream:
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(one, one)
+    return stream
 
 
 def is_recording(x: Tensor) -> bool:
@@ -32,7 +42,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._main = torch.cuda.current_stream(device)
-        self._side = _side_stream(device)
+        self._side = side_stream(device)
         self._side.wait_stream(self._main)
 
     def beside(self) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
-from engine.layers.side_stream import SideStream, is_recording
+from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
 from tandem_kernels.clamped_gate import ClampedGate
 
@@ -214,6 +214,8 @@ class SparseMLP(nn.Module):
         self.shared = shared
         self.group = shard.tp
         self.beside_rows = shard.gemms.beside_rows
+        if self.beside_rows > 0 and shard.device.type == "cuda":
+            side_stream(shard.device)
 
     def forward(self, x: Tensor, stream: ResidualStream, slot_mapping: Tensor) -> None:
         """Computes the block of the normed `x`, [T, H]; tokens without a slot are padding."""
