@@ -74,7 +74,6 @@ class Layer:
                     bounds,
                     bounds.diff() + num_cached,
                     num_decodes,
-                    lengths[num_decodes:],
                 ),
             )
 

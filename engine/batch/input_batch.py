@@ -142,16 +142,11 @@ class InputBatch:
 
     def state_metadata(self) -> StateMetadata:
         """Returns the batch as layers see it that keep a state of each request."""
-        order = self.order
-        is_recorded = len(order.rows) > 0 and int(order.rows[0]) == _NO_ROW
         return StateMetadata(
             blocks=self.block_tables[:, 0],
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
-            num_decodes=order.num_decodes,
-            query_lens=None
-            if is_recorded
-            else tuple(order.query_lens[order.num_decodes :].tolist()),
+            num_decodes=self.order.num_decodes,
         )
 
     def places(self) -> Places:

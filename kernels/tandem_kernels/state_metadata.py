@@ -21,12 +21,9 @@ class StateMetadata:
             `query_start_loc[r] : query_start_loc[r + 1]`.
         seq_lens: [R] int32, tokens of the sequence with those of this step; 0: a padding request.
         num_decodes: Leading requests with one token each.
-        query_lens: Tokens of the others, known on the host; None in a step that is recorded, which
-            will be replayed with other lengths.
     """
 
     blocks: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
     num_decodes: int
-    query_lens: tuple[int, ...] | None

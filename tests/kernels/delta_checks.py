@@ -53,7 +53,6 @@ class Batch:
             query_start_loc=starts.int().to(device),
             seq_lens=torch.tensor([n and n + m for n, m in pairs]).int().to(device),
             num_decodes=self.num_decodes,
-            query_lens=self.lengths[self.num_decodes :],
         )
 
     def spans(self) -> list[tuple[int, int]]:
@@ -231,7 +230,6 @@ def cut_anywhere(op: Op, sizes: Sizes, device: str = "cpu") -> None:
             torch.tensor([0, count], device=device).int(),
             torch.tensor([done + count], device=device).int(),
             int(count == 1),
-            (count,) * (count > 1),
         )
         gates, mixed = (part[done : done + count] for part in given)
         out = op(mixed, gates, whole.a_log, whole.dt_bias, states, metadata, True)
@@ -252,7 +250,6 @@ def convolution_cut_anywhere(op: Op, sizes: Sizes, dtype: torch.dtype, device: s
             torch.tensor([0, count], device=device).int(),
             torch.tensor([first + count], device=device).int(),
             int(count == 1),
-            (count,) * (count > 1),
         )
         return op(x[first : first + count], weight, states, metadata)
 

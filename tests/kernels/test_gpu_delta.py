@@ -81,7 +81,6 @@ def test_a_graph_computes_whatever_its_tensors_say() -> None:
         torch.zeros(requests + 1, dtype=torch.int32, device="cuda"),
         torch.zeros(requests, dtype=torch.int32, device="cuda"),
         0,
-        None,
     )
     states = torch.randn_like(after)
     given = mixed, gates, layer.a_log, layer.dt_bias, states, metadata

@@ -137,13 +137,11 @@ class PagedModel:
     def _metadata(self, batch: _Batch, group: KVGroup) -> AttentionMetadata | StateMetadata:
         if not group.is_state:
             return self.backend.metadata(batch)
-        order = batch.order
         return StateMetadata(
             batch.block_tables[:, 0],
             batch.query_start_loc,
             batch.seq_lens,
-            order.num_decodes,
-            tuple(order.query_lens[order.num_decodes :].tolist()),
+            batch.order.num_decodes,
         )
 
 
