@@ -15,6 +15,8 @@ from transformers import (
     Ministral3ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     SeedOssConfig,
@@ -32,7 +34,27 @@ _KIMI_YARN = {
     "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 24,
 }  # fmt: skip
 
+_LONG_FACTORS = [1.0, 1.2, 1.5, 2.0, 2.8, 4.0]
+"""One for each pair that turns; the short ones are alike: `reference_models` says why."""
+
 MORE_FAMILIES = {
+    "phi4_mini": Family(
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            **_NO_TOKENS,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": _LONG_FACTORS,
+                "long_factor": _LONG_FACTORS,
+            },
+            "original_max_position_embeddings": 150,
+            "tie_word_embeddings": True,
+            "sliding_window": MAX_LEN,
+        },
+    ),
     "olmo3": Family(
         Olmo3ForCausalLM,
         Olmo3Config,

@@ -14,7 +14,8 @@ _PREFIX = 40
 REPLICATED_VARIANTS = frozenset(
     {
         "llama3_rope_tied_sharded", "llama3_rope_older_config", "llama_linear_rope",
-        "phi3_part_rotates", "phi3_longrope_tied", "qwen3_yarn", "smollm3", "granite_tied",
+        "phi3_part_rotates", "phi3_longrope_tied", "phi4_mini", "qwen3_yarn", "smollm3",
+        "granite_tied",
         "ernie4_5", "seed_oss", "ministral3", "qwen3_moe_some_layers_tied", "glm4_moe_lite",
         "kimi_k2", "gemma3_images", "mistral3_images", "qwen2_5_images", "qwen3_images_tied",
     }

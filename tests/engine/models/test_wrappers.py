@@ -135,6 +135,7 @@ NEWER = "model.language_model.", "lm_head."
         ("mistral", "Mistral3ForConditionalGeneration", NEWER),
         ("ministral3", "Mistral3ForConditionalGeneration", PUBLISHED),
         ("qwen2", "Qwen2_5_VLForConditionalGeneration", ("model.", "lm_head.")),
+        ("qwen3_5_tied", "Qwen3_5ForConditionalGeneration", NEWER),
     ],
 )
 def test_wherever_tensors_are_they_are_those_of_the_decoder(

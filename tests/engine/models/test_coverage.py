@@ -1,0 +1,39 @@
+"""Every architecture is compared with transformers, and stands in docs/models.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.models.registry import MODELS
+from engine.models.wrappers import WRAPPERS
+from tests.engine.models.conftest import ROOT
+from tests.engine.models.reference_models import FAMILIES
+
+COMPARED = {family.model.__name__ for family in FAMILIES.values()}
+ELSEWHERE = {
+    "KimiK25ForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+}
+"""Names wrappers that `test_wrappers` makes of a decoder's checkpoint and compares with it."""
+
+
+@pytest.mark.parametrize("name", sorted([*MODELS, *WRAPPERS]))
+def test_an_architecture_is_compared_and_described(name: str) -> None:
+    assert name in COMPARED | ELSEWHERE | text_parts()
+    page = Path(ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", page))
+    assert name in described or name.replace("_K25", "K25") in described
+
+
+def text_parts() -> set[str]:
+    """Returns decoders that transformers has as the text part of a compared model alone."""
+    return {
+        text
+        for name, wrapper in WRAPPERS.items()
+        for text in wrapper.text.values()
+        if name in COMPARED
+    }
