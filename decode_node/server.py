@@ -258,20 +258,25 @@ def create_credits(config: EngineConfig, num_blocks: int) -> KVCredits:
     return KVCredits(tokens_that_fit(groups, num_blocks) // block_size, block_size, num_seqs)
 
 
+def create_prefix_index(config: EngineConfig, credits: KVCredits) -> CachedPrefixes:
+    """Returns what remembers prompts that need not be computed here. That is none where layers keep
+    states: those of a prompt that was pulled are not kept, so all of it would be computed."""
+    block_size = config.cache.block_size
+    is_of_use = config.cache.enable_prefix_caching and credits.num_states == 0
+    num_blocks = credits.num_blocks * credits.block_size // block_size
+    return CachedPrefixes(num_blocks if is_of_use else 0, block_size)
+
+
 def create_proxy(
     settings: DecodeNodeSettings, engine: AsyncLLM, client: PrefillClient
 ) -> DisaggProxy:
     config = engine.config
-    block_size = config.cache.block_size
     credits = create_credits(config, engine.ready.num_blocks)
-    num_remembered = credits.num_blocks * credits.block_size // block_size
-    if not config.cache.enable_prefix_caching:
-        num_remembered = 0
     return DisaggProxy(
         engine,
         client,
         credits,
-        prefix_index=CachedPrefixes(num_remembered, block_size),
+        prefix_index=create_prefix_index(config, credits),
         limits=RemotePrefillLimits(
             max_attempts=settings.max_prefill_attempts,
             first_token_s=settings.first_token_timeout_s,

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node.disagg.credits import Claim, KVCredits
-from decode_node.server import create_credits
+from decode_node.server import create_credits, create_prefix_index
 from engine.config import CacheConfig, EngineConfig, KVLayers, SchedulerConfig
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
 from kv_transfer.layout import Plane
 from tests.decode_node.decode_fakes import until
 from tests.engine.tiny_model import tiny_model
@@ -124,9 +126,16 @@ async def test_credits_of_a_model_with_states_are_blocks_of_the_pool() -> None:
     )  # fmt: skip
     credits = create_credits(config, 30)
     assert (credits.num_blocks, credits.block_size, credits.num_states) == (30, 8, 2)
+    prompt = RequestSpec(list(range(40)), SamplingParams())
+    index = create_prefix_index(config, credits)
+    index.add(prompt.prompt_token_ids, prompt)
+    assert len(index) == 0, "keys and values are there, and of no use without states"
     plain = replace(config, model=replace(model, kv_layers=()))
     credits = create_credits(plain, 30)
     assert (credits.num_blocks, credits.block_size, credits.num_states) == (30, 4, 0)
+    index = create_prefix_index(plain, credits)
+    index.add(prompt.prompt_token_ids, prompt)
+    assert len(index) == 10
 
 
 async def test_more_choices_than_seats_are_admitted_alone() -> None:
