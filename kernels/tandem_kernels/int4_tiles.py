@@ -1,10 +1,11 @@
 """Multiplies a tile of rows by a strip of 4-bit weights: the inner loop of all kernels with such
 weights.
 
-Few rows are multiplied by a single warp's instructions, of which weights are the second operand;
-where a strip has 64 outputs or more, they can be the first one instead, from registers, and on
-Hopper four warps multiply together. Operands of the next blocks are on their way meanwhile; scales,
-too, because a word of 32 bits is the least that can be.
+SWAPPED, weights are the first operand, from registers: the side of rows may then be as narrow as 8,
+and with four warps and 64 outputs or more Hopper's multiply together. The next blocks are on their
+way meanwhile, scales, too, because a word of 32 bits is the least that can be. What a strip of few
+rows takes time for is neither memory nor matrix units but unpacking, so each instruction counts:
+scales multiply the sums of a group then (LATE), of which there are fewer than weights.
 """
 
 from __future__ import annotations
