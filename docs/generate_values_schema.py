@@ -7,7 +7,9 @@ router and of each tier are turned into flags by the templates.
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from router.config import RouterSettings
 CHART = Path(__file__).parent.parent / "helm"
 SOURCE = CHART / "values.schema.yaml"
 SCHEMA = CHART / "values.schema.json"
+KUBERNETES = "v1.37.0-local-strict"
 
 ROUTER_SETS = {
     "host", "port", "admin_host", "admin_port", "prefill", "decode", "api_key_file",
@@ -87,28 +90,75 @@ def settings_object(service: str) -> dict[str, Any]:
     }
 
 
-def resolve(node: Any, tier: dict[str, Any]) -> Any:
-    """Replaces `$setting` and `$tier` wherever they stand."""
+class KubernetesTypes:
+    """The types of Kubernetes that values pass through, with those that they are made of.
+
+    They are of the newest version that we know, and strict: a field with a spelling mistake is
+    refused here as it would be by an API server, but before anything is installed.
+    """
+
+    def __init__(self) -> None:
+        folder = files("kubernetes_validate") / "kubernetes-json-schema" / KUBERNETES
+        self._known = json.loads((folder / "_definitions.json").read_text())["$defs"]
+        self.found: dict[str, Any] = {}
+
+    def ref(self, kind: str) -> dict[str, str]:
+        """Returns a reference to a type by its last name."""
+        (name,) = (
+            name
+            for name in self._known
+            if re.fullmatch(rf"io\.k8s\.api\.(core|networking)\.v1\.{kind}", name)
+        )
+        return {"$ref": self._take(name)}
+
+    def _take(self, name: str) -> str:
+        short = f"kubernetes.{name.rpartition('.')[2]}"
+        if short not in self.found:
+            self.found[short] = {}
+            self.found[short].update(self._own(self._known[name]))
+        return f"#/definitions/{short}"
+
+    def _own(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self._own(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return {"$ref": self._take(node["$ref"].rpartition("/")[2])}
+        told = ("description", "format", "x-kubernetes")
+        return {
+            key: self._own(value)
+            for key, value in node.items()
+            if not (key.startswith(told) and not isinstance(value, dict))
+        }
+
+
+def resolve(node: Any, tier: dict[str, Any], types: KubernetesTypes) -> Any:
+    """Replaces `$setting`, `$tier` and `$kubernetes` wherever they stand."""
     if isinstance(node, list):
-        return [resolve(item, tier) for item in node]
+        return [resolve(item, tier, types) for item in node]
     if not isinstance(node, dict):
         return node
     if "$setting" in node:
         return property_of(EngineSettings, node["$setting"])
+    if "$kubernetes" in node:
+        return types.ref(node["$kubernetes"])
     if "$tier" in node:
-        kind = resolve(tier, tier)
+        kind = resolve(tier, tier, types)
         kind["properties"].update(node.get("properties", {}))
         ports = kind["properties"]["ports"]["properties"]
         ports.update(dict.fromkeys(node.get("ports", ()), ports["grpc"]))
         kind["properties"]["settings"] = {"$ref": f"#/definitions/{node['$tier']}Settings"}
         return kind
-    return {key: resolve(value, tier) for key, value in node.items()}
+    return {key: resolve(value, tier, types) for key, value in node.items()}
 
 
 def schema() -> dict[str, Any]:
     source = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
     tier = source["definitions"].pop("tier")
-    found: dict[str, Any] = resolve(source, tier)
+    types = KubernetesTypes()
+    found: dict[str, Any] = resolve(source, tier, types)
+    found["definitions"].update(sorted(types.found.items()))
     for service in SERVICES:
         found["definitions"][f"{service}Settings"] = settings_object(service)
     return found

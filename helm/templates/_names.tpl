@@ -1,17 +1,19 @@
 {{/* Names and labels.
   A name has at most 38 characters, so that what Kubernetes and the chart append
-  (-prefill, a ReplicaSet's hash, a pod's suffix) stays below 63. */}}
+  (-prefill, a ReplicaSet's hash, a pod's suffix) stays below 63. What is cut off is told apart by
+  a hash: releases whose names agree in their beginning are not one. */}}
 {{- define "tandem.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 38 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 38 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 38 | trimSuffix "-" -}}
+{{- $whole := printf "%s-%s" .Release.Name $name -}}
+{{- if .Values.fullnameOverride -}}
+{{- $whole = .Values.fullnameOverride -}}
+{{- else if contains $name .Release.Name -}}
+{{- $whole = .Release.Name -}}
 {{- end -}}
+{{- if gt (len $whole) 38 -}}
+{{- $whole = printf "%s-%s" ($whole | trunc 31 | trimSuffix "-") (sha256sum $whole | trunc 6) -}}
 {{- end -}}
+{{- $whole | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* component name: root, component */}}

@@ -123,7 +123,7 @@ livenessProbe:
 
 {{/* The user's resources, and one GPU for each rank on this host. */}}
 {{- define "tandem.tierResources" -}}
-{{- $resources := deepCopy .of.resources -}}
+{{- $resources := .of.resources | default dict | deepCopy -}}
 {{- if .of.gpu.enabled -}}
 {{- $gpus := div (int .of.parallelism.tensor) (int .of.parallelism.hosts) | int -}}
 {{- range $side := list "limits" "requests" -}}

@@ -73,9 +73,12 @@
 {{- $name := .name -}}
 {{- $tier := .tier -}}
 {{- include "tandem.mistakes.ports" . -}}
-{{- if hasKey (default (dict) $tier.resources.limits) $tier.gpu.resourceName -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resources.limits counts %s, which follows from %s.parallelism: remove it" $name $tier.gpu.resourceName $name)) -}}
+{{- range $side := list "limits" "requests" -}}
+{{- if hasKey (get (default (dict) $tier.resources) $side | default dict) $tier.gpu.resourceName -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resources.%s counts %s, which follows from %s.parallelism: remove it" $name $side $tier.gpu.resourceName $name)) -}}
 {{- end -}}
+{{- end -}}
+{{- include "tandem.mistakes.replacement" . -}}
 {{- if $tier.topology.colocateRequired -}}{{- if not $tier.topology.colocateKey -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.topology.colocateRequired needs %s.topology.colocateKey, the label of a domain" $name $name)) -}}
 {{- end -}}{{- end -}}
@@ -104,6 +107,20 @@
 {{- end -}}{{- end -}}
 {{- else if .tier.topology.groupKey -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.topology.groupKey is for nodes that span hosts: raise %s.parallelism.hosts, or use colocateKey" $name $name)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* One host and several are workloads of two kinds: Helm deletes the one and makes the other, and
+  no pod serves until the new ones have loaded. */}}
+{{- define "tandem.mistakes.replacement" -}}
+{{- $found := .found -}}
+{{- $other := ternary "LeaderWorkerSet" "Deployment" (eq (int .tier.parallelism.hosts) 1) -}}
+{{- $api := ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $other "LeaderWorkerSet") -}}
+{{- if and (not .tier.parallelism.allowReplacement) (or (eq $other "Deployment") (.root.Capabilities.APIVersions.Has $api)) -}}
+{{- $object := include "tandem.name" (dict "root" .root "component" .name) -}}
+{{- if lookup $api $other .root.Release.Namespace $object -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.parallelism.hosts: the tier is a %s now, which would be deleted before the new pods serve: install the new layout as a second release and move traffic, or accept the outage with %s.parallelism.allowReplacement" .name $other .name)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -161,6 +178,8 @@
 {{- if not $discovery.decode -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.discovery.type is static: list the decode nodes in router.discovery.decode, as host:http_port/grpc_port") -}}
 {{- end -}}
+{{- else if and (eq $discovery.type "kubernetes") (not .root.Values.rbac.create) (or .root.Values.serviceAccount.create (not .root.Values.serviceAccount.name)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "rbac.create is false, so routers may not watch EndpointSlices: set serviceAccount.create to false and serviceAccount.name to an account that may get, list and watch them, or router.discovery.type to dns") -}}
 {{- else if or $discovery.prefill $discovery.decode -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "router.discovery lists nodes, which type %s does not read: set router.discovery.type to static" $discovery.type)) -}}
 {{- end -}}

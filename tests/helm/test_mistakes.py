@@ -44,6 +44,11 @@ BETWEEN_VALUES = [
         "follows from decode.parallelism: remove it",
     ),
     (
+        {"prefill": {"resources": {"requests": {"nvidia.com/gpu": 2}}}},
+        "prefill.resources.requests counts nvidia.com/gpu",
+    ),
+    ({"rbac": {"create": False}}, "router.discovery.type to dns"),
+    (
         {"decode": {"parallelism": {"tensor": 3, "hosts": 2}}},
         "cannot be spread evenly over 2 hosts",
     ),
@@ -151,7 +156,29 @@ AGAINST_THE_SCHEMA = [
     ({"decode": {"replicas": 1.5}}, "replicas"),
     ({"router": {"replicas": "two"}}, "replicas"),
     ({"router": {"strategy": {"maxSurge": "150%"}}}, "maxSurge"),
+    ({"decode": {"pdb": {"maxUnavailable": 0}}}, "maxUnavailable"),
+    ({"decode": {"pdb": {"maxUnavailable": "0%"}}}, "maxUnavailable"),
+    ({"router": {"service": {"type": "NodePort", "nodePort": 80}}}, "nodePort"),
+    ({"monitoring": {"prometheusRule": {"runbookUrl": "docs/operations.md"}}}, "runbookUrl"),
+    ({"decode": {"tolerations": [{"key": "gpu", "efect": "NoSchedule"}]}}, "efect"),
+    ({"prefill": {"affinity": {"podAntiAfinity": {}}}}, "podAntiAfinity"),
+    ({"router": {"env": [{"name": "A", "valueFrom": {"secretRef": {"name": "s"}}}]}}, "secretRef"),
+    ({"decode": {"extraVolumes": [{"name": "v", "hostpath": {"path": "/v"}}]}}, "hostpath"),
+    ({"decode": {"extraVolumeMounts": [{"name": "v", "path": "/v"}]}}, "mountPath"),
+    ({"decode": {"securityContext": {"runAsUser": "root"}}}, "runAsUser"),
+    ({"router": {"podSecurityContext": {"fsgroup": 1}}}, "fsgroup"),
+    ({"prefill": {"initContainers": [{"name": "c", "comand": ["x"]}]}}, "comand"),
+    ({"networkPolicy": {"clients": [{"podSelectors": {}}]}}, "podSelectors"),
 ]
+
+PASSED_THROUGH = {
+    "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],
+    "extraVolumes": [{"name": "v", "hostPath": {"path": "/v"}}],
+    "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
+    "securityContext": {"runAsUser": 0},
+}
 
 
 @pytest.mark.parametrize("engine", ["helm-4", "helm-3"])
@@ -202,3 +229,31 @@ def test_notes_say_how_to_reach_it_and_what_to_mind() -> None:
     assert "http://prod-tandem-router.llm.svc.cluster.local:80/v1" in notes
     assert "helm -n llm test prod" in notes and "together at most 2 GPUs" in notes
     assert "nobody needs an API key" in notes and "an upgrade is an outage" in notes
+
+
+@pytest.mark.parametrize("engine", ["helm-4", "helm-3"])
+def test_what_kubernetes_knows_passes(engine: str) -> None:
+    helm = HelmSdk.shared() if engine == "helm-4" else HelmCli()
+    pod = helm.render(overlay(MINIMAL, {"decode": PASSED_THROUGH})).one("Deployment", "decode")
+    spec = pod["spec"]["template"]["spec"]
+    assert spec["tolerations"] == PASSED_THROUGH["tolerations"]
+    assert PASSED_THROUGH["env"][0] in spec["containers"][0]["env"]
+    assert PASSED_THROUGH["extraVolumes"][0] in spec["volumes"]
+
+
+def test_resources_may_be_taken_away() -> None:
+    rendered = HelmSdk.shared().render(overlay(MINIMAL, {"tierDefaults": {"resources": None}}))
+    container = rendered.one("Deployment", "decode")["spec"]["template"]["spec"]["containers"][0]
+    gpu = {"nvidia.com/gpu": 1}
+    assert container["resources"] == {"limits": gpu, "requests": gpu}
+
+
+def test_releases_whose_long_names_begin_alike_are_two() -> None:
+    """A name is cut to 38 characters, so that everything that is appended fits into 63."""
+    begin = "serving-of-the-large-model-for-the-whole-company"
+    names = set()
+    for end in ("", "-a", "-b"):
+        found = HelmSdk.shared().render({**MINIMAL, "fullnameOverride": begin + end})
+        names.add(found.one("Deployment", "decode")["metadata"]["name"])
+    assert len(names) == 3
+    assert all(len(name) <= 38 + len("-decode") for name in names)

@@ -163,6 +163,25 @@ async def test_turning_autoscaling_on_and_off_keeps_every_pod(
     assert {name: cluster.uids(name) for name in COMPONENTS} == before
 
 
+async def test_hosts_of_a_tier_change_only_when_that_is_wanted(
+    cluster: Cluster, release: Release
+) -> None:
+    """A Deployment would become a LeaderWorkerSet: all its pods go before the new ones serve."""
+    storage = {"type": "pvc", "path": "m", "pvc": {"accessModes": ["ReadWriteMany"]}}
+    model = {**VALUES["model"], "storage": storage}
+    await release.install(changed(model=model))
+    before = {name: cluster.uids(name) for name in COMPONENTS}
+    parallelism = {"tensor": 2, "hosts": 2}
+    with pytest.raises(HelmError, match="accept the outage with decode.parallelism.allowRepl"):
+        await release.upgrade(changed(model=model, decode={"parallelism": parallelism}))
+    assert {name: cluster.uids(name) for name in COMPONENTS} == before
+    wanted = {"parallelism": {**parallelism, "allowReplacement": True}}
+    await release.upgrade(changed(model=model, decode=wanted), wait_s=0)
+    assert cluster.get("LeaderWorkerSet", "tandem-decode")["spec"]["replicas"] == 1
+    with pytest.raises(HelmError, match="the tier is a LeaderWorkerSet now"):
+        await release.upgrade(changed(model=model), wait_s=0)
+
+
 async def test_an_upgrade_after_kubectl_scale(cluster: Cluster, release: Release) -> None:
     """Helm 3 sets what the values say; Helm 4 asks who is right, and takes an equal number."""
     await release.install(VALUES)
