@@ -61,10 +61,10 @@ class StoredRows:
         shape = (stop - start, *self.shape[1:])
         return StoredRows(self.tensor, self.first + start, shape, self.dim, self.start, self.count)
 
-    def piece(self, into: Tensor | None = None) -> Piece:
+    def piece(self, into: Tensor | None = None, *, is_kept: bool = False) -> Piece:
         start = self.tensor.start + self.first * self.row_bytes
         num_rows = self.shape[0] if self.shape else 1
-        return Piece(self.tensor.file, start, start + num_rows * self.row_bytes, into)
+        return Piece(self.tensor.file, start, start + num_rows * self.row_bytes, into, is_kept)
 
     def numbers(self, memory: Tensor, device: torch.device) -> Tensor:
         """Returns what was asked for, on `device`, out of the bytes of `piece`. The cut is made
@@ -90,7 +90,9 @@ class FillJob:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         into = self.target if self.is_direct else None
-        return tuple(rows.piece(into) for rows in self.stored)
+        # What a format makes of its tensors on a CPU may be a view of them, and wait for others.
+        is_kept = self.weight.fill is not None
+        return tuple(rows.piece(into, is_kept=is_kept) for rows in self.stored)
 
     def fill(self, memory: list[Tensor]) -> None:
         """Takes the bytes of `pieces`."""

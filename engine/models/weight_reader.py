@@ -37,12 +37,14 @@ class Piece:
 
     Attributes:
         into: Contiguous memory on the host that takes them; None: the reader's own.
+        is_kept: The caller may keep the memory for longer than until the next job.
     """
 
     file: Path
     start: int
     stop: int
     into: Tensor | None = None
+    is_kept: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +54,8 @@ class Piece:
     def is_pooled(self) -> bool:
         """Returns whether it is read into memory that is used again: neither what is small, which
         is quick to allocate, nor what does not fit."""
-        return self.into is None and PIECE_BYTES // 4 < self.num_bytes <= PIECE_BYTES
+        is_own = self.into is None and not self.is_kept
+        return is_own and PIECE_BYTES // 4 < self.num_bytes <= PIECE_BYTES
 
 
 class ReadJob(Protocol):
@@ -79,7 +82,8 @@ class WeightReader:
         self._free: list[Tensor] = []
 
     def read(self, jobs: Iterable[JobT]) -> Iterator[tuple[JobT, list[Tensor]]]:
-        """Yields each job with its pieces, [bytes] uint8, which are valid until the next one.
+        """Yields each job with its pieces, [bytes] uint8, which are valid until the next one, if
+        they are not to be kept.
 
         Raises:
             CheckpointError: A file is cut off, or cannot be read.

@@ -179,15 +179,20 @@ def test_pieces_come_in_order_and_whole(num_threads: int, tmp_path: Path) -> Non
         for start, stop in [*ranges, *[(i, i + PIECE_BYTES // 2) for i in range(20)], *ranges]
     ]
     jobs.insert(7, Job((Piece(files[1], 5, 2005, into),)))
+    kept = Piece(files[0], 9, 9 + PIECE_BYTES, is_kept=True)
+    jobs.insert(0, Job((kept,)))
     reader = WeightReader(num_threads)
     seen = 0
+    keeping: list[torch.Tensor] = []
     for number, (job, memory) in enumerate(reader.read(jobs)):
         assert job is jobs[number]
         for piece, part in zip(job.pieces, memory, strict=True):
             assert torch.equal(part, contents[files.index(piece.file)][piece.start : piece.stop])
             seen += piece.num_bytes
+            keeping += [part] if piece is kept else []
         assert reader.num_bytes == seen
     assert torch.equal(into.view(torch.uint8), contents[1][5:2005])
+    assert torch.equal(keeping[0], contents[0][9 : 9 + PIECE_BYTES])
 
 
 def test_a_caller_that_gives_up_leaves_nothing_open(tmp_path: Path) -> None:
