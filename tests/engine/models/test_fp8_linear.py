@@ -66,11 +66,12 @@ def load(
     *,
     online: bool = False,
     dtype: Dtype = "bfloat16",
+    device: str = "cpu",
 ) -> tuple[EngineConfig, CausalLM]:
     model = load_model_config(folder, dtype=dtype, quantization="fp8" if online else None)
     config = EngineConfig(engine_id="fp8", epoch=1, model=model)
     place = ParallelPlace(range(model.num_layers), FakeGroup(rank, size))
-    created = create_model(config, place, "cpu")
+    created = create_model(config, place, device)
     load_weights(created, config, lambda fraction: None)
     return config, created
 
@@ -134,15 +135,19 @@ class _Emulated(Plain):
         return F.linear(dequantise_rows(*quantise_fp8(x)), layer.weight, layer.bias)
 
 
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@devices
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "olmo2"])
 def test_logits_are_as_near_as_fp8_can_be(
-    family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the same weights in plain numbers, in float32. The yardstick for how much error is
     natural are the same numbers of e4m3 multiplied exactly."""
 
-    def logits(loaded: tuple[EngineConfig, CausalLM]) -> Tensor:
-        return torch.cat(PagedModel(*loaded).prefill(prompts()[:4], 13))
+    def logits(loaded: tuple[EngineConfig, CausalLM], device: str = "cpu") -> Tensor:
+        return torch.cat(PagedModel(*loaded, device).prefill(prompts()[:4], 13)).cpu()
 
     folder = checkpoints / family
     exact = logits(load(folder, online=True, dtype="float32"))
@@ -152,7 +157,8 @@ def test_logits_are_as_near_as_fp8_can_be(
             layer.method = _Emulated()
     natural = relative_error(logits((config, model)), exact)
     monkeypatch.setattr(GemmPolicy, "choose", classmethod(lambda *_: POLICY))
-    assert relative_error(logits(load(folder, online=True)), exact) < 1.5 * natural
+    ours = logits(load(folder, online=True, device=device), device)
+    assert relative_error(ours, exact) < 1.5 * natural
     assert 0.01 < natural < 0.15
 
 
@@ -164,25 +170,28 @@ SCHEME = Fp8Scheme(scales="block", block=(128, 128), scale_name="weight_scale_in
 BLOCKS = Quantization(method="fp8", rules=(SchemeRule(("Linear",), SCHEME),))
 
 
-def block_shard(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.bfloat16) -> Shard:
+def block_shard(rank: int = 0, size: int = 1, device: str = "cpu") -> Shard:
     place = ParallelPlace(range(1), FakeGroup(rank, size))
-    return Shard(place, dtype, torch.device("cpu"), POLICY, BLOCKS, "model")
+    return Shard(place, torch.bfloat16, torch.device(device), POLICY, BLOCKS, "model")
 
 
-def test_a_block_of_layers_with_scales_of_blocks() -> None:
+@devices
+@pytest.mark.parametrize("rows", [7, 70])
+def test_a_block_of_layers_with_scales_of_blocks(rows: int, device: str) -> None:
     """Norm, gate·up, activation and down projection, against the same weights in float32."""
-    mlp = GatedMLP(256, 384, block_shard())
-    plain = GatedMLP(256, 384, Shard(ParallelPlace(range(1)), torch.float32, torch.device("cpu")))
+    mlp = GatedMLP(256, 384, block_shard(device=device))
+    in_float32 = Shard(ParallelPlace(range(1)), torch.float32, torch.device(device))
+    plain = GatedMLP(256, 384, in_float32)
     sources = list(mlp.checkpoint_weights("model.mlp", is_fused=False))
     fill_dummy(sources, lambda fraction: None)
-    norm = RMSNorm(256, 1e-5, block_shard())
+    norm = RMSNorm(256, 1e-5, block_shard(device=device))
     norm.weight.fill_(1.0)
     for ours, theirs in ((mlp.gate_up_proj, plain.gate_up_proj), (mlp.down_proj, plain.down_proj)):
         assert isinstance(ours.method, Fp8BlockLinear)
         assert ours.weight_scale.shape[1] % 4 == 0
         ours.weight_scale.mul_(1 + torch.rand_like(ours.weight_scale))
         theirs.weight.copy_(dequantise_weight(ours.weight, ours.weight_scale))
-    x = torch.randn(7, 256)
+    x = torch.randn(rows, 256, device=device)
     stream, exact = ResidualStream(x.bfloat16()), ResidualStream(x.bfloat16().float())
     mlp(stream.read_rows(norm, mlp.input_group), stream)
     norm.weight.data = norm.weight.float()
