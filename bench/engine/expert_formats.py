@@ -14,8 +14,9 @@ from torch import Tensor
 from tandem_kernels import ops
 from tandem_kernels.expert_rows import ExpertRows
 from tandem_kernels.expert_tuning import ExpertShape, ExpertTuning
+from tandem_kernels.fp8_activations import quantise_fp8
 from tandem_kernels.fp8_experts import fp8_gemm
-from tandem_kernels.fp8_rows import GROUP, quantise_rows
+from tandem_kernels.fp8_rows import GROUP
 from tandem_kernels.fused_experts import expert_gemm
 from tandem_kernels.int4_experts import int4_expert_gemm
 from tandem_kernels.int4_packing import padded_inputs
@@ -157,7 +158,7 @@ class Fp8BlockWeights(ExpertWeights):
         return ops.fp8_experts(x, self.w13, self.s13, *down, weights, chosen)
 
     def given(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantise_rows(x)
+        return quantise_fp8(x, GROUP)
 
     def gemm(
         self,
@@ -173,12 +174,12 @@ class Fp8BlockWeights(ExpertWeights):
         out = self._outputs(weights, gated)
         if gated and tuning.cols == GROUP:
             numbers = torch.empty_like(out, dtype=torch.float8_e4m3fn)
-            scales = torch.empty(len(out), -(-self.shape.width // GROUP), device="cuda")
+            scales = torch.empty(-(-self.shape.width // GROUP), len(out), device="cuda")
             fp8_gemm(x, weight, weights, rows, (numbers, scales), tuning)
             return
         fp8_gemm(x, weight, weights, rows, (out, None), tuning)
         if gated:
-            quantise_rows(out)
+            quantise_fp8(out, GROUP)
 
     @classmethod
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:

@@ -315,7 +315,7 @@ def _outputs(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _shape(width: int, group: int) -> dict[str, int]:
-    block = triton.next_power_of_2(width)
+    block = max(triton.next_power_of_2(width), group)
     return {
         "GROUP": group or block,
         "BLOCK": block,

@@ -1,6 +1,6 @@
 """Experts whose weights are float8 e4m3, as are the numbers that they are multiplied by.
 
-    1. rows in e4m3, each 128 numbers with a scale (`fp8_rows`)       [T, H]
+    1. rows in e4m3, each 128 numbers with a scale                    [T, H]
     2. gate·up of each (token, expert) pair, with the activation      [pairs, I]
     3. its rows in e4m3: by step 2 where a tile has 128 outputs
     4. down, times the pair's weight                                  [pairs, H]
@@ -23,7 +23,8 @@ from tandem_kernels.device import gpu_name
 from tandem_kernels.expert_gate import activated
 from tandem_kernels.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
-from tandem_kernels.fp8_rows import GROUP, fp8_scale, quantise_rows, to_fp8
+from tandem_kernels.fp8_activations import quantise_fp8
+from tandem_kernels.fp8_rows import GROUP, fp8_scale, to_fp8
 from tandem_kernels.fused_experts import sum_pairs
 
 FORMAT = "fp8"
@@ -72,7 +73,9 @@ def _of_columns(places: tl.tensor, real_col: tl.tensor) -> tl.tensor:
     return tl.load(places, mask=real_col, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_row_tiles"])
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_row_tiles", "x_scales_stride", "out_scales_stride"]
+)
 def fp8_expert_gemm_kernel(
     x: tl.tensor,
     x_scales: tl.tensor,
@@ -89,6 +92,8 @@ def fp8_expert_gemm_kernel(
     num_experts: tl.tensor,
     num_outputs: tl.tensor,
     inner: tl.tensor,
+    x_scales_stride: tl.tensor,
+    out_scales_stride: tl.tensor,
     num_row_tiles: tl.tensor,
     limit: tl.tensor,
     alpha: tl.tensor,
@@ -133,7 +138,7 @@ def fp8_expert_gemm_kernel(
     lane = tl.arange(0, 128)
     num_blocks = tl.cdiv(inner, 128)
     inputs = x + row[:, None] * inner + lane[None, :]
-    shares = x_scales + row * num_blocks
+    shares = x_scales + row
     part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
     first = part * num_outputs + col
     places = weight + first[:, None] * inner + lane[None, :]
@@ -152,7 +157,7 @@ def fp8_expert_gemm_kernel(
     scale, up_scale = _block_scales(of_block, of_up_block, GATED, BLOCKS)
     for block in range(num_blocks):
         following = tl.minimum(block + 1, num_blocks - 1)
-        next_share = tl.load(shares + following)
+        next_share = tl.load(shares + following * x_scales_stride)
         next_scales = _block_scales(of_block + following, of_up_block + following, GATED, BLOCKS)
         start = block * 128
         given_mask, inside = real[:, None], real_col[:, None]
@@ -187,7 +192,7 @@ def fp8_expert_gemm_kernel(
         acc = tl.where(written, acc, 0.0)
         scales = fp8_scale(tl.max(tl.abs(acc), axis=1))
         tl.store(to, to_fp8(acc, scales[:, None]), mask=written)
-        tl.store(out_scales + pair.to(tl.int64) * num_col_blocks + col_tile, scales, mask=real)
+        tl.store(out_scales + col_tile * out_scales_stride + pair, scales, mask=real)
     else:
         tl.store(to, acc.to(out.dtype.element_ty), mask=written)
 
@@ -222,14 +227,16 @@ def fp8_experts(
     if first.cols == GROUP:
         hidden = (
             torch.empty((num_pairs, width), dtype=torch.float8_e4m3fn, device=x.device),
-            torch.empty((num_pairs, triton.cdiv(width, GROUP)), device=x.device),
+            torch.empty((triton.cdiv(width, GROUP), num_pairs), device=x.device),
         )
-        fp8_gemm(quantise_rows(x), (w13, s13), weights, rows, hidden, first, bias=b13, gate=gate)
+        fp8_gemm(
+            quantise_fp8(x, GROUP), (w13, s13), weights, rows, hidden, first, bias=b13, gate=gate
+        )
     else:
         plain = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
-        given = quantise_rows(x)
+        given = quantise_fp8(x, GROUP)
         fp8_gemm(given, (w13, s13), weights, rows, (plain, None), first, bias=b13, gate=gate)
-        hidden = quantise_rows(plain)
+        hidden = quantise_fp8(plain, GROUP)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     fp8_gemm(hidden, (w2.unsqueeze(1), s2.unsqueeze(1)), weights, rows, (parts, None), second, b2)
     sum_pairs(parts, experts, out)
@@ -249,10 +256,10 @@ def fp8_gemm(
     """Computes one of the two GEMMs; the first where the weight has two parts.
 
     Args:
-        x: [T, H] or [T * k, I] e4m3, and scales [rows, inner / 128].
+        x: [T, H] or [T * k, I] e4m3, and scales [inner / 128, rows].
         weight: [E, 2, I, H] or [E, 1, H, I] e4m3, and scales as the kernel has them.
         pair_weights: [T, k].
-        out: [T * k, I] or [T * k, H]; with scales [T * k, I / 128] it is e4m3.
+        out: [T * k, I] or [T * k, H]; with scales [I / 128, T * k] it is e4m3.
         bias: [E, 2 I], or [E, H]; None: none.
         gate: None: SiLU.
     """
@@ -279,6 +286,8 @@ def fp8_gemm(
         num_experts,
         num_outputs,
         inner,
+        shares.stride(0),
+        0 if result_scales is None else result_scales.stride(0),
         row_tiles,
         *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
         TOP_K=rows.experts.shape[1],

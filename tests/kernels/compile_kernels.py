@@ -36,7 +36,6 @@ from tandem_kernels import (
     fp8_activations,
     fp8_experts,
     fp8_gemm,
-    fp8_rows,
     fused_experts,
     fused_gate_up,
     gated_rms_norm,
@@ -494,12 +493,6 @@ def fp8_expert_cases(capability: int) -> Iterator[Case]:
         **named("fp32", "limit", "alpha"),
         "bias": "*bf16",
     }
-    yield Case(
-        fp8_rows.quantise_rows_kernel,
-        "",
-        {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"},
-        {"GROUP": 128, "GROUPS": 16},
-    )
     tables = expert_tuning.ExpertShape(128, 768, 2048, fp8_experts.FORMAT)
     for num_pairs, gated in itertools.product((8, 8192, 65536), (True, False)):
         tuning = expert_tuning.expert_tuning(tables, num_pairs, "NVIDIA_H200", gated=gated)

@@ -20,11 +20,6 @@ def _seeded() -> None:
     torch.manual_seed(12)
 
 
-def test_rows_in_e4m3() -> None:
-    check.quantise_rows(ops.quantise_rows.kernel, (3, 300), torch.float32)
-    check.quantise_rows(ops.quantise_rows.kernel, (2, 128), torch.float16)
-
-
 @pytest.mark.parametrize(
     ("sizes", "blocks", "clamped"),
     [

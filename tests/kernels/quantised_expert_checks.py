@@ -40,26 +40,6 @@ MANY_ROWS = [
 ]
 
 
-def quantise_rows(op: Op, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> None:
-    """Each number is the nearest that its group's scale allows; a group may be all zeros."""
-    x = (torch.randn(shape, device=device) * 3).to(dtype)
-    x[0, :_BLOCK] = 0
-    numbers, scales = op(x)
-    assert numbers.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
-    num_groups = -(-shape[1] // _BLOCK)
-    assert numbers.shape == shape and scales.shape == (shape[0], num_groups)
-    for group in range(num_groups):
-        part = x[:, group * _BLOCK : (group + 1) * _BLOCK].double()
-        found = numbers[:, group * _BLOCK : (group + 1) * _BLOCK].double()
-        largest = part.abs().amax(-1)
-        expected = torch.where(largest > 0, largest / 448, 1.0)
-        torch.testing.assert_close(scales[:, group].double(), expected, rtol=1e-6, atol=0)
-        exact = part / expected[:, None]
-        step = torch.exp2(exact.abs().clamp(min=2.0**-6).log2().floor() - 3)
-        assert ((found - exact).abs() <= step / 2 * (1 + 1e-3)).all()
-        assert (found.abs().amax(-1) == torch.where(largest > 0, 448.0, 0.0)).all()
-
-
 def fp8_weight(shape: tuple[int, ...], *, blocks: bool, device: str = "cpu") -> tuple[Tensor, ...]:
     """Makes (numbers [..., N, K] e4m3, scales, the same weight [..., N, K] in float64)."""
     *outer, num_outputs, num_inputs = shape

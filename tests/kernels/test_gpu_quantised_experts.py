@@ -17,12 +17,6 @@ def _seeded() -> None:
     torch.manual_seed(6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_in_e4m3(dtype: torch.dtype) -> None:
-    for shape in ((1, 2048), (7, 768), (300, 200)):
-        check.quantise_rows(ops.quantise_rows, shape, dtype, "cuda")
-
-
 @pytest.mark.parametrize(
     ("sizes", "blocks"),
     [

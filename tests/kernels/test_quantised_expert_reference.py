@@ -16,11 +16,6 @@ def _seeded() -> None:
     torch.manual_seed(5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_in_e4m3(dtype: torch.dtype) -> None:
-    check.quantise_rows(ops.quantise_rows, (5, 300), dtype)
-
-
 @pytest.mark.parametrize("clamped", [False, True], ids=["silu", "clamped"])
 @pytest.mark.parametrize("blocks", [False, True], ids=["channel", "block"])
 def test_fp8_experts(blocks: bool, clamped: bool) -> None:

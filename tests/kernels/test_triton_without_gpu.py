@@ -21,7 +21,6 @@ HOPPER_ALONE = {
     "fp8_small_m_kernel",
     "fp8_expert_gemm_kernel",
     "quantise_fp8_kernel",
-    "quantise_rows_kernel",
     "rms_norm_fp8_kernel",
     "scale_product_kernel",
     "silu_and_mul_fp8_kernel",

@@ -8,29 +8,7 @@ from torch import Tensor
 from tandem_kernels.clamped_gate import ClampedGate
 from tandem_kernels.mxfp4_tiles import untile_mxfp4
 from tandem_kernels.reference.experts import activated, fused_experts
-
-_GROUP = 128
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantises rows to float8 e4m3; each 128 numbers share a scale.
-
-    Args:
-        x: [T, K].
-
-    Returns:
-        (numbers [T, K] e4m3, scales [T, ceil(K / 128)] float32), whose product is `x`, rounded.
-    """
-    num_rows, width = x.shape
-    num_groups = -(-width // _GROUP)
-    padded = x.new_zeros((num_rows, num_groups * _GROUP), dtype=torch.float32)
-    padded[:, :width] = x
-    grouped = padded.view(num_rows, num_groups, _GROUP)
-    largest = grouped.abs().amax(-1)
-    scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
-    numbers = (grouped / scales[..., None]).clamp(-_LARGEST, _LARGEST)
-    return numbers.view(num_rows, -1)[:, :width].to(torch.float8_e4m3fn), scales
+from tandem_kernels.reference.fp8 import BLOCK, dequantise_weight, quantise_fp8
 
 
 def fp8_experts(
@@ -47,7 +25,7 @@ def fp8_experts(
     gate: ClampedGate | None = None,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does. What goes into
-    either projection is quantised by `quantise_rows`.
+    either projection is quantised by `quantise_fp8`, each 128 numbers of a row.
 
     Args:
         x: [T, H].
@@ -78,18 +56,9 @@ def fp8_experts(
 def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Computes [n, K] times [N, K] -> [n, N] float32. A sum of float64 does not depend on the
     batch."""
-    numbers, shares = quantise_rows(x)
-    given = numbers.float() * shares.repeat_interleave(_GROUP, 1)[:, : x.shape[1]]
-    return (given.double() @ dequantise_fp8(weight, scales).double().t()).float()
-
-
-def dequantise_fp8(weight: Tensor, scales: Tensor) -> Tensor:
-    """Computes a weight [N, K] in float32 from e4m3 and scales of its blocks of 128 x 128, or one
-    for each output [N]."""
-    if scales.dim() == 1:
-        return weight.float() * scales[:, None]
-    spread = scales.repeat_interleave(_GROUP, 0).repeat_interleave(_GROUP, 1)
-    return weight.float() * spread[: weight.shape[0], : weight.shape[1]]
+    numbers, shares = quantise_fp8(x, BLOCK)
+    given = numbers.float() * shares.t().repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    return (given.double() @ dequantise_weight(weight, scales).double().t()).float()
 
 
 def mxfp4_experts(
