@@ -1,5 +1,6 @@
 {{/* Alerts, each with a runbook in docs/operations.md: tiers, rule, and the series' labels of
-  router, prefill, decode and all. */}}
+  router, prefill, decode and all. A window is longer than what an alert waits for, else a burst has
+  left it before the alert fires. */}}
 {{- define "tandem.alerts" -}}
 - alert: TandemRouterMissing
   expr: absent(tandem_router_open_requests{ {{- .router -}} })
@@ -12,7 +13,7 @@
   severity: critical
   summary: {{ `'routers see no ready {{ $labels.tier }} node'` }}
 - alert: TandemErrors
-  expr: sum(rate(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[5m])) / sum(rate(tandem_router_requests_total{ {{- .router -}} }[5m])) > 0.05
+  expr: sum(rate(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[10m])) / sum(rate(tandem_router_requests_total{ {{- .router -}} }[10m])) > 0.05
   for: 5m
   severity: warning
   summary: {{ `'{{ $value | humanizePercentage }} of requests fail'` }}
@@ -52,8 +53,8 @@
   severity: warning
   summary: {{ `'{{ $labels.tier }} nodes fail requests and are left out'` }}
 - alert: TandemDiscoveryFailing
-  expr: sum(increase(tandem_router_discovery_failures_total{ {{- .router -}} }[10m])) > 10
-  for: 10m
+  expr: sum(increase(tandem_router_discovery_failures_total{ {{- .router -}} }[15m])) > 10
+  for: 5m
   severity: warning
   summary: routers cannot find out which nodes there are
 - alert: TandemKvCacheFull
@@ -80,13 +81,13 @@
   severity: warning
   summary: {{ `'prompts wait {{ $value | humanizeDuration }} for prefill'` }}
 - alert: TandemPrefillAttemptsFail
-  expr: sum(increase(tandem_prefill_attempt_failures_total{ {{- .decode -}} }[10m])) / sum(increase(tandem_prefill_attempts_total{ {{- .decode -}} }[10m])) > 0.05
-  for: 10m
+  expr: sum(increase(tandem_prefill_attempt_failures_total{ {{- .decode -}} }[15m])) / sum(increase(tandem_prefill_attempts_total{ {{- .decode -}} }[15m])) > 0.05
+  for: 5m
   severity: warning
   summary: {{ `'{{ $value | humanizePercentage }} of remote prefills fail'` }}
 - alert: TandemLocalPrefill
-  expr: sum(increase(tandem_local_prefill_fallbacks_total{ {{- .decode -}} }[10m])) / sum(increase(tandem_disagg_decision_total{ {{- .decode -}} }[10m])) > 0.05
-  for: 10m
+  expr: sum(increase(tandem_local_prefill_fallbacks_total{ {{- .decode -}} }[15m])) / sum(increase(tandem_disagg_decision_total{ {{- .decode -}} }[15m])) > 0.05
+  for: 5m
   severity: warning
   summary: {{ `'decode nodes compute {{ $value | humanizePercentage }} of prompts after prefill failed'` }}
 - alert: TandemKvLeasesExpire

@@ -1,0 +1,166 @@
+"""Tests, by Prometheus' own promtool, that alerts fire at a first burst, and only then.
+
+The series are what the services show before and after: one that appears with its first event has
+no increase, and its alert would miss exactly this burst.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from decode_node.metrics import DecodeMetrics
+from router.app import OuterWorld, make_services
+from router.config import RouterSettings
+from router.observe.metrics import RouterMetrics
+from tests.engine.core.tiny_engine import tiny_config
+from tests.helm.test_metric_names import rules
+
+BURST_AT, END = 20, 60
+"""They are minutes: before the burst all is quiet, and at the end each alert has had its time."""
+PROMTOOL = shutil.which("promtool", path=str(Path(sys.executable).parent)) or shutil.which(
+    "promtool"
+)
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed (make promtool; Debian: prometheus)"
+)
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Holds what happens once, within a minute, and the alert that tells of it.
+
+    Attributes:
+        labels: Of the alert.
+    """
+
+    alert: str
+    component: str
+    happen: Callable[[Any], None]
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+def _answers(status: int, count: int) -> Callable[[RouterMetrics], None]:
+    def happen(metrics: RouterMetrics) -> None:
+        metrics.requests.labels("/v1/chat/completions", status).inc(count)
+
+    return happen
+
+
+def _ejections(metrics: RouterMetrics) -> None:
+    metrics.ejections.labels("decode").inc(6)
+
+
+def _failed_prefills(metrics: DecodeMetrics) -> None:
+    metrics._attempts.inc(10)
+    metrics._failures.labels(*metrics._labels, "kv_transfer").inc(10)
+
+
+def _local_prefills(metrics: DecodeMetrics) -> None:
+    metrics._fallbacks.inc(10)
+    metrics._decisions.labels(*metrics._labels, "decode-only").inc(10)
+
+
+BURSTS = [
+    Burst("TandemErrors", "router", _answers(500, 30)),
+    Burst("TandemErrors", "router", _answers(503, 30)),
+    Burst("TandemManyErrors", "router", _answers(502, 30)),
+    Burst("TandemEjections", "router", _ejections, (("tier", "decode"),)),
+    Burst("TandemBrokenStreams", "router", lambda metrics: metrics.broken_streams.inc(2)),
+    Burst("TandemDiscoveryFailing", "router", lambda metrics: metrics.discovery_failures.inc(40)),
+    Burst("TandemPrefillAttemptsFail", "decode", _failed_prefills),
+    Burst("TandemLocalPrefill", "decode", _local_prefills),
+]
+
+
+def _metrics(component: str) -> tuple[Any, CollectorRegistry]:
+    if component == "decode":
+        decode = DecodeMetrics(tiny_config())
+        return decode, decode.registry
+    router = make_services(RouterSettings(_cli_parse_args=[]), OuterWorld()).metrics
+    return router, router.registry
+
+
+def _series(registry: CollectorRegistry, component: str) -> dict[str, float]:
+    """Returns counters as a scrape names them, with the labels that the PodMonitors give."""
+    found = {}
+    given = {"namespace": "default", "release": "tandem", "component": component, "pod": "p"}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                labels = ",".join(f'{k}="{v}"' for k, v in (sample.labels | given).items())
+                found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def _input_series(burst: Burst, *, happens: bool) -> Iterator[dict[str, str]]:
+    """Yields each counter, scraped once a minute: as it is for `BURST_AT` minutes, and afterwards
+    as the burst leaves it. What is not there before is not scraped before."""
+    metrics, registry = _metrics(burst.component)
+    before = _series(registry, burst.component)
+    if happens:
+        burst.happen(metrics)
+    for name, after in _series(registry, burst.component).items():
+        quiet = f"{before[name]:g}" if name in before else "_"
+        values = f"{quiet}x{BURST_AT} {after:g}x{END}"
+        yield {"series": name, "values": values}
+
+
+def _promtool(*arguments: str) -> None:
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _rule_file(folder: Path, found: list[dict[str, Any]]) -> str:
+    path = folder / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "tandem", "rules": found}]}))
+    return str(path)
+
+
+@needs_promtool
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    _promtool("check", "rules", _rule_file(tmp_path, rules("production")))
+
+
+@needs_promtool
+@pytest.mark.parametrize("happens", [True, False])
+@pytest.mark.parametrize("burst", BURSTS, ids=lambda burst: burst.alert)
+def test_a_first_burst_is_told_and_quiet_is_not(
+    burst: Burst, happens: bool, tmp_path: Path
+) -> None:
+    """An alert that waits sees a burst for as long as its window remembers it."""
+    (rule,) = (dict(rule) for rule in rules("production") if rule["alert"] == burst.alert)
+    del rule["annotations"]
+    waits = int(rule["for"].removesuffix("m"))
+    labels = {**rule["labels"], **dict(burst.labels)}
+    case = {
+        "rule_files": [_rule_file(tmp_path, [rule])],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": list(_input_series(burst, happens=happens)),
+                "alert_rule_test": [
+                    {
+                        "eval_time": f"{BURST_AT + 2 + waits}m",
+                        "alertname": burst.alert,
+                        "exp_alerts": [{"exp_labels": labels}] if happens else [],
+                    }
+                ],
+            }
+        ],
+    }
+    path = tmp_path / "case.yaml"
+    path.write_text(yaml.safe_dump(case))
+    _promtool("test", "rules", str(path))
