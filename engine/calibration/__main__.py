@@ -93,7 +93,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     prompts = [tokenizer.encode(text)[:most] for text in texts]
     device = detect_device() if arguments.device == "auto" else arguments.device
     observer = LargestKeysAndValues()
-    _run(model, device, [p for p in prompts if p], arguments.num_tokens, observer)
+    run(model, device, [p for p in prompts if p], arguments.num_tokens, observer)
     scales = scale_file(model, observer.largest)
     arguments.output.write_bytes(msgspec.json.format(msgspec.json.encode(scales), indent=1))
     table = choose_kv_scales(model, "fp8", arguments.output)
@@ -101,7 +101,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.output}: scales {table.digest} of {len(observer.largest)} layers")
 
 
-def _run(
+def run(
     model: ModelConfig,
     device: Device,
     prompts: list[list[int]],

@@ -1,4 +1,7 @@
-"""Watches what attention layers write into an unquantised cache, and keeps the largest."""
+"""Watches what attention layers write into an unquantised cache, and keeps the largest.
+
+Latents, and the part of the keys that lies beside them, have one scale.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.layers.attention.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import Attention, AttentionInputs
 
 
 class LargestKeysAndValues:
     """`largest[i]` [2, Hkv] float32: the largest key and value of each head, of the i-th attention
-    layer of the model."""
+    layer of the model; [2, 1] of latents, both the same."""
 
     def __init__(self) -> None:
         self.largest: list[Tensor] = []
-        self._index: dict[Attention, int] = {}
+        self._index: dict[nn.Module, int] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -33,8 +37,11 @@ class LargestKeysAndValues:
         if isinstance(module, Attention):
             _, kv_cache, inputs, *_ = args
             self._take(module, kv_cache, inputs)
+        elif isinstance(module, LatentAttentionBlock):
+            _, _, kv_cache, inputs = args
+            self._take(module, kv_cache.expand(-1, 2, -1, -1, -1), inputs)
 
-    def _take(self, layer: Attention, kv_cache: Tensor, inputs: AttentionInputs) -> None:
+    def _take(self, layer: nn.Module, kv_cache: Tensor, inputs: AttentionInputs) -> None:
         slots = inputs.slot_mapping[inputs.slot_mapping >= 0]
         if len(slots) == 0:
             return

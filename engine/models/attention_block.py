@@ -29,7 +29,14 @@ def attention_block(
             scale=latent.scale,
             rope_order=head_order,
         )
-        return LatentAttentionBlock(spec.hidden_size, model.num_heads, sizes, shard, norm=norm)
+        return LatentAttentionBlock(
+            spec.hidden_size,
+            model.num_heads,
+            sizes,
+            shard,
+            norm=norm,
+            kv_scales=layer_scales(config.cache.kv_scales, index, 1, shard),
+        )
     options = AttentionOptions(
         bias=spec.attention_bias,
         output_bias=spec.output_bias,

@@ -80,11 +80,6 @@ def choose_kv_scales(
                 "--kv-cache-scales are for an FP8 cache; choose --kv-cache-dtype fp8"
             )
         return None
-    if any(plane.name == "latent" for kv in model.kv_layers for plane in kv.planes):
-        raise KVCacheDtypeError(
-            f"--kv-cache-dtype {wanted}: latent attention of {model.architecture} keeps its cache "
-            "in the model's dtype; choose bfloat16, or auto for a checkpoint without a scheme"
-        )
     if file is not None:
         return _from_file(model, file)
     if model.load_format == "dummy":
@@ -164,10 +159,12 @@ def _numbers(tensor: StoredTensor) -> list[float]:
 
 def _checked(place: Path, name: str, scales: list[float], model: ModelConfig) -> HeadScales:
     """Returns the numbers as float32 has them. Raises `CheckpointError` for what is no scale."""
-    if len(scales) not in (1, model.num_kv_heads):
+    is_latent = any(plane.name == "latent" for kv in model.kv_layers for plane in kv.planes)
+    num_heads = 1 if is_latent else model.num_kv_heads
+    if len(scales) not in (1, num_heads):
         raise CheckpointError(
             place,
-            f"has {len(scales)} scales as {name}, for {model.num_kv_heads} KV heads",
+            f"has {len(scales)} scales as {name}, for {num_heads} KV heads",
             "a scale is for all heads of a layer or for one",
         )
     for scale in scales:

@@ -36,7 +36,7 @@ from tandem_kernels.attention_sink import with_sink
 from tandem_kernels.decode_line import find, line, skipped
 from tandem_kernels.decode_tuning import DecodeTuning, decode_tuning
 from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
-from tandem_kernels.fp8_cache import unpacked
+from tandem_kernels.fp8_cache import in_half, unpacked
 from tandem_kernels.kv_scales import KVScales, pointers
 from tandem_kernels.soft_cap import soft_capped
 
@@ -82,10 +82,7 @@ def _attend(
     if FP8:
         acc_odd = tl.zeros([ROWS, width], tl.float32)
         kind: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
-        q, q_odd = q.reshape(ROWS, width, 2).split()
-        if kind == tl.float16:
-            q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(kind)
-            q_odd = tl.clamp(q_odd.to(tl.float32), -65504.0, 65504.0).to(kind)
+        q, q_odd = in_half(q).reshape(ROWS, width, 2).split()
     for tile in range(first_tile, last_tile):
         start = tile * TILE
         inside = start + lane < seq_len

@@ -55,6 +55,15 @@ def _from_bits(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def in_half(q: tl.tensor) -> tl.tensor:
+    """Returns queries as they are multiplied with numbers of an FP8 cache: bfloat16 becomes
+    float16, which has more bits for what is not beyond 65504."""
+    if q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return q
+
+
+@triton.jit
 def e4m3_bits(x: tl.tensor) -> tl.tensor:
     """Rounds float32 to the nearest e4m3 number, ties to even, too large ones to the largest.
 

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.fp8_cache import in_half
+from tandem_kernels.kv_scales import KVScales, pointers
 from tandem_kernels.latent_decode import blocks_of, latent_decode
 from tandem_kernels.prefill_attention import LOG2_E, request_of
 
@@ -44,6 +46,7 @@ def latent_attention_kernel(
     block_tables: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
+    kv_scale: tl.tensor,
     out: tl.tensor,
     first_req: tl.tensor,
     num_reqs: tl.tensor,
@@ -64,6 +67,7 @@ def latent_attention_kernel(
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ) -> None:
     """Walks, in program (h, i), the context for tile i of the tokens, those of the requests from
     `first_req` on, and tile h of the heads.
@@ -91,6 +95,10 @@ def latent_attention_kernel(
     place = q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride
     turned = tl.load(place + rot[None, :], mask=real[:, None] & is_rope[None, :], other=0.0)
 
+    if FP8:
+        own_scale = tl.load(kv_scale)
+        scale = scale * own_scale
+        query, turned = in_half(query), in_half(turned)
     peak = tl.full([BLOCK_Q * HEADS], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_Q * HEADS], tl.float32)
     acc = tl.zeros([BLOCK_Q * HEADS, BLOCK_LATENT], tl.float32)
@@ -107,6 +115,7 @@ def latent_attention_kernel(
         latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
         mask = inside[:, None] & is_rope[None, :]
         keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
+        latents, keys = latents.to(query.dtype), keys.to(query.dtype)
         scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
         scores = tl.dot(turned, tl.trans(keys), scores, input_precision=PRECISION)
         seen = inside[None, :] & (position[None, :] <= own_position[:, None])
@@ -120,6 +129,8 @@ def latent_attention_kernel(
         acc = tl.dot(weights.to(latents.dtype), latents, acc, input_precision=PRECISION)
     writes = real[:, None] & is_latent[None, :]
     index = at * NUM_HEADS + head
+    if FP8:
+        acc = acc * own_scale
     total = tl.where(total > 0.0, total, 1.0)
     attended = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + index[:, None] * LATENT + dim[None, :], attended, mask=writes)
@@ -131,6 +142,7 @@ def latent_attention(
     kv_cache: Tensor,
     metadata: AttentionMetadata,
     scale: float,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """See `reference.latent.latent_attention`.
 
@@ -143,9 +155,9 @@ def latent_attention(
     if metadata.fixed_order or (num_others > 0 and metadata.decode_query_len > 1):
         metadata = replace(metadata, num_decodes=0, decode_query_len=1)
     if metadata.num_decodes > 0:
-        latent_decode(q_latent, q_rope, kv_cache, metadata, scale, out)
+        latent_decode(q_latent, q_rope, kv_cache, metadata, scale, out, None, kv_scales)
     if metadata.num_decodes < metadata.seq_lens.shape[0]:
-        _attend_others(q_latent, q_rope, kv_cache, metadata, scale, out)
+        _attend_others(q_latent, q_rope, kv_cache, metadata, scale, out, kv_scales)
     return out
 
 
@@ -156,6 +168,7 @@ def _attend_others(
     metadata: AttentionMetadata,
     scale: float,
     out: Tensor,
+    kv_scales: KVScales | None,
 ) -> None:
     """Attends for the requests behind the decodes, which have one token each."""
     num_tokens, num_heads, latent = q_latent.shape
@@ -171,6 +184,7 @@ def _attend_others(
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
+        pointers(kv_scales)[0],
         out,
         first_req,
         num_reqs,
@@ -189,6 +203,7 @@ def _attend_others(
         BLOCK_Q=block_q,
         TILE=tuning.tile,
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        FP8=kv_scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

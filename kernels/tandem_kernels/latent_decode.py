@@ -24,6 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.device import num_programs, uses_pdl
+from tandem_kernels.fp8_cache import in_half
+from tandem_kernels.kv_scales import KVScales, pointers
 from tandem_kernels.prefill_attention import LOG2_E
 
 
@@ -93,6 +95,7 @@ def latent_decode_kernel(
     kv_cache: tl.tensor,
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
+    kv_scale: tl.tensor,
     out: tl.tensor,
     state: tl.tensor,
     latent_token_stride: tl.tensor,
@@ -115,6 +118,7 @@ def latent_decode_kernel(
     TURNED: tl.constexpr,
     OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ) -> None:
     """Walks, in program (i, r, s), part s of the context of request r for its i-th tile of rows.
     Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
@@ -140,6 +144,10 @@ def latent_decode_kernel(
     place = q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride
     rotated = tl.load(place + rot[None, :], mask=real[:, None] & is_rope, other=0.0)
 
+    if FP8:
+        own_scale = tl.load(kv_scale)
+        scale = scale * own_scale
+        query, rotated = in_half(query), in_half(rotated)
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
@@ -158,6 +166,7 @@ def latent_decode_kernel(
         block = blocks_of(table, start + TILE, end, lane, BLOCK_SIZE, TILE)
         mask = inside[:, None] & is_rope
         keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
+        latents, keys = latents.to(query.dtype), keys.to(query.dtype)
         if TURNED:
             scores = tl.dot(latents, tl.trans(query), input_precision=PRECISION)
             scores = tl.dot(keys, tl.trans(rotated), scores, input_precision=PRECISION)
@@ -182,6 +191,8 @@ def latent_decode_kernel(
         acc = tl.dot(share, latents, acc * shrink[:, None], input_precision=PRECISION)
     writes = real[:, None] & is_latent
     index = at * NUM_HEADS + head
+    if FP8:
+        acc = acc * own_scale
     if SPLITS == 1:
         total = tl.where(total > 0.0, total, 1.0)
         attended = (acc / total[:, None]).to(out.dtype.element_ty)
@@ -229,6 +240,7 @@ def latent_decode(
     scale: float,
     out: Tensor,
     tuning: LatentDecodeTuning | None = None,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """Attends for the decodes of `metadata`, which come first.
 
@@ -239,6 +251,7 @@ def latent_decode(
         scale: Multiplies the scores.
         out: [T, H, L] contiguous; rows of decodes are written.
         tuning: None: the choice for this shape.
+        kv_scales: Of a cache of e4m3 numbers; None: it has those of the queries.
     """
     _, num_heads, latent = q_latent.shape
     num_decodes, query_len = metadata.num_decodes, metadata.decode_query_len
@@ -261,6 +274,7 @@ def latent_decode(
         kv_cache,
         metadata.block_tables,
         metadata.seq_lens,
+        pointers(kv_scales)[0],
         target,
         state,
         *q_latent.stride()[:2],
@@ -277,6 +291,7 @@ def latent_decode(
         TILE=tuning.tile,
         TURNED=tuning.turned,
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        FP8=kv_scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **shape,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.kv_scales import KVScales, pointers
+
 _ADDRESSES = ["block_tables", "first", "bounds"]
 """Parts of larger tensors, whose alignment must not compile the kernel anew."""
 
@@ -33,6 +35,7 @@ def gather_latents_kernel(
     bounds: tl.tensor,
     latents: tl.tensor,
     keys: tl.tensor,
+    kv_scale: tl.tensor,
     num_reqs: tl.tensor,
     block_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -45,6 +48,7 @@ def gather_latents_kernel(
     ROPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
 ) -> None:
     """Reads one row in each program. Rows behind the last request's become zero."""
     row = tl.program_id(0)
@@ -63,15 +67,24 @@ def gather_latents_kernel(
     to = row.to(tl.int64)
     kind = latents.dtype.element_ty
     latent = tl.load(line + dim, mask=is_latent & real, other=0.0)
+    key = tl.load(line + LATENT + rot, mask=is_rope & real, other=0.0)
+    if FP8:
+        scale = tl.load(kv_scale)
+        latent, key = latent.to(tl.float32) * scale, key.to(tl.float32) * scale
     tl.store(latents + to * LATENT + dim, latent.to(kind), mask=is_latent)
-    key = tl.load(line + LATENT + rot, mask=is_rope & real, other=0.0).to(kind)
+    key = key.to(kind)
     place = keys + to * key_token_stride + head[:, None] * key_head_stride + rot[None, :]
     inside = (head < NUM_HEADS)[:, None] & is_rope[None, :]
     tl.store(place, tl.broadcast_to(key[None, :], [HEADS, BLOCK_ROPE]), mask=inside)
 
 
 def gather_latents(
-    kv_cache: Tensor, block_tables: Tensor, first: Tensor, bounds: Tensor, keys: Tensor
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    first: Tensor,
+    bounds: Tensor,
+    keys: Tensor,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """See `reference.latent.gather_latents`."""
     num_rows, num_heads, rope = keys.shape
@@ -84,6 +97,7 @@ def gather_latents(
         bounds,
         latents,
         keys,
+        pointers(kv_scales)[0],
         len(first),
         kv_cache.stride(0),
         block_tables.stride(0),
@@ -96,6 +110,7 @@ def gather_latents(
         ROPE=rope,
         BLOCK_ROPE=triton.next_power_of_2(rope),
         BLOCK_SIZE=kv_cache.shape[1],
+        FP8=kv_scales is not None,
         num_warps=2,
     )
     return latents

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
+from tandem_kernels.fp8_cache import e4m3_bits
+from tandem_kernels.kv_scales import KVScales, pointers
+
+
+@triton.jit
+def _store(
+    to: tl.tensor, x: tl.tensor, kv_scale: tl.tensor, mask: tl.tensor, FP8: tl.constexpr
+) -> None:
+    """Writes float32 `x` into the cache."""
+    if FP8:
+        tl.store(to, e4m3_bits(tl.div_rn(x, tl.load(kv_scale))), mask=mask)
+    else:
+        tl.store(to, x.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -19,6 +33,7 @@ def latent_rope_and_cache_kernel(
     cos_sin_cache: tl.tensor,
     kv_cache: tl.tensor,
     slot_mapping: tl.tensor,
+    kv_scale: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
     kv_stride: tl.tensor,
@@ -32,6 +47,7 @@ def latent_rope_and_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FP8: tl.constexpr,
 ) -> None:
     """Handles one token in each program. All is read before anything waits for what it read."""
     if OVERLAP:
@@ -64,13 +80,12 @@ def latent_rope_and_cache_kernel(
     if slot >= 0:
         to = kv_cache + (slot // BLOCK_SIZE) * block_stride
         to += (slot % BLOCK_SIZE) * (LATENT + 2 * HALF)
-        cached = kv_cache.dtype.element_ty
         scale = 1.0 / tl.sqrt_rn(tl.sum(latent * latent, axis=0) / LATENT + eps)
-        tl.store(to + dim, (latent * scale * norm_weight).to(cached), mask=is_latent)
+        _store(to + dim, latent * scale * norm_weight, kv_scale, is_latent, FP8)
         turned = first_key * cos - second_key * sin
-        tl.store(to + LATENT + half, turned.to(cached), mask=real)
+        _store(to + LATENT + half, turned, kv_scale, real, FP8)
         turned = second_key * cos + first_key * sin
-        tl.store(to + LATENT + HALF + half, turned.to(cached), mask=real)
+        _store(to + LATENT + HALF + half, turned, kv_scale, real, FP8)
 
 
 def latent_rope_and_cache(
@@ -82,6 +97,7 @@ def latent_rope_and_cache(
     kv_cache: Tensor,
     slot_mapping: Tensor,
     eps: float,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """See `reference.latent.latent_rope_and_cache`."""
     num_tokens, num_heads, rope = q_rope.shape
@@ -94,8 +110,9 @@ def latent_rope_and_cache(
         weight,
         positions,
         cos_sin_cache,
-        kv_cache,
+        kv_cache if kv_scales is None else kv_cache.view(torch.uint8),
         slot_mapping,
+        pointers(kv_scales)[0],
         q_rope.stride(0),
         q_rope.stride(1),
         kv.stride(0),
@@ -109,6 +126,7 @@ def latent_rope_and_cache(
         BLOCK_HALF=triton.next_power_of_2(rope // 2),
         BLOCK_SIZE=kv_cache.shape[1],
         OVERLAP=overlap,
+        FP8=kv_scales is not None,
         num_warps=4,
         **({"launch_pdl": True} if overlap else {}),
     )

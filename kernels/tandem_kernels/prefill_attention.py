@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tandem_kernels.attention_metadata import AttentionMetadata
 from tandem_kernels.attention_sink import with_sink
 from tandem_kernels.device import has_copy_engine, supports_pdl
+from tandem_kernels.fp8_cache import in_half
 from tandem_kernels.kv_scales import KVScales, pointers
 from tandem_kernels.soft_cap import soft_capped
 
@@ -236,8 +237,7 @@ def prefill_attention_kernel(
     if FP8:
         of_keys = tl.load(k_scale + head)
         scale, cap = scale * of_keys, cap / of_keys
-        if queries.dtype == tl.bfloat16:
-            queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+        queries = in_half(queries)
     own_position = cached + token
     page = kv_cache + head.to(tl.int64) * head_stride
     table = block_tables + r.to(tl.int64) * table_stride

@@ -570,21 +570,30 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
 
 
 def latent_cases(capability: int) -> Iterator[Case]:
+    """Yields cases of caches in 16 bits, and in FP8 where the GPU has its conversions."""
+    for is_fp8 in (False, True) if capability >= 90 else (False,):
+        yield from _latent_cases(capability, is_fp8)
+
+
+def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
+    cached = "*fp8e4nv" if is_fp8 else "*bf16"
+    scales = {"FP8": is_fp8, **({} if is_fp8 else {"kv_scale": None})}
     types = {
-        **named("*bf16", "q_latent", "q_rope", "kv_cache", "kv", "weight"),
+        **named("*bf16", "q_latent", "q_rope", "kv", "weight"),
+        "kv_cache": cached,
         **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
         **named("*i64", "positions", "slot_mapping"),
-        **named("*fp32", "state", "parts", "cos_sin_cache"),
+        **named("*fp32", "state", "parts", "cos_sin_cache", "kv_scale"),
         **named("fp32", "scale", "eps"),
     }
     shape = {"LATENT": 512, "BLOCK_LATENT": 512}
     yield Case(
         latent_rope_and_cache.latent_rope_and_cache_kernel,
-        "",
-        types,
+        f"fp8={is_fp8}",
+        {**types, "kv_cache": "*u8" if is_fp8 else cached},
         {
-            **shape, "NUM_HEADS": 16, "HEADS": 16, "HALF": 32, "BLOCK_HALF": 32, "BLOCK_SIZE": 64,
-            "OVERLAP": capability >= 90,
+            **shape, **scales, "NUM_HEADS": 16, "HEADS": 16, "HALF": 32, "BLOCK_HALF": 32,
+            "BLOCK_SIZE": 64, "OVERLAP": capability >= 90,
         },
     )  # fmt: skip
     turned = latent_decode.LatentDecodeTuning(16, 64, 4, 3, turned=True)
@@ -596,10 +605,11 @@ def latent_cases(capability: int) -> Iterator[Case]:
     ):
         yield Case(
             latent_decode.latent_decode_kernel,
-            f"rows={tuning.rows} splits={splits} block={block_size}",
+            f"rows={tuning.rows} splits={splits} block={block_size} fp8={is_fp8}",
             {**types, "out": "*fp32" if splits > 1 else "*bf16"},
             {
                 **shape,
+                **scales,
                 "QUERY_LEN": 1,
                 "NUM_HEADS": tuning.rows,
                 "ROWS": tuning.rows,
@@ -623,10 +633,11 @@ def latent_cases(capability: int) -> Iterator[Case]:
     tuning = latent_attention.latent_tuning(2)
     yield Case(
         latent_attention.latent_attention_kernel,
-        f"rows={tuning.rows}",
+        f"rows={tuning.rows} fp8={is_fp8}",
         {**types, "out": "*bf16"},
         {
             **shape,
+            **scales,
             "NUM_HEADS": 16,
             "HEADS": 16,
             "ROPE": 64,
@@ -666,11 +677,13 @@ def ragged_cases(capability: int) -> Iterator[Case]:
         {"NUM_HEADS": 16, "VALUE": 128, "BLOCK_VALUE": 128},
         {"num_warps": 1},
     )
+    is_fp8 = capability >= 90
     yield Case(
         latent_gather.gather_latents_kernel,
-        "",
-        types,
+        f"fp8={is_fp8}",
+        {**types, "kv_cache": "*fp8e4nv" if is_fp8 else "*bf16", "kv_scale": "*fp32"},
         {
+            "FP8": is_fp8, **({} if is_fp8 else {"kv_scale": None}),
             "NUM_HEADS": 16, "HEADS": 16, "LATENT": 512, "BLOCK_LATENT": 512, "ROPE": 64,
             "BLOCK_ROPE": 64, "BLOCK_SIZE": 64,
         },

@@ -11,6 +11,7 @@ from typing import Any
 
 import delta_checks
 import fp8_checks
+import fp8_latent_checks as fp8_latents
 import fp8_linear_checks
 import int4_checks as int4
 import kernel_checks as check
@@ -251,6 +252,18 @@ def test_latent_decode(
     tuning = LatentDecodeTuning(rows, tile, 4, 1, programs, turned=turned)
     sizes = num_heads, 24, 8
     check.latent_decode(latent_decode, [5, 90, 33], query_len, sizes, torch.float32, tuning=tuning)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_latents_in_an_fp8_cache(turned: bool) -> None:
+    sizes = 3, 24, 8
+    fp8_latents.latent_rope_and_cache(ops.latent_rope_and_cache.kernel, sizes, torch.float32)
+    fp8_latents.gather_latents(ops.gather_latents.kernel, sizes, torch.float32)
+    lengths = [5, 70, 33, 20], [1, 1, 7, 20]
+    fp8_latents.latent_attention(ops.latent_attention.kernel, lengths, sizes, torch.float32)
+    tuning = LatentDecodeTuning(16, 32, 4, 1, 8, turned=turned)
+    more = [5, 90, 33], 1, sizes, torch.float32
+    fp8_latents.latent_decode(latent_decode, *more, tuning=tuning)
 
 
 @dtypes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fp8_checks
+import fp8_latent_checks as fp8_latents
 import pytest
 import torch
 
@@ -56,3 +57,19 @@ def test_attention(dtype: torch.dtype, options: dict[str, object]) -> None:
 def test_attention_in_fixed_order() -> None:
     torch.manual_seed(3)
     fp8_checks.attention_in_fixed_order(ops.paged_attention, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_latents(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    sizes = 3, 24, 8
+    fp8_latents.latent_rope_and_cache(ops.latent_rope_and_cache, sizes, dtype)
+    fp8_latents.gather_latents(ops.gather_latents, sizes, dtype)
+    for fixed_order in (False, True):
+        fp8_latents.latent_attention(
+            ops.latent_attention,
+            ([5, 70, 33, 0, 20], [1, 1, 7, 1, 20]),
+            sizes,
+            dtype,
+            fixed_order=fixed_order,
+        )

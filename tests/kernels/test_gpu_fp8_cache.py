@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fp8_checks
+import fp8_latent_checks as fp8_latents
 import pytest
 import torch
 
 from tandem_kernels import ops
+from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
 
 pytestmark = pytest.mark.gpu
 
@@ -85,3 +87,16 @@ def test_fp8_attention_with_rare_options(options: dict[str, object]) -> None:
 
 def test_fp8_attention_in_fixed_order() -> None:
     fp8_checks.attention_in_fixed_order(ops.paged_attention, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_latents_in_an_fp8_cache(num_heads: int) -> None:
+    sizes, dtype = (num_heads, 512, 64), torch.bfloat16
+    given = {"device": "cuda"}
+    fp8_latents.latent_rope_and_cache(ops.latent_rope_and_cache, sizes, dtype, **given)
+    fp8_latents.gather_latents(ops.gather_latents, sizes, dtype, **given)
+    for lengths in (([1, 127, 0, 129, 1000], [1] * 5), ([300, 700, 1500], [1, 129, 1400])):
+        fp8_latents.latent_attention(ops.latent_attention, lengths, sizes, dtype, **given)
+    tuning = LatentDecodeTuning(16, 64, 4, 3, turned=True)
+    shape = [1500, 3, 64], 1, sizes, dtype
+    fp8_latents.latent_decode(latent_decode, *shape, block_size=64, tuning=tuning, **given)

@@ -31,6 +31,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
+from tandem_kernels.kv_scales import KVScales
 
 LATENT_NORM_EPS = 1e-6
 """transformers takes it for the norms of latents, whatever config.json says of the others."""
@@ -63,6 +64,7 @@ class LatentAttentionBlock(nn.Module):
     Args:
         num_heads: Of all ranks.
         norm: Of what is added; None: none.
+        kv_scales: See `AttentionSpec`; one for latents and keys.
     """
 
     q_a_norm: RMSNorm | None
@@ -75,6 +77,7 @@ class LatentAttentionBlock(nn.Module):
         shard: Shard,
         *,
         norm: RMSNorm | None = None,
+        kv_scales: KVScales | None = None,
     ) -> None:
         super().__init__()
         self.sizes = sizes
@@ -104,7 +107,8 @@ class LatentAttentionBlock(nn.Module):
         self.input_proj = LatentInputProjection(hidden_size, queries, latents, names, shard)
         self.kv_b_format = format_of(shard.scheme("kv_b_proj"), shard.prefix)
         self.kv_b = shard.parameter(self.num_heads, sizes.value + sizes.nope, sizes.kv_rank)
-        self.forms = LatentForms(self.kv_b, sizes.value, sizes.scale, shard.gemms.deterministic)
+        fixed_order = shard.gemms.deterministic
+        self.forms = LatentForms(self.kv_b, sizes.value, sizes.scale, fixed_order, kv_scales)
         self.o_proj = RowParallelLinear(num_heads * sizes.value, hidden_size, shard.at("o_proj"))
 
     @property
@@ -131,6 +135,7 @@ class LatentAttentionBlock(nn.Module):
             cache,
             inputs.slot_mapping,
             LATENT_NORM_EPS,
+            self.forms.kv_scales,
         )
         self.o_proj.add_to(stream, self.forms.attend(heads, cache, inputs).flatten(1), self.norm)
 

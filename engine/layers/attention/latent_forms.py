@@ -19,6 +19,7 @@ from engine.layers.attention.latent_passes import LatentPass
 from engine.layers.attention.layer import AttentionInputs
 from tandem_kernels import ops
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.kv_scales import KVScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,14 @@ class LatentForms:
         value: V.
         scale: Of the scores.
         fixed_order: A row's bits do not depend on the others.
+        kv_scales: See `AttentionSpec`.
     """
 
     kv_b: Tensor
     value: int
     scale: float
     fixed_order: bool
+    kv_scales: KVScales | None = None
 
     def attend(self, heads: Tensor, cache: Tensor, inputs: AttentionInputs) -> Tensor:
         """Attends for `heads` [T, H, P + R], rotated, once the step's latents are in `cache`
@@ -64,7 +67,9 @@ class LatentForms:
         nope = self.kv_b.shape[1] - self.value
         w_uv, w_uk = torch.split(self.kv_b, [self.value, nope], dim=1)
         q_latent = self._by_head(heads[:, :, :nope], w_uk)
-        attended = ops.latent_attention(q_latent, heads[:, :, nope:], cache, metadata, self.scale)
+        attended = ops.latent_attention(
+            q_latent, heads[:, :, nope:], cache, metadata, self.scale, self.kv_scales
+        )
         return self._by_head(attended, w_uv.transpose(1, 2))
 
     def expanded(
@@ -90,7 +95,12 @@ class LatentForms:
         rope = cache.shape[2] - rank
         made = heads.new_empty(part.num_keys, num_heads, width + rope)
         latents = ops.gather_latents(
-            cache, part.block_tables, part.first, part.batch.key_bounds, made[:, :, width:]
+            cache,
+            part.block_tables,
+            part.first,
+            part.batch.key_bounds,
+            made[:, :, width:],
+            self.kv_scales,
         )
         torch.bmm(
             latents.expand(num_heads, -1, -1),

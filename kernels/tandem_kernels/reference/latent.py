@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.reference.fp8_cache import dequantise, quantise
 
 
 def latent_rope_and_cache(
@@ -23,6 +25,7 @@ def latent_rope_and_cache(
     kv_cache: Tensor,
     slot_mapping: Tensor,
     eps: float,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """Rotates queries in place, and writes normalised latents and rotated keys into the cache.
 
@@ -35,6 +38,7 @@ def latent_rope_and_cache(
         kv_cache: [N, B, L + R], written at `slot_mapping`.
         slot_mapping: [T] int64, `block * B + offset`; -1 writes nothing.
         eps: Of the norm.
+        kv_scales: The cache has e4m3 numbers of this one scale; None: it has those of `kv`.
     """
     size = len(weight)
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -43,7 +47,12 @@ def latent_rope_and_cache(
     key = _rotated(kv[:, None, size:], cos, sin)[:, 0]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    rows = torch.cat((latent, key), dim=-1)[written].to(kv_cache.dtype)
+    rows = torch.cat((latent, key), dim=-1)[written]
+    if kv_scales is None:
+        rows = rows.to(kv_cache.dtype)
+    else:
+        rows = quantise(rows, kv_scales.k).view(torch.uint8)
+        kv_cache = kv_cache.view(torch.uint8)
     block_size = kv_cache.shape[1]
     blocks = torch.div(slots, block_size, rounding_mode="floor")
     kv_cache.index_put_((blocks, slots - blocks * block_size), rows)
@@ -60,6 +69,7 @@ def latent_attention(
     kv_cache: Tensor,
     metadata: AttentionMetadata,
     scale: float,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """Computes the causal attention of the step's query tokens over their requests' latents.
 
@@ -69,6 +79,7 @@ def latent_attention(
         kv_cache: [N, B, L + R]; the step's own rows are already written.
         metadata: The ragged batch.
         scale: Multiplies the scores.
+        kv_scales: See `latent_rope_and_cache`.
 
     Returns:
         [T, H, L] in the dtype of `q_latent`: weighted sums of latents. Rows of requests with
@@ -82,7 +93,8 @@ def latent_attention(
         if start == end or seq_len == 0:
             continue
         blocks = metadata.block_tables[r, : -(-seq_len // block_size)].long()
-        rows = kv_cache[blocks].flatten(0, 1)[:seq_len].float()
+        rows = _stored(kv_cache, kv_scales)[blocks].flatten(0, 1)[:seq_len]
+        rows = rows.float() if kv_scales is None else dequantise(rows, kv_scales.k)
         queries = torch.cat((q_latent[start:end], q_rope[start:end]), dim=-1).float()
         first = seq_len - (end - start)
         for step in range(end - start) if metadata.fixed_order else (None,):
@@ -97,8 +109,18 @@ def latent_attention(
     return out
 
 
+def _stored(kv_cache: Tensor, kv_scales: KVScales | None) -> Tensor:
+    """Returns the cache as it can be indexed: e4m3 numbers as bytes."""
+    return kv_cache if kv_scales is None else kv_cache.view(torch.uint8)
+
+
 def gather_latents(
-    kv_cache: Tensor, block_tables: Tensor, first: Tensor, bounds: Tensor, keys: Tensor
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    first: Tensor,
+    bounds: Tensor,
+    keys: Tensor,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """Reads a range of positions of each of R requests from the cache.
 
@@ -109,18 +131,21 @@ def gather_latents(
         bounds: [R + 1] int32, request r owns rows `bounds[r] : bounds[r + 1]` of the result. Rows
             behind the last become zero.
         keys: [S, H, R], written: the part of the keys that is rotated, which all heads share.
+        kv_scales: See `latent_rope_and_cache`.
 
     Returns:
         [S, L], the latents.
     """
     block_size, size = kv_cache.shape[1], kv_cache.shape[2] - keys.shape[2]
-    latents = kv_cache.new_zeros(len(keys), size)
+    latents = keys.new_zeros(len(keys), size)
     keys.zero_()
     starts, ends = first.tolist(), bounds.tolist()
     for r, start in enumerate(starts):
         positions = torch.arange(ends[r + 1] - ends[r], device=kv_cache.device) + start
         blocks = block_tables[r].long()[positions // block_size]
-        rows = kv_cache[blocks, positions % block_size]
+        rows = _stored(kv_cache, kv_scales)[blocks, positions % block_size]
+        if kv_scales is not None:
+            rows = dequantise(rows, kv_scales.k)
         own = slice(ends[r], ends[r + 1])
         latents[own] = rows[:, :size]
         keys[own] = rows[:, None, size:]

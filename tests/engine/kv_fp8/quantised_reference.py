@@ -57,16 +57,23 @@ class _QuantisedCache(DynamicCache):
     def __init__(self, config: PreTrainedConfig, table: KVScaleTable, num_kv_heads: int) -> None:
         super().__init__(config=config)
         self._table, self._num_kv_heads = table, num_kv_heads
+        self._is_latent = _is_latent(config)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         scales = self._table.of_layer(layer_idx, self._num_kv_heads)
+        if self._is_latent:  # Latents, and the part of the keys that rotates.
+            scales = scales[0], scales[0]
         keys, values = (
             stored(x, torch.tensor(own))
             for x, own in zip((key_states, value_states), scales, strict=True)
         )
         return super().update(keys, values, layer_idx, *args, **kwargs)
+
+
+def _is_latent(config: PreTrainedConfig) -> bool:
+    return getattr(config, "kv_lora_rank", None) is not None
 
 
 class QuantisedReference:
@@ -78,7 +85,8 @@ class QuantisedReference:
         self._table = table
 
     def _cache(self) -> _QuantisedCache:
-        heads = self._config.num_key_value_heads or self._config.num_attention_heads
+        heads = 1 if _is_latent(self._config) else 0
+        heads = heads or self._config.num_key_value_heads or self._config.num_attention_heads
         return _QuantisedCache(self._config, self._table, heads)
 
     @torch.no_grad()

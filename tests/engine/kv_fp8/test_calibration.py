@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from engine.calibration.__main__ import LARGEST, main
+from engine.calibration.__main__ import LARGEST, main, run, scale_file
+from engine.calibration.observer import LargestKeysAndValues
 from engine.frontend.tokenizer import Tokenizer
 from engine.models.checkpoint import load_model_config
 from engine.models.kv_scale_files import choose_kv_scales
+from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
 
 TEXTS = ["The river was high that spring.", "Two and two are four, and", "x = 1"]
 
@@ -75,3 +77,21 @@ def test_mistakes_are_told(
     assert "nothing to calibrate with" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*given, str(demo_checkpoint), "--num-tokens", "0"])
+
+
+def test_latents_have_one_scale(tmp_path: Path) -> None:
+    """transformers caches latents and keys as two tensors, and rotates other pairs of the keys."""
+    folder = tmp_path / "latent"
+    save_checkpoint(FAMILIES["deepseek_v2"], folder)
+    model = load_model_config(folder)
+    observer = LargestKeysAndValues()
+    run(model, "cpu", [[5, 6, 7, 8]], 1, observer)
+    cache = DynamicCache()
+    with torch.no_grad():
+        reference(folder)(torch.tensor([[5, 6, 7, 8]]), past_key_values=cache)
+    assert len(observer.largest) == len(cache.layers) == model.num_layers
+    for ours, theirs in zip(observer.largest, cache.layers, strict=True):
+        largest = max(float(theirs.keys.abs().max()), float(theirs.values.abs().max()))
+        torch.testing.assert_close(ours, torch.full((2, 1), largest), rtol=1e-4, atol=0.0)
+    scales = scale_file(model, observer.largest)
+    assert all(len(of_layer) == 1 for of_layer in scales.k)

@@ -33,9 +33,12 @@ from tests.engine.models.reference_models import (
     save_checkpoint,
 )
 
-MODELS = ["llama", "gemma2", "gemma3", "qwen3_tied", "gpt_oss", "qwen3_next"]
-"""Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads, sinks, and
-layers with states, which are not quantised."""
+MODELS = [
+    "llama", "gemma2", "gemma3", "qwen3_tied", "gpt_oss", "qwen3_next", "deepseek_v2",
+    "deepseek_v3_yarn",
+]  # fmt: skip
+"""Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads, sinks,
+layers with states, which are not quantised, and latents."""
 NUM_TOKENS = 24
 
 
@@ -51,7 +54,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def table_of(folder: Path) -> KVScaleTable:
     model = load_model_config(folder)
-    return scale_table(model.num_layers, model.num_kv_heads)
+    is_latent = any(plane.name == "latent" for kv in model.kv_layers for plane in kv.planes)
+    return scale_table(model.num_layers, 1 if is_latent else model.num_kv_heads)
 
 
 @cache
@@ -68,7 +72,7 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
     family: str, checkpoints: Path
 ) -> None:
     """Rarely a key lies so near the middle of two numbers that the last bit of float32 decides: one
-    step of one number. Rounding as such moves logits by ten times more, and by a tenth at most.
+    step of one number. Rounding as such moves logits by ten times more, and by a fifth at most.
     """
     folder = checkpoints / family
     model = load_model_config(folder)
@@ -87,7 +91,7 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
     for chunk in (1000, 13):
         for prompt, ours in zip(prompts(), paged.prefill(prompts(), chunk), strict=True):
             assert relative_error(ours, quantised(folder).logits(prompt)) < 1e-3
-            assert 0.01 < relative_error(ours, reference_logits(plain, prompt)) < 0.12
+            assert 0.01 < relative_error(ours, reference_logits(plain, prompt)) < 0.2
     behind = paged.prefill_behind(prompts()[-2], prompts()[-1], 13)
     expected = quantised(folder).logits(prompts()[-1])[-len(behind) :]
     assert relative_error(behind, expected) < 1e-3
@@ -160,6 +164,7 @@ def pair(
         ("gemma3", "stream", 2, (16, 32)),
         ("gpt_oss", "cuda_ipc,stream", 1, (32, 16)),
         ("qwen3_next", "stream", 1, (16, 16)),
+        ("deepseek_v3_yarn", "stream", 1, (16, 32)),
     ],
 )
 def test_two_nodes_equal_transformers(

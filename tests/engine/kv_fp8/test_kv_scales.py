@@ -148,10 +148,16 @@ def test_auto_follows_the_checkpoint(plain: Path) -> None:
         choose_kv_scales(model, "bfloat16")
 
 
-def test_latent_attention_is_refused_by_name(plain: Path) -> None:
+def test_latents_have_one_scale(plain: Path, tmp_path: Path) -> None:
+    """Their keys are their values: one for each head means nothing."""
     latent = KVLayers(layers=(0, 1, 2), planes=(Plane("latent", 1, 64, replicated=True),))
-    model = replace(load_model_config(plain), kv_layers=(latent,))
-    with pytest.raises(KVCacheDtypeError, match="--kv-cache-dtype fp8: latent attention"):
+    scales = {LAYER.format(0) + "attn.k_scale": torch.tensor([0.5])}
+    model = replace(with_tensors(plain, tmp_path, scales), kv_layers=(latent,))
+    table = choose_kv_scales(model, "fp8")
+    assert table is not None and table.k[0] == (0.5,)
+    scales = {LAYER.format(0) + "attn.k_scale": torch.tensor([0.5, 0.5])}
+    model = replace(with_tensors(plain, tmp_path, scales), kv_layers=(latent,))
+    with pytest.raises(CheckpointError, match="2 scales"):
         choose_kv_scales(model, "fp8")
 
 
@@ -233,7 +239,7 @@ def test_blocks_of_other_formats_have_other_names(plain: Path) -> None:
     request = Request(EngineCoreRequest(request_id="asked", spec=spec))
     GroupManager(0, fp8, pool).confirm(request, RequestBlocks([pool.get_new_blocks(1)], [0]), 16)
     found = [GroupManager(0, g, pool).find_cached(request, 16, None) for g in (half, fp8, other)]
-    assert [len(table) for table in found] == [0, 1, 0]
+    assert [num_tokens for _, num_tokens in found] == [0, 16, 0]
 
 
 def test_settings_name_what_they_refuse(capsys: pytest.CaptureFixture[str], plain: Path) -> None:
