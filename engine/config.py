@@ -40,6 +40,7 @@ FastPath = Literal[
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
+DrafterName = Literal["ngram"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,13 +202,31 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Says who guesses the next tokens of rows, and how many of them.
+
+    Attributes:
+        method: `ngram`: what followed the last tokens where prompt or answer had them before.
+        num_speculative_tokens: Drafts of each row and step.
+        prompt_lookup_max: As many last tokens are looked up first.
+        prompt_lookup_min: Fewer than these are not looked up.
+    """
+
+    method: DrafterName
+    num_speculative_tokens: int
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that one engine is.
 
     Attributes:
         engine_id: Names its sockets and appears in logs.
         decode_query_len: Tokens that a decoding row computes in one step: its last one, and
-            drafts of those behind it. Nothing drafts yet, so no setting tells it.
+            drafts of those behind it.
+        speculative: Who drafts them; None: nobody.
     """
 
     engine_id: str
@@ -219,6 +238,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     kv_transfer: KVTransferConfig | None = None
     decode_query_len: int = 1
+    speculative: SpeculativeConfig | None = None
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -113,6 +113,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Requests that end with an error, behind the tokens that they have here."""
     siblings: list[RowSiblings] = []
     """Tokens of requests that draw for several answers, beyond their own."""
+    num_drafts: list[int] = []
+    """The number of drafts that the step checked of each request. Empty when nobody drafts."""
 
     def tokens_by_request(self) -> list[list[int]]:
         """Returns the tokens of each request, in new lists."""
@@ -180,6 +182,36 @@ class GrammarStats(msgspec.Struct, array_like=True):
         self.num_masks += count
 
 
+class DraftStats(msgspec.Struct, array_like=True):
+    """Counts drafts of all requests so far.
+
+    Attributes:
+        num_drafts: Times that a request had drafts in a step.
+        num_draft_tokens: Drafts, all together.
+        num_accepted_tokens: Those that were right, with all before them.
+        num_accepted_per_pos: The same by place in a step, the first at index 0.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: list[int] = []
+
+    def add_step(self, num_drafts: list[int], num_tokens: list[int]) -> None:
+        """Counts a step, in which each request had `num_drafts` and got `num_tokens` tokens."""
+        for count, of_request in zip(num_drafts, num_tokens, strict=True):
+            if count == 0:
+                continue
+            self.num_drafts += 1
+            self.num_draft_tokens += count
+            accepted = max(0, min(count, of_request - 1))
+            self.num_accepted_tokens += accepted
+            missing = count - len(self.num_accepted_per_pos)
+            self.num_accepted_per_pos += [0] * missing
+            for place in range(accepted):
+                self.num_accepted_per_pos[place] += 1
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """State of one engine after a step. Counters are totals since the start."""
 
@@ -211,3 +243,4 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """
     kv_transfer: dict[str, float] = {}
     grammar: GrammarStats = msgspec.field(default_factory=GrammarStats)
+    drafts: DraftStats = msgspec.field(default_factory=DraftStats)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.batch.buffer_utils import to_device, upload
+from engine.batch.buffer_utils import upload
 from engine.batch.places import Int32Array as Int32Array
 from engine.batch.places import Places
 from engine.batch.row_states import RowStates
@@ -163,7 +163,8 @@ class InputBatch:
             repeats = np.ones(num_sampled, np.int32)
             repeats[:num_decodes] = width
             rows, max_seq_lens = np.repeat(rows, repeats), np.repeat(max_seq_lens, repeats)
-            idx_mapping = to_device(rows, idx_mapping.device)
+            of_decodes = idx_mapping[:num_decodes, None].expand(-1, width).flatten()
+            idx_mapping = torch.cat([of_decodes, idx_mapping[num_decodes:]])
             seq_lens = self.positions[self.logits_indices].int() + 1
         return Places(num_decodes, width, rows, max_seq_lens, idx_mapping, seq_lens, self.input_ids)
 
@@ -263,7 +264,7 @@ class InputBuffers:
 
     def gather(self, num_reqs: int, tables: Sequence[RowTables]) -> None:
         """Fills the inputs of what was loaded. `tables`: by KV group."""
-        idx_mapping = self._idx_mapping(num_reqs)
+        idx_mapping = self.idx_mapping(num_reqs)
         query_start_loc = self._query_start_loc(num_reqs)
         for of_group, inputs in zip(tables, self._by_group, strict=True):
             ops.prepare_inputs(idx_mapping, query_start_loc, of_group, inputs)
@@ -283,7 +284,8 @@ class InputBuffers:
             ),
         ]
 
-    def _idx_mapping(self, num_reqs: int) -> torch.Tensor:
+    def idx_mapping(self, num_reqs: int) -> torch.Tensor:
+        """Returns [num_reqs] int32: the rows of the batch that was loaded last."""
         return self._order[:num_reqs]
 
     def _query_start_loc(self, num_reqs: int) -> torch.Tensor:
@@ -302,7 +304,7 @@ class InputBuffers:
         return InputBatch(
             order=order,
             num_tokens=num_tokens,
-            idx_mapping=self._idx_mapping(num_reqs),
+            idx_mapping=self.idx_mapping(num_reqs),
             query_start_loc=self._query_start_loc(num_reqs),
             input_ids=inputs.input_ids[:num_tokens],
             positions=inputs.positions[:num_tokens],

@@ -37,7 +37,7 @@ def create_model(
         raise CheckpointError(
             model.path,
             "has layers that keep one state of all tokens, which a wrong draft would spoil",
-            "choose decode_query_len 1",
+            "start it without --speculative-config",
         )
     dtype = getattr(torch, model.dtype)
     gemms = GemmPolicy.choose(config.device, device, place.tp.size, dtype)

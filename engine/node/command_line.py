@@ -14,6 +14,10 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 S = TypeVar("S", bound=BaseSettings)
 
 
+class SettingsError(Exception):
+    """Settings do not fit together. The message says how to mend it."""
+
+
 class HelpFormatter(argparse.HelpFormatter):
     """Descriptions say what happens without a value, so `(default: None)` would only confuse."""
 

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
 from engine.messages import EngineReady
-from engine.outputs import DURATION_BUCKETS, Durations, GrammarStats, SchedulerStats
+from engine.outputs import DURATION_BUCKETS, DraftStats, Durations, GrammarStats, SchedulerStats
 
 LABELS = ("model_name", "engine")
 
@@ -69,6 +69,8 @@ class EngineCollector(Collector):
         yield from self._counters(stats)
         yield from self._by_source(stats)
         yield from self._grammar(stats.grammar)
+        if self._engine.config.decode_query_len > 1:
+            yield from self._drafts(stats.drafts)
         yield from self._kv_transfer(stats.kv_transfer)
         yield self._cache_config()
 
@@ -150,6 +152,26 @@ class EngineCollector(Collector):
         ):
             tokens.add_metric((*self._labels, source), value)
         yield tokens
+
+    def _drafts(self, stats: DraftStats) -> Iterable[Metric]:
+        """Only of an engine that drafts, as vLLM has them."""
+        for name, text, value in (
+            ("num_drafts", "Times that a request had drafts in a step.", stats.num_drafts),
+            ("num_draft_tokens", "Tokens drafted.", stats.num_draft_tokens),
+            ("num_accepted_tokens", "Drafts that were right.", stats.num_accepted_tokens),
+        ):
+            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were right, by their place in a step.",
+            labels=(*LABELS, "position"),
+        )
+        for place in range(self._engine.config.decode_query_len - 1):
+            accepted = stats.num_accepted_per_pos[place : place + 1] or [0]
+            by_place.add_metric((*self._labels, str(place)), accepted[0])
+        yield by_place
 
     def _grammar(self, stats: GrammarStats) -> Iterable[Metric]:
         for name, text, durations in (

@@ -41,7 +41,9 @@ from engine.models.checkpoint import (
 )
 from engine.models.kv_scale_files import choose_kv_scales
 from engine.node.cache_settings import CacheSettings
+from engine.node.command_line import SettingsError as SettingsError
 from engine.node.command_line import parse_settings
+from engine.node.speculative_settings import SpeculativeSettings
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
 from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
@@ -60,11 +62,7 @@ def _checked_transports(text: str) -> str:
     return text
 
 
-class SettingsError(Exception):
-    """Settings do not fit together. The message says how to mend it."""
-
-
-class EngineSettings(CacheSettings, SecuritySettings):
+class EngineSettings(SpeculativeSettings, CacheSettings, SecuritySettings):
     """The settings of the engine of either kind of node."""
 
     model_config = SettingsConfigDict(
@@ -324,7 +322,7 @@ class EngineSettings(CacheSettings, SecuritySettings):
         scheduler = {**self._named_as_in(SchedulerConfig), "policy": self.scheduling_policy}
         if self.async_scheduling is None:
             scheduler["async_scheduling"] = device.device == "cuda"
-        return EngineConfig(
+        config = EngineConfig(
             engine_id=f"{kv_role or 'engine'}-{secrets.token_hex(6)}",
             epoch=secrets.randbits(_EPOCH_BITS) | 1,
             model=model,
@@ -337,6 +335,7 @@ class EngineSettings(CacheSettings, SecuritySettings):
             device=device,
             kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
         )
+        return self.with_drafts(config)
 
     def _named_as_in(self, config: type[Any]) -> dict[str, Any]:
         """Returns our values for the fields of a dataclass, by name."""

@@ -53,6 +53,8 @@ class SamplerOutput:
     """Tokens of further answers, where rows draw for several."""
     failures: dict[int, PlaceFailure] = field(default_factory=dict)
     """Requests that cannot go on, by index in the batch."""
+    num_drafts: torch.Tensor | None = None
+    """[S] int32, drafts that were proposed for this step; None when nobody drafts."""
 
 
 class Sampler:

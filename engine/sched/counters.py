@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from engine.outputs import DraftStats
 
 _DECAY = 0.9
 """Weight that a step with prompt tokens leaves to those before it."""
@@ -36,6 +40,7 @@ class SchedulerCounters:
     generation_tokens: int = 0
     num_steps: int = 0
     last_step_at: float = 0.0
+    drafts: DraftStats = field(default_factory=DraftStats)
 
     def add_step(self, num_prompt_tokens: int, ended_at: float) -> None:
         """Counts a step that computed so many prompt tokens."""
@@ -47,3 +52,8 @@ class SchedulerCounters:
         """Counts a prompt that was looked up in the prefix cache and starts behind the hit."""
         self.prefix_cache_queries += num_tokens
         self.prefix_cache_hits += num_hits
+
+    def by_name(self) -> dict[str, Any]:
+        """Returns the totals as `SchedulerStats` takes them."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**found, "drafts": deepcopy(self.drafts)}

@@ -67,6 +67,8 @@ class StepsInFlight:
             seconds = now - max(done.issued_at, self._counters.last_step_at)
             self.prefill_rate.add_step(done.num_prompt_tokens, seconds)
         self._counters.add_step(done.num_prompt_tokens, now)
+        if output.num_drafts:
+            self._counters.drafts.add_step(output.num_drafts, output.counts)
         return done.chunks
 
     def leftovers(self) -> list[str]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 
 from engine.config import EngineConfig
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -393,7 +392,7 @@ class Scheduler:
             prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
             prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
             kv_transfer=remote.counters,
-            **asdict(counters),
+            **counters.by_name(),
         )
 
     def check_empty(self) -> list[str]:

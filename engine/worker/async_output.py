@@ -30,6 +30,8 @@ class StepTensors:
     logprobs: LogprobsTensors | None
     prompt_logprobs: list[PromptLogprobsTensors]
     siblings: SiblingTensors | None
+    num_drafts: torch.Tensor | None
+    """[num_sampled] int32; None when nobody drafts."""
 
     def to_host(self) -> StepTensors:
         """Starts the copies, without waiting."""
@@ -38,6 +40,7 @@ class StepTensors:
             None if self.logprobs is None else self.logprobs.to_host(),
             [part.to_host() for part in self.prompt_logprobs],
             None if self.siblings is None else self.siblings.to_host(),
+            None if self.num_drafts is None else self.num_drafts.to("cpu", non_blocking=True),
         )
 
 
@@ -96,6 +99,7 @@ class AsyncOutput:
                 None if sampled is None else sampled.logprobs,
                 prompt_logprobs,
                 None if sampled is None else sampled.siblings,
+                None if sampled is None else sampled.num_drafts,
             )
             self._copy = copier.start_copy(self._found)
 
@@ -115,6 +119,8 @@ class AsyncOutput:
             token_ids = self._cut(on_host.token_ids)
             _add_tokens(output, token_ids, on_host.logprobs, is_cut=bool(self._failures))
             output.failures = self._row_failures(on_host.token_ids)
+        if on_host.num_drafts is not None:
+            output.num_drafts = on_host.num_drafts.tolist()
         if on_host.siblings is not None:
             epochs = dict(zip(self._rows, self._epochs, strict=True))
             failed = {failure.row for failure in output.failures}

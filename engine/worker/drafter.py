@@ -15,6 +15,9 @@ from typing import Protocol
 
 import torch
 
+from engine.batch.input_batch import BatchOrder
+from engine.config import EngineConfig, SpeculativeConfig
+from tandem_kernels import ops
 from tandem_kernels.batch_tables import RowTables
 
 
@@ -23,4 +26,47 @@ class Drafter(Protocol):
 
     def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
         """Returns [S, K] int64 on the same device: up to `rows.max_drafts` drafts for each of the
-        rows `idx_mapping` [S], without waiting for the device."""
+        rows `idx_mapping` [S], without waiting for the device. Ids behind the last draft of a row
+        are negative."""
+
+
+class NgramDrafter:
+    """Takes what followed the last tokens where the row, prompt or answer, had them before."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._min_len, self._max_len = config.prompt_lookup_min, config.prompt_lookup_max
+
+    def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
+        return ops.lookup_ngrams(idx_mapping, rows, self._min_len, self._max_len)
+
+
+class Drafts:
+    """Asks for the drafts of one rank's rows, and counts them. They lie in the rows."""
+
+    def __init__(self, config: EngineConfig, rows: RowTables) -> None:
+        self.drafter: Drafter | None = None
+        if config.speculative is not None:
+            self.drafter = NgramDrafter(config.speculative)
+        self._vocab_size = config.model.vocab_size
+        self._rows = rows
+        self._counts = torch.zeros_like(rows.total_len)
+        """[rows] int32, of the latest that were proposed."""
+
+    def num_checked(self, order: BatchOrder, idx_mapping: torch.Tensor) -> torch.Tensor | None:
+        """Returns [num_sampled] int32, how many drafts a step checks of each request that samples:
+        those of decodes. None: nobody drafts. `idx_mapping` is [R], the step's."""
+        if self.drafter is None or order.num_decodes == 0:
+            return None
+        counts = self._counts.index_select(0, idx_mapping[: order.num_sampled])
+        counts[order.num_decodes :] = 0
+        return counts
+
+    def propose(self, order: BatchOrder, idx_mapping: torch.Tensor) -> None:
+        """Asks for drafts of the rows that got tokens. `idx_mapping` is [R], the step's."""
+        if self.drafter is None or order.num_sampled == 0:
+            return
+        sampled = idx_mapping[: order.num_sampled]
+        drafts = self.drafter.propose(sampled, self._rows)
+        ops.write_drafts(sampled, drafts, self._vocab_size, self._rows)
+        proposed = (drafts >= 0).int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+        self._counts.index_copy_(0, sampled.long(), proposed)

@@ -7,11 +7,14 @@ may want of their sampling. Prompts of one token run as decodes do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.config import ModelConfig
 from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
+from engine.sched.output import NewRequestData, SchedulerOutput
+from kv_transfer.layout import KVGroup
 
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
@@ -32,6 +35,48 @@ class DummyStep(NamedTuple):
     sampling: SamplingParams
     num_cached: int = 0
     sibling_seeds: tuple[int, ...] = ()
+
+    def messages(
+        self, groups: Sequence[KVGroup], of_states: int, decode_query_len: int, budget: int
+    ) -> list[SchedulerOutput]:
+        """Returns the step's message, that of a step with drafts behind it, if decodes have more
+        than one token, of which `budget` are computed at once, and the one that ends its requests.
+        All blocks are block 0, and those of states `of_states`.
+        """
+        whole = [self.num_cached + length for length in self.lengths]
+        step = SchedulerOutput(
+            step_id=0,
+            new_reqs=[self._request(row, groups[0], length) for row, length in enumerate(whole)],
+            new_block_ids=[
+                (
+                    row * len(groups) + index,
+                    [of_states * group.is_state] * group.num_blocks_for(length),
+                )
+                for row, length in enumerate(whole)
+                for index, group in list(enumerate(groups))[1:]
+            ],
+            prefill_chunks=list(enumerate(self.lengths)),
+            block_copies=[(0, 0)],
+        )
+        rows = list(range(len(whole)))
+        decoding: list[SchedulerOutput] = []
+        if decode_query_len > 1:
+            most = budget // decode_query_len
+            decoding = [SchedulerOutput(step_id=0, decode_add=rows[:most])]
+        return [step, *decoding, SchedulerOutput(step_id=0, finished_rows=rows)]
+
+    def _request(self, row: int, group: KVGroup, length: int) -> NewRequestData:
+        return NewRequestData(
+            row=row,
+            epoch=0,
+            prompt_len=length,
+            prefill_token_ids=bytes(4 * length),
+            num_computed_tokens=self.num_cached,
+            block_ids=[0] * group.num_blocks_for(length),
+            max_len=length,
+            sampling=self.sampling,
+            sibling_seeds=self.sibling_seeds if row == 0 else (),
+        )
 
 
 def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> list[int]:

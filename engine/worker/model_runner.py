@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ from engine.worker.cudagraph_utils import (
     longest_prompt,
     recorded_prompts,
 )
-from engine.worker.drafter import Drafter
+from engine.worker.drafter import Drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from engine.worker.kv_connector import KVConnector, OnLayer
 from tandem_kernels import ops
@@ -118,8 +119,8 @@ class ModelRunner:
         )
         self._attention = attention_of(config, device, longest_prompt(self._prompt_keys))
         self._graphs: CudaGraphManager | None = None
-        self.drafter: Drafter | None = None
-        """Asked after each step, if decodes have more than one token."""
+        self.drafts = Drafts(config, self._row_tables[0])
+        """Asked for after each step, if decodes have more than one token."""
         self.kv_caches: list[torch.Tensor] = []
         """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
         self.kv_pages = torch.empty(0)
@@ -156,8 +157,7 @@ class ModelRunner:
             sampled = self._run_graph(order, key, on_layer)
         self.states.advance(order.rows, order.query_lens)
         if self._decode_query_len > 1:
-            self.states.limit(order.rows, self._block_tables[0].num_slots(order.rows))
-            self._draft(order)
+            sampled = self._draft(order, sampled)
         output = AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
         if self.sampler.grammars.needed_by(rows):
             self.sampler.grammars.step_started(output)
@@ -217,42 +217,11 @@ class ModelRunner:
             self._dummy_step(step)
 
     def _dummy_step(self, dummy: DummyStep) -> None:
-        num_cached = dummy.num_cached
-        requests = [
-            NewRequestData(
-                row=row,
-                epoch=0,
-                prompt_len=num_cached + length,
-                prefill_token_ids=bytes(4 * (num_cached + length)),
-                num_computed_tokens=num_cached,
-                block_ids=[0] * self._groups[0].num_blocks_for(num_cached + length),
-                max_len=num_cached + length,
-                sampling=dummy.sampling,
-                sibling_seeds=dummy.sibling_seeds if row == 0 else (),
-            )
-            for row, length in enumerate(dummy.lengths)
-        ]
-        chunks = list(enumerate(dummy.lengths))
-        others = list(enumerate(self._groups))[1:]
         # Attention must not read a state: as keys and values its bytes may be no numbers at all.
         of_states = min(1, self.kv_pages.shape[1] - 1)
-        tables = [
-            (
-                row * len(self._groups) + index,
-                [of_states * group.is_state] * group.num_blocks_for(num_cached + length),
-            )
-            for row, length in chunks
-            for index, group in others
-        ]
-        step = SchedulerOutput(
-            step_id=0,
-            new_reqs=requests,
-            new_block_ids=tables,
-            prefill_chunks=chunks,
-            block_copies=[(0, 0)],
-        )
-        self.execute_model(step).get_output()
-        self.execute_model(SchedulerOutput(step_id=0, finished_rows=[row for row, _ in chunks]))
+        budget = self._config.scheduler.max_num_batched_tokens
+        for step in dummy.messages(self._groups, of_states, self._decode_query_len, budget):
+            self.execute_model(step).get_output()
 
     def _update_rows(self, step: SchedulerOutput) -> None:
         for row in step.finished_rows:
@@ -388,14 +357,16 @@ class ModelRunner:
             token_ids[: batch.order.num_sampled] = sampled.token_ids
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
 
-    def _draft(self, order: BatchOrder) -> None:
-        """Asks for drafts of the rows that got tokens."""
-        if self.drafter is None or order.num_sampled == 0:
-            return
-        rows = to_device(order.rows[: order.num_sampled], self._device)
-        tables = self._row_tables[0]
-        drafts = self.drafter.propose(rows, tables)
-        ops.write_drafts(rows, drafts, self._config.model.vocab_size, tables)
+    def _draft(self, order: BatchOrder, sampled: SamplerOutput | None) -> SamplerOutput | None:
+        """Asks for drafts of the rows that got tokens. Returns `sampled` with the number of drafts
+        that this step has checked."""
+        self.states.limit(order.rows, self._block_tables[0].num_slots(order.rows))
+        if sampled is None:
+            return None
+        rows = self._input_buffers.idx_mapping(len(order.rows))
+        sampled = replace(sampled, num_drafts=self.drafts.num_checked(order, rows))
+        self.drafts.propose(order, rows)
+        return sampled
 
 
 def _create_grammars(config: EngineConfig, device: torch.device) -> GrammarStates:

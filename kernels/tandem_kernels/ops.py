@@ -24,6 +24,7 @@ from tandem_kernels.reference import (
     gemm,
     int4,
     latent,
+    ngrams,
     quantised_experts,
     ragged,
     sampling,
@@ -92,6 +93,7 @@ paged_attention = Op(attention.paged_attention, "paged_attention")
 prepare_inputs = Op(batch.prepare_inputs, "batch_prep")
 post_update = Op(batch.post_update, "batch_prep")
 write_drafts = Op(batch.write_drafts, "batch_prep")
+lookup_ngrams = Op(ngrams.lookup_ngrams, "ngrams")
 apply_staged_writes = Op(batch.apply_staged_writes, "staged_writes")
 copy_blocks = Op(batch.copy_blocks, "block_copies")
 add_sparse = Op(sampling.add_sparse, "penalties")

@@ -62,7 +62,9 @@ def _engine() -> Any:
     counters = dict.fromkeys(_transfer_counters(), 0.0)
     return SimpleNamespace(
         config=SimpleNamespace(
-            model=SimpleNamespace(served_model_name="m"), cache=SimpleNamespace(block_size=16)
+            model=SimpleNamespace(served_model_name="m"),
+            cache=SimpleNamespace(block_size=16),
+            decode_query_len=4,
         ),
         stats=SchedulerStats(kv_transfer=counters),
         ready=SimpleNamespace(num_blocks=1),

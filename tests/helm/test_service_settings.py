@@ -103,6 +103,7 @@ def other_than_default(settings: type[BaseSettings], name: str) -> Any:
         True, False, 3, 0.25, 0.75, 65536, 3 << 20, "mistral", "debug", "warning", "dummy",
         "triton", "priority", "text", [1, 2, 8], "/a/path", "float16", "10.0.0.0/8", "stream",
         "https://a.example", '{"temperature": 0.5}',
+        '{"method": "ngram", "num_speculative_tokens": 3}',
     ]  # fmt: skip
     enums = get_args(field.annotation)
     words = [word for part in (field.annotation, *enums) for word in get_args(part)]

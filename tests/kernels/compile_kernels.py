@@ -51,6 +51,7 @@ from tandem_kernels import (
     logprobs,
     merge_attention,
     mxfp4_experts,
+    ngrams,
     penalties,
     prefill_attention,
     ragged_attention,
@@ -742,6 +743,20 @@ def batch_cases(capability: int) -> Iterator[Case]:
         "",
         {**types, "max_len": "i32"},
         {**requests, "WIDTH": 3},
+    )
+    of_rows = {**types, **named("*i64", "found"), "width": "i32"}
+    parts = {"PARTS": ngrams.FEWEST_PARTS}
+    yield Case(
+        ngrams.find_ngrams_kernel,
+        "",
+        of_rows,
+        {**parts, "MIN_LEN": 3, "MAX_LEN": 4, "CHUNK": ngrams.CHUNK},
+    )
+    yield Case(
+        ngrams.read_drafts_kernel,
+        "",
+        of_rows,
+        {**parts, "NUM_DRAFTS": 3, "MAX_DRAFTS": ngrams.MAX_DRAFTS},
     )
     for dtype in ("i32", "fp32", "i64") if capability >= 90 else ("i32",):
         yield Case(

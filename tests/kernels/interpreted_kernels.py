@@ -291,6 +291,11 @@ def test_batch_tables(seed: int) -> None:
     check.copy_blocks(ops.copy_blocks.kernel, [24, 4100, 34][seed], seed)
 
 
+@pytest.mark.parametrize(("length", "num_tokens"), [(40, 2), (5000, 9)])
+def test_lookup_ngrams(length: int, num_tokens: int) -> None:
+    check.lookup_ngrams(ops.lookup_ngrams.kernel, length, num_tokens, (2, 4))
+
+
 @triton.jit
 def noise_kernel(seed, position, bits, noise, V: tl.constexpr):
     token = tl.arange(0, V)

@@ -752,3 +752,47 @@ def merge_attention(
     op(parts[0], sums[0], parts[1], sums[1])
     assert oracle.relative_error(parts[0], expected) < ELEMENTWISE[dtype]
     torch.testing.assert_close(sums[0].double(), expected_sums, rtol=1e-5, atol=1e-5)
+
+
+def lookup_ngrams(
+    op: Op, length: int, num_tokens: int, lengths: tuple[int, int], device: str = "cpu"
+) -> None:
+    """Rows of up to `length` tokens, of `num_tokens` kinds, against a search from the end."""
+    torch.manual_seed(length)
+    min_len, max_len = lengths
+    totals = [1, 2, length, *torch.randint(1, length + 1, (5,)).tolist()]
+    rows = RowTables(
+        token_ids=torch.randint(0, num_tokens, (len(totals), length)).int().to(device),
+        num_computed=torch.zeros(len(totals), dtype=torch.int32, device=device),
+        total_len=torch.tensor(totals, dtype=torch.int32, device=device),
+        max_len=torch.full((len(totals),), length, dtype=torch.int32, device=device),
+        block_table=torch.zeros((len(totals), 1), dtype=torch.int32, device=device),
+        block_size=length,
+        max_drafts=5,
+    )
+    mapping = [*torch.randperm(len(totals)).tolist(), -1]
+    idx_mapping = torch.tensor(mapping, dtype=torch.int32, device=device)
+    found = op(idx_mapping, rows, min_len, max_len).tolist()
+    assert found[-1] == [-1] * 5
+    num_found = 0
+    for row, drafts in zip(mapping[:-1], found, strict=False):
+        known = rows.token_ids[row, : totals[row]].tolist()
+        place = _latest_longest(known, min_len, max_len)
+        if place is None:
+            assert drafts == [-1] * 5
+            continue
+        num_found += 1
+        for draft in drafts:
+            assert draft == known[place]
+            known.append(known[place])
+            place += 1
+    assert num_found > 0
+
+
+def _latest_longest(known: list[int], min_len: int, max_len: int) -> int | None:
+    """Returns the place behind the latest match of the longest of the last tokens."""
+    for count in range(max_len, min_len - 1, -1):
+        for place in range(len(known) - 1, count - 1, -1):
+            if known[place - count : place] == known[-count:]:
+                return place
+    return None

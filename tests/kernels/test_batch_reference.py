@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import kernel_checks as check
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,12 @@ def test_post_update(lengths: list[int], seed: int, width: int) -> None:
 @given(num_reqs=st.integers(1, check.NUM_ROWS), seed=seeds)
 def test_write_drafts(num_reqs: int, seed: int) -> None:
     check.write_drafts(ops.write_drafts, num_reqs, seed)
+
+
+@pytest.mark.parametrize(("length", "num_tokens"), [(40, 2), (300, 5), (2000, 9)])
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 4), (3, 3)])
+def test_lookup_ngrams(length: int, num_tokens: int, lengths: tuple[int, int]) -> None:
+    check.lookup_ngrams(ops.lookup_ngrams, length, num_tokens, lengths)
 
 
 def test_a_sampled_token_is_the_next_step_input() -> None:

@@ -362,6 +362,12 @@ def test_batch_tables(seed: int) -> None:
     check.apply_staged_writes(ops.apply_staged_writes, pieces, 70000, seed, "cuda")
 
 
+@pytest.mark.parametrize(("length", "num_tokens"), [(40, 2), (5000, 9), (100_000, 30)])
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 4), (3, 3)])
+def test_lookup_ngrams(length: int, num_tokens: int, lengths: tuple[int, int]) -> None:
+    check.lookup_ngrams(ops.lookup_ngrams, length, num_tokens, lengths, "cuda")
+
+
 @pytest.mark.parametrize("page_bytes", [64, 98, 36864, 524288])
 @pytest.mark.parametrize("num_copies", [0, 1, 7])
 def test_copy_blocks(page_bytes: int, num_copies: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engine.config import SpeculativeConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.request_stream import RequestStream
@@ -90,7 +91,7 @@ async def tokens_by_choice(stream: RequestStream) -> dict[str, list[int]]:
 async def start_engine(
     role: str,
     num_blocks: int = NUM_BLOCKS,
-    decode_query_len: int = 1,
+    speculative: SpeculativeConfig | None = None,
     path: str = "",
     **transfer: Any,
 ) -> AsyncLLM:
@@ -102,5 +103,7 @@ async def start_engine(
     )
     config = tiny_config(async_scheduling=role == "decode", path=path)
     config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
-    config = replace(config, kv_transfer=kv_transfer, decode_query_len=decode_query_len)
+    config = replace(config, kv_transfer=kv_transfer, speculative=speculative)
+    if speculative is not None:
+        config = replace(config, decode_query_len=speculative.num_speculative_tokens + 1)
     return await AsyncLLM.start(config)

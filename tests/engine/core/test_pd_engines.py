@@ -22,6 +22,7 @@ import pytest_asyncio
 from llguidance import LLMatcher
 from prometheus_client import CollectorRegistry
 
+from engine.config import SpeculativeConfig
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
 from engine.node.metrics import EngineCollector
@@ -80,11 +81,12 @@ async def test_joined_requests_equal_one_engine(pair: Pair, oracle: Oracle) -> N
     assert stats.prompt_tokens_transferred > stats.prompt_tokens_computed - computed
 
 
-async def test_a_decode_engine_may_compute_several_tokens_a_step(
-    pair: Pair, oracle: Oracle
-) -> None:
-    """Nobody drafts, so that drafts are what lies there; some requests are aborted."""
-    decode = await start_engine("decode", decode_query_len=4)
+async def test_a_decode_engine_may_draft(pair: Pair, oracle: Oracle) -> None:
+    """Prefill, which knows nothing of it, gives first tokens; some requests are aborted."""
+    speculative = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+    )
+    decode = await start_engine("decode", speculative=speculative)
     several = Pair(pair.prefill, decode, num_started=10_000)
 
     async def one(seed: int) -> None:
@@ -102,7 +104,27 @@ async def test_a_decode_engine_may_compute_several_tokens_a_step(
     await asyncio.gather(*(one(seed) for seed in range(20)))
     await until_empty(decode)
     assert decode.stats.prompt_tokens_transferred > 0
+    _check_draft_metrics(decode)
     await decode.shutdown()
+
+
+def _check_draft_metrics(llm: AsyncLLM) -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(llm))
+
+    def value(name: str, **labels: str) -> float:
+        labels = {"model_name": "tiny", "engine": "0", **labels}
+        found = registry.get_sample_value(f"vllm:spec_decode_{name}_total", labels)
+        assert found is not None, name
+        return found
+
+    drafts = llm.stats.drafts
+    assert value("num_drafts") == drafts.num_drafts > 0
+    assert value("num_draft_tokens") == drafts.num_draft_tokens == 3 * drafts.num_drafts
+    assert value("num_accepted_tokens") == drafts.num_accepted_tokens > 0
+    by_place = [value("num_accepted_tokens_per_pos", position=str(at)) for at in range(3)]
+    assert by_place == sorted(by_place, reverse=True)
+    assert sum(by_place) == drafts.num_accepted_tokens
 
 
 def choices_prompt(seed: int) -> list[int]:

@@ -6,14 +6,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from decode_node.config import DecodeNodeSettings
 from edge.security.config import PlaintextRefused, SecurityError
-from engine.config import CacheConfig, DeviceConfig, ParallelConfig, SchedulerConfig
+from engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from engine.models.errors import CheckpointError
 from engine.node import settings as settings_module
 from engine.node.settings import EngineSettings, SettingsError, detect_device
+from engine.node.speculative_settings import parse_speculative_config
 from prefill_node.config import PrefillNodeSettings
 
 ALL = [EngineSettings, PrefillNodeSettings, DecodeNodeSettings]
@@ -192,3 +201,73 @@ def test_a_range_of_ports_for_kv_ends_with_the_last_port() -> None:
         model="m", kv_port=65_530, kv_processes=2, tensor_parallel_size=4
     )
     assert settings.print_checked("kv_producer") == 2
+
+
+NGRAM = (
+    '{"method": "ngram", "num_speculative_tokens": 3, '
+    '"prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_speculation_is_the_decode_nodes(kind: type[EngineSettings], demo_checkpoint: Path) -> None:
+    args = ["--model", str(demo_checkpoint), "--device", "cpu", "--speculative-config", NGRAM]
+    settings = kind.from_args("x", args)
+    decode = settings.to_engine_config("kv_consumer")
+    expected = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=2
+    )
+    assert (decode.decode_query_len, decode.speculative) == (4, expected)
+    prefill = settings.to_engine_config("kv_producer")
+    assert (prefill.decode_query_len, prefill.speculative) == (1, None)
+    crossed = msgspec.json.decode(msgspec.json.encode(decode), type=EngineConfig)
+    assert crossed.speculative == expected
+    off = kind.from_args("x", args[:4]).to_engine_config("kv_consumer")
+    assert (off.decode_query_len, off.speculative) == (1, None)
+
+
+def test_steps_must_hold_a_request_with_its_drafts(demo_checkpoint: Path) -> None:
+    args = ["--model", str(demo_checkpoint), "--device", "cpu", "--speculative-config", NGRAM]
+    settings = EngineSettings.from_args("x", [*args, "--max-num-batched-tokens", "3"])
+    with pytest.raises(SettingsError, match="--max-num-batched-tokens is 3; raise it"):
+        settings.to_engine_config("kv_consumer")
+
+
+@pytest.mark.parametrize(
+    ("given", "lookup"),
+    [
+        ("", (4, 3)),
+        (', "prompt_lookup_max": 2', (2, 2)),
+        (', "prompt_lookup_min": 6', (6, 6)),
+        (', "prompt_lookup_max": 8, "prompt_lookup_min": 1', (8, 1)),
+    ],
+)
+def test_lookups_have_defaults_that_fit(given: str, lookup: tuple[int, int]) -> None:
+    found = parse_speculative_config(f'{{"method": "ngram", "num_speculative_tokens": 1{given}}}')
+    assert (found.prompt_lookup_max, found.prompt_lookup_min) == lookup
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("ngram", "is not JSON"),
+        ("3", "JSON object"),
+        ("{}", "method is missing; those that exist: ngram"),
+        ('{"method": "eagle3"}', "no method 'eagle3'; those that exist: ngram"),
+        ('{"method": ["ngram"]}', "those that exist: ngram"),
+        ('{"method": "ngram"}', "num_speculative_tokens is missing"),
+        ('{"method": "ngram", "num_speculative_tokens": 16}', "from 1 to 15, not 16"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens must be"),
+        ('{"method": "ngram", "num_speculative_tokens": 2.5}', "not 2.5"),
+        (NGRAM.replace('"prompt_lookup_max": 4', '"prompt_lookup_max": 1'), "prompt_lookup_min"),
+        (NGRAM.replace("prompt_lookup_max", "model"), "'model' is no field of method 'ngram'"),
+    ],
+)
+def test_a_wrong_speculative_config_is_named(
+    text: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        DecodeNodeSettings.from_args("x", ["--model", "m", "--speculative-config", text])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert named in said and "--speculative-config" in said

@@ -29,7 +29,7 @@ class KnowingDrafter:
 
     def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
         self.num_calls += 1
-        found = torch.zeros((len(idx_mapping), rows.max_drafts), dtype=torch.int64)
+        found = torch.full((len(idx_mapping), rows.max_drafts), -1, dtype=torch.int64)
         for index, row in enumerate(idx_mapping.tolist()):
             length = int(rows.total_len[row])
             known = rows.token_ids[row, :length].tolist()

@@ -62,7 +62,7 @@ def test_no_token_depends_on_drafts(
         decode_query_len=query_len,
     )
     engine, alone = OneEngine(config, depth), ended_alone(seed)
-    engine.worker.runner.drafter = make_drafter(kind, answers(alone, seed))
+    engine.worker.runner.drafts.drafter = make_drafter(kind, answers(alone, seed))
     run_traffic(engine, seed, alone)
     if kind in ("knowing", "lying"):
         assert all(engine.counts[count] > 0 for count in range(1, query_len + 1)), engine.counts
@@ -124,7 +124,7 @@ def _run(
     config: EngineConfig, prompt: list[int], sampling: SamplingParams, drafter: Drafter | None
 ) -> OneEngine:
     engine = OneEngine(config, depth=1)
-    engine.worker.runner.drafter = drafter
+    engine.worker.runner.drafts.drafter = drafter
     engine.add(EngineCoreRequest(request_id="a", spec=RequestSpec(prompt, sampling)))
     engine.finish()
     return engine

@@ -27,7 +27,7 @@ def run(
 ) -> tuple[SchedulerAndWorker, int]:
     """Returns the engine, and how many steps it took."""
     with started(config) as worker:
-        worker.runner.drafter = drafter
+        worker.runner.drafts.drafter = drafter
         engine = SchedulerAndWorker(config, worker.start_step, depth=2)
         engine.run(requests)
         assert engine.scheduler.check_empty() == []
@@ -59,7 +59,7 @@ def test_no_step_with_drafts_waits(
     config = small_config(small_weights, num_blocks=22, async_scheduling=True)
     config = replace(config, decode_query_len=4)
     with started(config) as worker:
-        worker.runner.drafter = drafter
+        worker.runner.drafts.drafter = drafter
         engine = SchedulerAndWorker(config, never_waiting(worker), depth=2)
         engine.run(mixed_requests(make_prompt))
         assert engine.scheduler.check_empty() == []

@@ -157,7 +157,7 @@ def test_no_token_under_a_grammar_depends_on_drafts(
     seed = 2
     config = grammar_config(folder, num_blocks=14, decode_query_len=query_len)
     engine = OneEngine(config, depth)
-    engine.worker.runner.drafter = _drafter(kind, alone(seed), seed)
+    engine.worker.runner.drafts.drafter = _drafter(kind, alone(seed), seed)
     run_traffic(engine, seed, alone(seed), grammar_workload(seed))
     if kind in ("knowing", "lying"):
         assert all(engine.counts[count] > 0 for count in range(1, query_len + 1)), engine.counts
@@ -197,7 +197,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(
     """Tokens before the place at which it fails are the client's, with drafts or without."""
     engine = OneEngine(grammar_config(folder, decode_query_len=query_len), depth=2)
     known = [9, 8, 7, *backend().encode("ab").ids]
-    engine.worker.runner.drafter = KnowingDrafter([known])
+    engine.worker.runner.drafts.drafter = KnowingDrafter([known])
     free = {"temperature": 0.0, "max_tokens": 12}
     run(engine, make_request("b", REGEX, **free), make_request("c", "", **free))
     beside = dict(engine.tokens), dict(engine.ended)

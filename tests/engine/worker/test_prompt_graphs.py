@@ -125,7 +125,7 @@ def test_decodes_with_drafts_are_not_taken_for_prompts(
     def come_one_by_one(query_len: int, answers: list[list[int]]) -> tuple[OneEngine, GraphsByHand]:
         engine = OneEngine(replace(make_config(), decode_query_len=query_len), depth=1)
         graphs = with_graphs(engine.worker.runner)
-        engine.worker.runner.drafter = KnowingDrafter(answers)
+        engine.worker.runner.drafts.drafter = KnowingDrafter(answers)
         for index, prompt in enumerate(prompts):
             sampling = SamplingParams(seed=index, temperature=0.5 * (index % 2), max_tokens=20)
             engine.add(EngineCoreRequest(request_id=str(index), spec=RequestSpec(prompt, sampling)))

@@ -1,0 +1,172 @@
+"""`--speculative-config` on the real CPU engine, in deterministic mode: each request gets, to the
+last bit, what it gets without, whatever it asks for and whoever gets in its way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
+from engine.messages import EngineCoreRequest
+from engine.node.speculative_settings import parse_speculative_config
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
+from tests.engine.worker import grammar_requests
+from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
+from tests.engine.worker.test_choices import forked
+
+Requests = Callable[[int], list[EngineCoreRequest]]
+
+
+def with_ngrams(config: EngineConfig, query_len: int) -> EngineConfig:
+    """Returns `config` with what the setting makes of it; with 1 token a step, as it is."""
+    config = replace(config, device=DeviceConfig(deterministic=True))
+    if query_len == 1:
+        return config
+    speculative = parse_speculative_config(
+        f'{{"method": "ngram", "num_speculative_tokens": {query_len - 1}, "prompt_lookup_min": 1}}'
+    )
+    return replace(config, decode_query_len=query_len, speculative=speculative)
+
+
+def repeating(rng: random.Random, vocab_size: int) -> list[int]:
+    """Returns a prompt that says the same several times, and a beginning that others share."""
+    part = [rng.randrange(5, vocab_size) for _ in range(rng.choice([1, 3, 7]))]
+    shared = [5, 6, 7, 8] * 4 if rng.random() < 0.5 else []
+    return shared + part * rng.choice([2, 3])
+
+
+def plain_requests(seed: int) -> list[EngineCoreRequest]:
+    """All kinds of sampling, log probabilities of prompts, and outputs that others have begun."""
+    rng = random.Random(seed)
+    kinds: list[dict[str, Any]] = [
+        *KINDS,
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.3, "logprobs": 5, "prompt_logprobs": 1},
+        {"temperature": 0.2, "presence_penalty": 1.5, "min_tokens": 9, "stop_token_ids": (8, 9)},
+        {"temperature": 0.7, "allowed_token_ids": (5, 6, 7), "ignore_eos": True, "logprobs": 1},
+    ]
+    requests = []
+    for i in range(16):
+        sampling = SamplingParams(
+            seed=rng.randrange(2**64),
+            max_tokens=rng.choice([1, 30, 45, 60]),
+            **kinds[i % len(kinds)],
+        )
+        spec = RequestSpec(repeating(rng, 211), sampling)
+        if i % 4 == 3 and sampling.max_tokens > 1:
+            spec = spec.resumed_after([rng.randrange(5, 211)] * 3)
+        requests.append(EngineCoreRequest(request_id=f"r{i}", spec=spec, eos_token_ids=(EOS,)))
+    return requests
+
+
+def choices_requests(seed: int) -> list[EngineCoreRequest]:
+    rng = random.Random(seed)
+    kinds: list[dict[str, Any]] = [
+        KINDS[0],
+        KINDS[3],
+        {"temperature": 0.2, "logprobs": 2, "ignore_eos": True},
+        {"temperature": 0.7, "allowed_token_ids": (5, 6, 7), "ignore_eos": True},
+    ]
+    return [
+        forked(f"c{i}", repeating(rng, 211), 4, max_tokens=36, **kind)
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def run(config: EngineConfig, depth: int, requests: list[EngineCoreRequest]) -> OneEngine:
+    engine = OneEngine(config, depth)
+    for request in requests:
+        engine.add(request)
+        engine.step()
+    engine.finish()
+    return engine
+
+
+def check_same(one: OneEngine, several: OneEngine) -> None:
+    assert several.tokens == one.tokens
+    assert several.ended == one.ended
+    assert several.logprobs == one.logprobs
+    stats = several.scheduler.stats().drafts
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    for engine in (one, several):
+        check_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("requests", "query_len", "depth"),
+    [
+        (plain_requests, 2, 2),
+        (plain_requests, 4, 1),
+        (plain_requests, 8, 2),
+        (choices_requests, 4, 2),
+    ],
+)
+def test_no_bit_depends_on_ngrams(
+    make_config: Any, requests: Requests, query_len: int, depth: int
+) -> None:
+    """Prompts come in chunks, few blocks make requests wait and start again."""
+    limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48)
+    config = replace(make_config(num_blocks=13), scheduler=limits)
+    one = run(with_ngrams(make_config(), 1), 1, requests(query_len))
+    several = run(with_ngrams(config, query_len), depth, requests(query_len))
+    stats = several.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0 or requests is choices_requests
+    check_same(one, several)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return grammar_requests.write_checkpoint(tmp_path_factory.mktemp("grammar"))
+
+
+@pytest.mark.parametrize(("query_len", "depth"), [(4, 1), (8, 2)])
+def test_no_bit_under_a_grammar_depends_on_ngrams(folder: Path, query_len: int, depth: int) -> None:
+    requests = grammar_requests.grammar_workload(query_len)
+    plain = grammar_requests.grammar_config(folder)
+    few = grammar_requests.grammar_config(folder, num_blocks=14)
+    one = run(with_ngrams(plain, 1), 1, requests)
+    several = run(with_ngrams(few, query_len), depth, requests)
+    assert several.scheduler.stats().num_preemptions > 0
+    check_same(one, several)
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps(make_config: Any) -> None:
+    """Forbidding all but one token makes the answer repeat it, and every draft is right then."""
+    sampling = SamplingParams(max_tokens=61, allowed_token_ids=(7,), ignore_eos=True)
+    request = EngineCoreRequest(request_id="a", spec=RequestSpec([7, 7, 7], sampling))
+    engine = run(with_ngrams(make_config(), 4), 1, [request])
+    assert engine.tokens["a"] == [7] * 61
+    stats = engine.scheduler.stats()
+    assert stats.num_steps == 1 + 60 // 4
+    drafts = stats.drafts
+    assert (drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens) == (15, 45, 45)
+    assert drafts.num_accepted_per_pos == [15, 15, 15]
+    check_empty(engine)
+
+
+def test_rows_without_a_match_draft_nothing(make_config: Any) -> None:
+    """They compute what they cannot keep, and nobody counts it as a draft."""
+    sampling = SamplingParams(max_tokens=3, allowed_token_ids=(50,), bad_words=((50, 50),))
+    allowed = EngineCoreRequest(request_id="a", spec=RequestSpec([9, 8, 7, 6], sampling))
+    config = with_ngrams(make_config(), 4)
+    assert config.speculative is not None
+    config = replace(config, speculative=replace(config.speculative, prompt_lookup_min=3))
+    engine = run(config, 2, [allowed])
+    assert engine.tokens["a"] == [50, 50, 50]
+    assert engine.scheduler.stats().drafts.num_draft_tokens == 0
+    check_empty(engine)
+
+
+def test_off_nobody_counts_drafts(make_config: Any) -> None:
+    requests = plain_requests(0)
+    engine = run(make_config(), 2, requests)
+    assert engine.scheduler.stats().drafts.num_drafts == 0
+    assert engine.worker.runner.drafts.drafter is None
+    check_empty(engine)
