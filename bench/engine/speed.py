@@ -254,7 +254,9 @@ def main() -> None:
     if arguments.breakdown:
         from bench.engine.step_breakdown import measure_breakdown
 
-        results["breakdown"] = measure_breakdown(arguments.shape, arguments.quantization)
+        results["breakdown"] = measure_breakdown(
+            arguments.shape, arguments.quantization, arguments.kv_cache_dtype
+        )
     references = REFERENCES.get(f"{arguments.shape}{suffix}", {})
     print_table(figures, references)
     if any(figure.case in references for figure in figures):

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.engine.offline import OfflineEngine, StepResult, offline_engine, shape_config
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVCacheDtype
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.sched.output import SchedulerOutput
 
@@ -83,8 +83,15 @@ class TimedExecutor(UniprocExecutor):
         self.host_us.append(1e6 * (time.perf_counter() - started))
 
 
-def measure_breakdown(shape: str, quantization: str = "") -> dict[str, object]:
-    config = shape_config(shape, capture_sizes=_BATCHES, quantization=quantization)
+def measure_breakdown(
+    shape: str, quantization: str = "", kv_cache_dtype: KVCacheDtype = "auto"
+) -> dict[str, object]:
+    config = shape_config(
+        shape,
+        capture_sizes=_BATCHES,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     executor = TimedExecutor(config)
     found: dict[str, object] = {}
     with offline_engine(config, executor) as engine:

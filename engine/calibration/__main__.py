@@ -28,6 +28,7 @@ from engine.config import (
     Dtype,
     EngineConfig,
     ModelConfig,
+    QuantizationName,
     SchedulerConfig,
 )
 from engine.core.core import EngineCore
@@ -70,6 +71,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--num-tokens", type=int, default=256, help="that the model adds to each text, 1 or more"
     )
     parser.add_argument("--dtype", choices=["auto", *get_args(Dtype)], default="auto")
+    parser.add_argument(
+        "--quantization",
+        choices=get_args(QuantizationName),
+        help="of the weights, as nodes have it",
+    )
     parser.add_argument("--device", choices=["auto", *get_args(Device)], default="auto")
     arguments = parser.parse_args(argv)
     if arguments.num_tokens < 1:
@@ -78,7 +84,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    model = load_model_config(resolve_model(arguments.model), dtype=arguments.dtype)
+    model = load_model_config(
+        resolve_model(arguments.model), dtype=arguments.dtype, quantization=arguments.quantization
+    )
     choose_kv_scales(model, "fp8")  # Refuses what cannot have such a cache.
     texts = list(BEGINNINGS)
     if arguments.prompts is not None:

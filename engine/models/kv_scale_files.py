@@ -103,7 +103,8 @@ def _from_file(model: ModelConfig, path: Path) -> KVScaleTable:
     if found.format != FILE_FORMAT:
         raise CheckpointError(path, f"has format {found.format!r}, not {FILE_FORMAT!r}", cure)
     if found.model_hash != model.model_hash:
-        raise CheckpointError(path, f"was written for another checkpoint than {model.path}", cure)
+        fault = f"was written for another checkpoint than {model.path}, or another quantization"
+        raise CheckpointError(path, fault, cure)
     if not len(found.k) == len(found.v) == model.num_layers:
         raise CheckpointError(path, f"has not the model's {model.num_layers} layers", cure)
     k, v = (

@@ -13,6 +13,7 @@ from engine.calibration.__main__ import LARGEST, main, run, scale_file
 from engine.calibration.observer import LargestKeysAndValues
 from engine.frontend.tokenizer import Tokenizer
 from engine.models.checkpoint import load_model_config
+from engine.models.errors import CheckpointError
 from engine.models.kv_scale_files import choose_kv_scales
 from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
 
@@ -95,3 +96,16 @@ def test_latents_have_one_scale(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, torch.full((2, 1), largest), rtol=1e-4, atol=0.0)
     scales = scale_file(model, observer.largest)
     assert all(len(of_layer) == 1 for of_layer in scales.k)
+
+
+def test_scales_belong_to_a_quantization(
+    demo_checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Weights that are quantised as they are loaded are another model."""
+    output = tmp_path / "scales.json"
+    given = ["--model", str(demo_checkpoint), "--output", str(output), "--prompts", str(prompts)]
+    assert main([*given, "--num-tokens", "1", "--device", "cpu", "--quantization", "fp8"]) == 0
+    model = load_model_config(demo_checkpoint, quantization="fp8")
+    assert choose_kv_scales(model, "fp8", output) is not None
+    with pytest.raises(CheckpointError, match="another quantization"):
+        choose_kv_scales(load_model_config(demo_checkpoint), "fp8", output)
