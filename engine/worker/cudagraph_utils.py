@@ -34,6 +34,9 @@ LONG_PROMPT_TOKENS = (768, 1024, 1536, 2048)
 """More sizes, for models whose launches take the host longer than such steps take the GPU."""
 PROMPT_REQUESTS = (8, 64)
 """Requests of such a step: few or many."""
+MOST_DRAFTED_PLACES = 512
+"""Places of a recorded step with drafts: float32 logits of 128k tokens take 262 MB. Larger batches
+launch their kernels one by one; they take the GPU so long that this costs little."""
 _SMALL_SIZES = (1, 2, 4)
 _STEPS = ((64, 8), (256, 16), (512, 32), (1 << 30, 64))
 """Pairs (sizes up to, distance between them)."""
@@ -62,6 +65,11 @@ class GraphKey(NamedTuple):
     @property
     def decodes(self) -> bool:
         return self.decode_query_len > 0
+
+    @property
+    def width(self) -> int:
+        """Returns the places at which each request chooses a token."""
+        return max(self.decode_query_len, 1)
 
     def describe(self) -> str:
         what = "decodes of" if self.decodes else f"{self.num_tokens} tokens of prompts of"
@@ -113,6 +121,17 @@ def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
             size += distance
             sizes.add(size)
     return tuple(sorted(size for size in sizes if size <= max_num_reqs))
+
+
+def capture_sizes(config: EngineConfig, max_num_reqs: int) -> tuple[int, ...]:
+    """Returns the requests of decode batches that an engine records, rising."""
+    width = config.decode_query_len
+    most = max_num_reqs
+    if width > 1:
+        budget = config.scheduler.max_num_batched_tokens
+        most = max(1, min(most, min(MOST_DRAFTED_PLACES, budget) // width))
+    wanted = config.device.cudagraph_capture_sizes
+    return tuple(sorted({size for size in wanted if size <= most})) or default_capture_sizes(most)
 
 
 class CudaGraphManager:

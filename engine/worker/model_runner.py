@@ -50,7 +50,7 @@ from engine.worker.cudagraph_utils import (
     PROMPT_TOKENS,
     CudaGraphManager,
     GraphKey,
-    default_capture_sizes,
+    capture_sizes,
     longest_prompt,
     recorded_prompts,
 )
@@ -66,9 +66,9 @@ class ModelRunner:
     """Owns the rows of one rank. `kv_caches` are set once, before the first step."""
 
     _graph_token_ids: torch.Tensor
-    """[largest size, 1] int64, written by graphs that sample."""
+    """[largest size, decode_query_len] int64, written by graphs that sample."""
     _graph_logits: torch.Tensor
-    """[largest size, V] float32, written by graphs that do not."""
+    """[most places, V] float32, written by graphs that do not."""
 
     def __init__(
         self,
@@ -172,17 +172,18 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_model(self, report: Callable[[float], None]) -> None:
         """Records CUDA graphs. `kv_caches` must be in their final place."""
-        sizes = self._config.device.cudagraph_capture_sizes
-        max_num_reqs = self.states.max_num_reqs
-        sizes = tuple(size for size in sizes if size <= max_num_reqs)
-        graphs = CudaGraphManager(
-            sizes or default_capture_sizes(max_num_reqs), self._device, self._prompt_keys
-        )
-        largest = max([graphs.capture_sizes[-1], *(key.num_reqs for key in self._prompt_keys)])
+        width = self._decode_query_len
+        sizes = capture_sizes(self._config, self.states.max_num_reqs)
+        graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,))
+        of_prompts = [key.num_reqs for key in self._prompt_keys]
         vocab_size = self._config.model.vocab_size
-        self._graph_token_ids = torch.empty((largest, 1), dtype=torch.int64, device=self._device)
+        self._graph_token_ids = torch.empty(
+            (max([sizes[-1], *of_prompts]), width), dtype=torch.int64, device=self._device
+        )
         self._graph_logits = torch.empty(
-            (largest, vocab_size), dtype=torch.float32, device=self._device
+            (max([sizes[-1] * width, *of_prompts]), vocab_size),
+            dtype=torch.float32,
+            device=self._device,
         )
         graphs.capture(self._record_step, report)
         self._graphs = graphs
@@ -298,14 +299,13 @@ class ModelRunner:
             on_layer(layer)
         if key.samples:
             # The next replay overwrites its own output, maybe before this one is copied.
-            return SamplerOutput(self._graph_token_ids[:num_reqs].clone(), None)
-        sampled = self.sampler(self._graph_logits[:num_reqs], batch)
+            return SamplerOutput(self._graph_token_ids[:num_reqs, : key.width].clone(), None)
+        sampled = self.sampler(self._graph_logits[: num_reqs * key.width], batch)
         self._advance_rows(batch, sampled)
         return sampled
 
     def _record_step(self, key: GraphKey) -> None:
-        """Runs what a graph holds, of decodes with one token each or of prompts, for nobody: rows
-        are -1, lengths 0."""
+        """Runs what a graph holds, of decodes or of prompts, for nobody: rows are -1, lengths 0."""
         batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens, key.decode_query_len)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
         hidden = self._forward(batch, _no_layer)
@@ -313,12 +313,13 @@ class ModelRunner:
             hidden = hidden.index_select(0, batch.logits_indices.clamp(min=0))
         logits = self._model.compute_logits(hidden)
         if not key.samples:
-            self._graph_logits[: key.num_reqs].copy_(logits)
+            self._graph_logits[: len(logits)].copy_(logits)
             return
-        rows = batch.idx_mapping.clamp(min=0)
-        token_ids = self.sampler.draw(logits, rows, batch.seq_lens).unsqueeze(1)
+        places = batch.places()
+        chosen = self.sampler.draw(logits, places.idx_mapping.clamp(min=0), places.seq_lens)
+        token_ids = places.accept(chosen)
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
-        self._graph_token_ids[: key.num_reqs].copy_(token_ids)
+        self._graph_token_ids[: key.num_reqs, : key.width].copy_(token_ids)
 
     def _forward(self, batch: InputBatch, on_layer: OnLayer) -> torch.Tensor:
         hidden: torch.Tensor = self._model(

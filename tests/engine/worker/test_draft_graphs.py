@@ -1,0 +1,98 @@
+"""Graphs of decodes with drafts, on the CPU: what a graph holds is run by hand, over inputs that
+were loaded before, as a replay would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import DeviceConfig
+from engine.messages import EngineCoreRequest
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
+from engine.worker import model_runner
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, capture_sizes
+from tests.engine.worker.one_engine import OneEngine, check_empty
+from tests.engine.worker.test_prompt_graphs import GraphsByHand
+from tests.engine.worker.test_speculation import plain_requests, with_ngrams
+
+
+class DecodeGraphsByHand(GraphsByHand):
+    def capture(self, run: Any, report: Any) -> None:
+        super().capture(run, report)
+        for query_len in self._decode_query_lens:
+            for size in self.capture_sizes:
+                for samples in (True, False):
+                    key = GraphKey.of_decodes(size, query_len, samples)
+                    run(key)
+                    self._graphs[key] = None  # type: ignore[assignment]
+
+    dispatch = CudaGraphManager.dispatch
+
+
+def drawn_requests() -> list[EngineCoreRequest]:
+    """Returns requests that need nothing but draws from their logits."""
+    return [
+        EngineCoreRequest(
+            request_id=f"drawn-{i}",
+            spec=RequestSpec(
+                [5 + i, 6, 7] * 3,
+                SamplingParams(seed=i, temperature=0.4 * (i % 2), max_tokens=10 + 7 * i),
+            ),
+        )
+        for i in range(6)
+    ]
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 4])
+def test_give_the_tokens_of_single_launches(make_config, monkeypatch, query_len: int) -> None:
+    monkeypatch.setattr(model_runner, "CudaGraphManager", DecodeGraphsByHand)
+    config = with_ngrams(make_config(), query_len)
+    eager, recorded = OneEngine(config, 2), OneEngine(config, 2)
+    recorded.worker.runner.capture_model(lambda fraction: None)
+    for engine in (eager, recorded):
+        for requests in (drawn_requests(), plain_requests(query_len)):
+            for request in requests:
+                engine.add(request)
+                engine.step()
+            engine.finish()
+    assert recorded.tokens == eager.tokens
+    assert recorded.ended == eager.ended
+    assert recorded.logprobs == eager.logprobs
+    assert recorded.scheduler.stats().drafts == eager.scheduler.stats().drafts
+    graphs = recorded.worker.runner._graphs
+    assert isinstance(graphs, DecodeGraphsByHand)
+    replayed = {key for key in graphs.replayed if key.decodes}
+    assert {key.width for key in replayed} == {query_len}
+    assert {key.samples for key in replayed} == {True, False}
+    # 3 and 5 requests are padded.
+    assert {key.num_reqs for key in replayed} == {1, 2, 4, 6}
+    for engine in (eager, recorded):
+        check_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("query_len", "budget", "wanted", "expected"),
+    [
+        (1, 16, (), (1, 2, 4, 8, 16, 24, 32, 40)),
+        (1, 16, (99, 30, 2), (2, 30)),
+        (4, 2048, (), (1, 2, 4, 8, 16, 24, 32, 40)),
+        (4, 48, (), (1, 2, 4, 8, 12)),
+        (4, 48, (16, 12, 3), (3, 12)),
+        (4, 48, (16,), (1, 2, 4, 8, 12)),
+        (16, 2048, (), (1, 2, 4, 8, 16, 24, 32)),
+    ],
+)
+def test_recorded_batches_fit_a_step_and_its_memory(
+    make_config, query_len: int, budget: int, wanted: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    config = make_config()
+    config = replace(
+        config,
+        decode_query_len=query_len,
+        scheduler=replace(config.scheduler, max_num_batched_tokens=budget),
+        device=DeviceConfig(cudagraph_capture_sizes=wanted),
+    )
+    assert capture_sizes(config, 40) == expected
