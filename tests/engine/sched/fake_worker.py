@@ -141,6 +141,15 @@ def lying_drafter(rng: random.Random) -> Drafter:
     return propose
 
 
+def planted_drafter(rng: random.Random, acceptance: float) -> Drafter:
+    """Proposes tokens each of which is right with that probability."""
+
+    def propose(truth: list[int]) -> list[int]:
+        return [token if rng.random() < acceptance else (token + 1) % VOCAB_SIZE for token in truth]
+
+    return propose
+
+
 @dataclass(slots=True)
 class WorkerRow:
     """Holds what a worker keeps of a request."""

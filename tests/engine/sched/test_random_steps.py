@@ -42,9 +42,8 @@ class Traffic:
         """Pulls that the node server gave up: their first token comes from here."""
         self.answered_failures: dict[str, int] = {}
         self.attempts: dict[str, int] = {}
-
-    def run(self) -> None:
-        moves: list[tuple[int, Callable[[], None]]] = [
+        self.num_moves = 0
+        self.moves: list[tuple[int, Callable[[], None]]] = [
             (3, self._add),
             (10, self._schedule),
             (10, self._run),
@@ -55,9 +54,12 @@ class Traffic:
             (1, self._abort),
             (1, self._change_mind),
         ]
-        weights = [weight for weight, _ in moves]
+
+    def run(self) -> None:
+        weights = [weight for weight, _ in self.moves]
         for _ in range(_MAX_MOVES):
-            self.rng.choices(moves, weights)[0][1]()
+            self.num_moves += 1
+            self.rng.choices(self.moves, weights)[0][1]()
             if self.num_added == _NUM_REQUESTS and not self._has_requests():
                 break
         self._drain()
