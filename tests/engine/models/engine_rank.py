@@ -25,6 +25,7 @@ from engine.config import (
 )
 from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
+from engine.outputs import SchedulerStats
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
@@ -66,14 +67,18 @@ class EngineRank:
     """`run` adds requests and steps until all have ended."""
 
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str) -> None:
-        self._worker = Worker(config, rank, rendezvous)
-        self._worker.init_device()
-        self._worker.load_model(lambda fraction: None)
-        num_blocks = self._worker.determine_num_blocks()
-        self._worker.initialize_kv_cache(num_blocks)
-        self._worker.capture_model(lambda stage, fraction: None)
+        self.worker = Worker(config, rank, rendezvous)
+        self.worker.init_device()
+        self.worker.load_model(lambda fraction: None)
+        num_blocks = self.worker.determine_num_blocks()
+        self.worker.initialize_kv_cache(num_blocks)
+        self.worker.capture_model(lambda stage, fraction: None)
         self._scheduler = Scheduler(config, num_blocks, NoConnectorScheduler())
         self.num_cached: dict[str, int] = {}
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
 
     def run(
         self,
@@ -96,7 +101,7 @@ class EngineRank:
         while self._scheduler.has_unfinished_requests():
             step = self._scheduler.schedule()
             assert step is not None
-            result = self._worker.execute_model(step)
+            result = self.worker.execute_model(step)
             for output in self._scheduler.update_from_output(step, result).outputs:
                 of_request = found[output.request_id]
                 of_request.tokens += output.new_token_ids
@@ -115,7 +120,7 @@ class EngineRank:
 
     def close(self) -> None:
         self._scheduler.check_empty()
-        self._worker.shutdown()
+        self.worker.shutdown()
 
 
 def greedy(

@@ -3,15 +3,24 @@ whatever else is in the batch, and however its prompt is cut into steps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.config import CacheConfig, Device, DeviceConfig, Dtype, EngineConfig, SchedulerConfig
+from engine.config import (
+    CacheConfig,
+    Device,
+    DeviceConfig,
+    Dtype,
+    EngineConfig,
+    SchedulerConfig,
+)
 from engine.models.checkpoint import load_model_config
 from tests.engine.models.engine_rank import EngineRank, Found
 from tests.engine.models.parity_cases import VOCAB
+from tests.engine.worker.drafters import KnowingDrafter
 
 FAMILIES = [
     "mixtral",  # experts by their softmax
@@ -30,12 +39,13 @@ BUDGET: dict[Device, int] = {"cpu": 24, "cuda": 96}
 """Tokens of a step: alone the prompt of LENGTH tokens is cut elsewhere than in company."""
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_alone_and_in_any_company(family: str, device: Device, checkpoints: Path) -> None:
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def config_of(family: str, device: Device, checkpoints: Path) -> EngineConfig:
     # Rounding to halves would hide most differences; kernels are asked in what they are made for.
     dtype: Dtype = "float32" if device == "cpu" else "bfloat16"
-    config = EngineConfig(
+    return EngineConfig(
         engine_id=f"deterministic-{family}",
         epoch=1,
         model=load_model_config(checkpoints / family, dtype=dtype),
@@ -45,6 +55,12 @@ def test_alone_and_in_any_company(family: str, device: Device, checkpoints: Path
         ),
         device=DeviceConfig(device=device, deterministic=True),
     )
+
+
+@devices
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_and_in_any_company(family: str, device: Device, checkpoints: Path) -> None:
+    config = config_of(family, device, checkpoints)
     engine = EngineRank(config, 0, "")
     generator = torch.Generator().manual_seed(11)
 
@@ -66,3 +82,25 @@ def test_alone_and_in_any_company(family: str, device: Device, checkpoints: Path
     for count in COMPANY[device]:
         assert among(count) == alone, f"beside {count} others"
     engine.close()
+
+
+@devices
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_next"])
+def test_with_and_without_drafts(family: str, device: Device, checkpoints: Path) -> None:
+    """Drafts are right and wrong in turns: what a wrong one left in the cache does no harm."""
+    config = config_of(family, device, checkpoints)
+    asked = {
+        str(length): [(length * i * i + 7 * i) % VOCAB for i in range(length)]
+        for length in (3, 15, 31, 40)
+    }
+    engine = EngineRank(config, 0, "")
+    plain = engine.run(asked, 3 * NUM_TOKENS, NUM_TOP, NUM_TOP)
+    engine.close()
+    drafting = EngineRank(replace(config, decode_query_len=4), 0, "")
+    answers = [[*prompt, *plain[name].tokens] for name, prompt in asked.items()]
+    drafting.worker.runner.drafts.drafter = KnowingDrafter(answers, lies=0.3)
+    assert drafting.run(asked, 3 * NUM_TOKENS, NUM_TOP, NUM_TOP) == plain
+    drafts = drafting.stats.drafts
+    assert drafts.num_draft_tokens > drafts.num_accepted_tokens > 0
+    assert all(count > 0 for count in drafts.num_accepted_per_pos)
+    drafting.close()

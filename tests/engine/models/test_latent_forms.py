@@ -183,7 +183,7 @@ def test_graphs_of_whole_prompts(
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
     )
     engine = EngineRank(config, 0, "")
-    runner = engine._worker.runner
+    runner = engine.worker.runner
     runner.capture_model(lambda fraction: None)
     graphs = runner._graphs
     assert isinstance(graphs, GraphsByHand)
