@@ -59,16 +59,6 @@ PLANS = {
     "cuda": Plan((1, 16, 64, 256), (128, 512, 2048), 1024, 128, 5),
     "cpu": Plan((1, 64), (128,), 32, 12, 3),
 }
-SHAPES["tiny"] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
 
 
 def grammar_of(index: int) -> str:

@@ -33,7 +33,7 @@ from engine.config import (
 from engine.core.core import EngineCore
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
-from engine.messages import EngineCoreRequest
+from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.models.checkpoint import load_model_config
 from engine.models.kv_scale_files import choose_kv_scales
 from engine.request_spec import RequestSpec
@@ -193,6 +193,16 @@ SHAPES["gpt-oss-120b"] = {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
 }
+SHAPES["tiny"] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 _COMMON = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
@@ -279,7 +289,7 @@ class OfflineEngine:
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._vocab_size = config.model.vocab_size
+        self.vocab_size = config.model.vocab_size
         self._random = random.Random(0)
         self._next_id = 0
         started = time.perf_counter()
@@ -300,7 +310,7 @@ class OfflineEngine:
         return EngineCoreRequest(
             request_id=str(self._next_id),
             spec=RequestSpec(
-                [self._random.randrange(1, self._vocab_size) for _ in range(num_prompt_tokens)],
+                [self._random.randrange(1, self.vocab_size) for _ in range(num_prompt_tokens)],
                 SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
             ),
         )
@@ -309,6 +319,7 @@ class OfflineEngine:
         self,
         requests: list[EngineCoreRequest],
         on_step: Callable[[StepResult], None] = lambda step: None,
+        on_outputs: Callable[[list[EngineCoreOutput]], None] = lambda outputs: None,
     ) -> list[StepResult]:
         """Runs requests that all come at once. Steps that brought no token are not listed."""
         for request in requests:
@@ -317,6 +328,7 @@ class OfflineEngine:
         left = len(requests)
         while True:
             results = self.core.step()
+            on_outputs(results.outputs)
             num_tokens = sum(len(output.new_token_ids) for output in results.outputs)
             if num_tokens:
                 steps.append(StepResult(time.perf_counter(), num_tokens))

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Measures what drafts save and cost: tokens per second with drafts of known quality, and the time
+of looking n-grams up.
+
+Planted drafts: the answers of all requests are known from a run before; each draft is right with
+the chosen probability. Tokens per second of a batch, all requests decoding, beside those of an
+engine without drafts. The share that was in fact accepted is told, too: where logits nearly tie,
+an answer may go another way than in the run before, and what is planted is wrong from there on.
+Lookup: 256 rows of 8k tokens, the last of which came before.
+
+    python -m bench.engine.speculative                    # Llama 3.1 8B's shape on one GPU
+    python -m bench.engine.speculative --device cpu       # a tiny model
+    python -m bench.engine.speculative --only-lookup
+
+Goals with 3 drafts, against none: acceptance 0.8: 2.5 times the tokens per second at 1 row, 2.2 at
+16, 1.7 at 64, 0.98 at 256; acceptance 0: 0.97. Lookup: 20 us.
+Results: bench/results/speculative.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import torch
+
+from bench.engine.kernel_timing import graph_us
+from bench.engine.offline import SHAPES, OfflineEngine, offline_engine, shape_config
+from bench.record import write_result
+from engine.config import EngineConfig
+from engine.executor.uniproc_executor import UniprocExecutor
+from engine.messages import EngineCoreOutput, EngineCoreRequest
+from engine.request_spec import RequestSpec
+from engine.worker.drafter import Drafter
+from tandem_kernels import ops
+from tandem_kernels.batch_tables import RowTables
+
+_LOOKUP_ROWS, _LOOKUP_TOKENS, _LOOKUP_LENGTHS = 256, 8192, (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Says what is measured on a device. `context`: prompt tokens of each request."""
+
+    batches: tuple[int, ...]
+    context: int
+    num_tokens: int
+    num_rounds: int
+
+
+PLANS = {"cuda": Plan((1, 16, 64, 256), 1024, 256, 3), "cpu": Plan((1, 8), 16, 40, 1)}
+ACCEPTANCES = (0.8, 0.0)
+
+
+class PlantedDrafter:
+    """Proposes what `answers` [N, L] say, but something else where `lies` [N, L]. A row's first
+    token, less 1, is its answer."""
+
+    def __init__(self, answers: torch.Tensor, lies: torch.Tensor) -> None:
+        self._drafts = torch.where(lies, answers ^ 1, answers)
+
+    def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
+        row = idx_mapping.long()
+        answer = (rows.token_ids[row, 0].long() - 1).clamp(0, len(self._drafts) - 1)
+        ahead = torch.arange(rows.max_drafts, device=row.device)
+        place = rows.total_len[row].long().unsqueeze(1) + ahead
+        return self._drafts[answer.unsqueeze(1), place.clamp(max=self._drafts.shape[1] - 1)]
+
+
+class DraftingExecutor(UniprocExecutor):
+    def plant(self, drafter: Drafter) -> None:
+        """Replaces who drafts, from the next step on."""
+        self._worker.runner.drafts.drafter = drafter
+
+
+@dataclass
+class Watch:
+    """Sees the outputs of a run: `tokens` by request, and the speed while all of them decode."""
+
+    num_requests: int
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    window: list[tuple[float, int]] = field(default_factory=list)
+    """Holds (when, tokens) of the steps after all had begun and before any had ended."""
+    has_ended: bool = False
+
+    def __call__(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            self.has_ended |= bool(output.finish_reason)
+        if len(self.tokens) == self.num_requests and not self.has_ended and outputs:
+            count = sum(len(output.new_token_ids) for output in outputs)
+            self.window.append((time.perf_counter(), count))
+
+    @property
+    def tokens_per_s(self) -> float:
+        (started, _), *others = self.window
+        return sum(count for _, count in others) / (others[-1][0] - started)
+
+
+def requests_of(engine: OfflineEngine, count: int, plan: Plan) -> list[EngineCoreRequest]:
+    """Returns requests with prompts of their own, the same in every call but for their names."""
+    generator = torch.Generator().manual_seed(count)
+    made = []
+    for index in range(count):
+        request = engine.request(plan.context, plan.num_tokens)
+        prompt = torch.randint(1, engine.vocab_size, (plan.context,), generator=generator).tolist()
+        spec = RequestSpec([index + 1, *prompt[1:]], request.spec.sampling)
+        made.append(msgspec.structs.replace(request, spec=spec))
+    return made
+
+
+def watched(engine: OfflineEngine, count: int, plan: Plan) -> tuple[Watch, torch.Tensor]:
+    """Runs a batch. Returns what was seen, and prompts with their answers, [count, L]."""
+    requests, watch = requests_of(engine, count, plan), Watch(count)
+    engine.run(requests, on_outputs=watch)
+    known = [[*one.spec.prompt_token_ids, *watch.tokens[one.request_id]] for one in requests]
+    return watch, torch.tensor(known)
+
+
+def measure_plain(config: EngineConfig, plan: Plan) -> dict[int, float]:
+    """Returns tokens per second of each batch, without drafts."""
+    with offline_engine(config, UniprocExecutor(config)) as engine:
+        watched(engine, plan.batches[0], plan)
+        return {
+            batch: statistics.median(
+                watched(engine, batch, plan)[0].tokens_per_s for _ in range(plan.num_rounds)
+            )
+            for batch in plan.batches
+        }
+
+
+def measure_planted(
+    config: EngineConfig, plan: Plan, plain: dict[int, float]
+) -> list[dict[str, float]]:
+    """Compares each batch and quality of drafts with `plain`."""
+    executor = DraftingExecutor(config)
+    device = config.device.device
+    found: list[dict[str, float]] = []
+    with offline_engine(config, executor) as engine:
+        for batch in plan.batches:
+            nothing = torch.zeros((batch, 1), dtype=torch.int64)
+            executor.plant(PlantedDrafter(nothing.to(device), nothing.bool().to(device)))
+            _, answers = watched(engine, batch, plan)
+            for acceptance in ACCEPTANCES:
+                lies = torch.rand(answers.shape) >= acceptance
+                executor.plant(PlantedDrafter(answers.to(device), lies.to(device)))
+                before = engine.core.stats().drafts
+                speeds = [
+                    watched(engine, batch, plan)[0].tokens_per_s for _ in range(plan.num_rounds)
+                ]
+                after = engine.core.stats().drafts
+                first = after.num_accepted_per_pos[0] - sum(before.num_accepted_per_pos[:1])
+                found.append(
+                    {
+                        "rows": batch,
+                        "planted": acceptance,
+                        "first draft accepted": round(
+                            first / (after.num_drafts - before.num_drafts), 3
+                        ),
+                        "tokens_per_s": round(statistics.median(speeds), 1),
+                        "plain_tokens_per_s": round(plain[batch], 1),
+                        "ratio": round(statistics.median(speeds) / plain[batch], 3),
+                    }
+                )
+    return found
+
+
+def lookup_tables(num_rows: int, num_tokens: int, num_drafts: int, device: str) -> RowTables:
+    """Returns full rows of random tokens, whose last ones came before in the middle."""
+    token_ids = torch.randint(0, 128_256, (num_rows, num_tokens), dtype=torch.int32, device=device)
+    token_ids[:, num_tokens // 2 : num_tokens // 2 + 4] = token_ids[:, -4:]
+    full = torch.full((num_rows,), num_tokens, dtype=torch.int32, device=device)
+    empty = torch.zeros((num_rows, 1), dtype=torch.int32, device=device)
+    return RowTables(token_ids, full, full, full, empty, num_tokens, num_drafts)
+
+
+def measure_lookup(num_drafts: int) -> float:
+    """Returns the microseconds of a lookup, from tables that no cache holds whole."""
+    sets = [lookup_tables(_LOOKUP_ROWS, _LOOKUP_TOKENS, num_drafts, "cuda") for _ in range(16)]
+    rows = torch.arange(_LOOKUP_ROWS, dtype=torch.int32, device="cuda")
+    return graph_us(
+        [lambda tables=tables: ops.lookup_ngrams(rows, tables, *_LOOKUP_LENGTHS) for tables in sets]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--only-lookup", action="store_true")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    figures: dict[str, object] = {"drafts": args.drafts}
+    if on_gpu:
+        figures["lookup of 256 rows of 8192 tokens, us"] = round(measure_lookup(args.drafts), 2)
+    if not args.only_lookup:
+        shape = args.shape or ("llama-3.1-8b" if on_gpu else "tiny")
+        limits = {} if on_gpu else {"max_model_len": 128, "max_num_seqs": 8}
+        config = shape_config(shape, device=args.device, **limits)
+        plan = PLANS[args.device]
+        plain = measure_plain(config, plan)
+        drafting = replace(config, decode_query_len=args.drafts + 1)
+        figures |= {"shape": shape, "planted": measure_planted(drafting, plan, plain)}
+    print(json.dumps(figures, indent=1))
+    if on_gpu and not args.only_lookup:
+        print(write_result("speculative", figures))
+
+
+if __name__ == "__main__":
+    main()
