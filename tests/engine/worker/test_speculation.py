@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine.batch.places import Places
 from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
 from engine.messages import EngineCoreRequest
 from engine.node.speculative_settings import parse_speculative_config
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from engine.worker.worker import Worker
 from tests.engine.worker import grammar_requests
 from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
 from tests.engine.worker.test_choices import forked
@@ -24,8 +27,10 @@ Requests = Callable[[int], list[EngineCoreRequest]]
 
 
 def with_ngrams(config: EngineConfig, query_len: int) -> EngineConfig:
-    """Returns `config` with what the setting makes of it; with 1 token a step, as it is."""
-    config = replace(config, device=DeviceConfig(deterministic=True))
+    """Returns `config` with what the setting makes of it; with 1 token a step, without drafts. On
+    the CPU in deterministic mode."""
+    if config.device.device == "cpu":
+        config = replace(config, device=DeviceConfig(deterministic=True))
     if query_len == 1:
         return config
     speculative = parse_speculative_config(
@@ -170,3 +175,28 @@ def test_off_nobody_counts_drafts(make_config: Any) -> None:
     assert engine.scheduler.stats().drafts.num_drafts == 0
     assert engine.worker.runner.drafts.drafter is None
     check_empty(engine)
+
+
+def test_memory_is_measured_with_as_many_drafts_as_there_may_be(make_config: Any) -> None:
+    """Every row chooses at all of its places, with all that a request may ask of them."""
+    config = with_ngrams(make_config(), 4)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=20))
+    worker = Worker(config, 0, "")
+    worker.init_device()
+    worker.load_model(lambda fraction: None)
+    worker.initialize_kv_cache(64)
+    num_places: list[int] = []
+    runner = worker.runner
+    sample = runner.sampler._change_logits
+
+    def noting(logits: torch.Tensor, places: Places) -> Any:
+        num_places.append(len(places.rows))
+        return sample(logits, places)
+
+    runner.sampler._change_logits = noting  # type: ignore[method-assign]
+    runner.dummy_run(20)
+    # A prompt's end of each of 6 rows, then decodes of as many rows as a step holds.
+    assert num_places == [6, 5 * 4]
+    runner.warm_up(lambda fraction: None)
+    assert not runner.states.is_live_np.any()
+    worker.shutdown()
