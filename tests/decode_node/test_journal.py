@@ -255,3 +255,35 @@ async def test_a_trace_goes_on_to_the_prefill_node() -> None:
         await node.client.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 1}, headers=headers)
         assert node.engine.only.request.trace is not None
         assert node.engine.only.request.trace.trace_id == trace
+
+
+def said(events: list[str]) -> tuple[str, list[int], list[float], list[str]]:
+    """Returns text, tokens, log probabilities and ends of a streamed completion."""
+    data = [line.removeprefix("data: ") for event in events for line in data_of(event).split("\n")]
+    choices = [json.loads(line)["choices"][0] for line in data if line and line != "[DONE]"]
+    return (
+        "".join(choice["text"] for choice in choices),
+        [token for choice in choices for token in choice.get("token_ids") or ()],
+        [value for one in choices for value in (one["logprobs"] or {}).get("token_logprobs", ())],
+        [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+    )
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}])
+async def test_nodes_that_tell_several_tokens_at_once_continue_each_other(
+    more: dict[str, Any],
+) -> None:
+    """As those do that speculate; each entry has as many tokens as came together."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": 5, "return_token_ids": True, **more}
+    body["stream"] = True
+    async with http_node() as one, http_node() as first, http_node() as second:
+        first.engine.tokens_per_output, second.engine.tokens_per_output = 3, 4
+        expected = said(await ask(one, COMPLETIONS, body))
+        assert len(expected[1]) == 12 and expected[3] == ["length"]
+        whole = await ask(first, COMPLETIONS, body)
+        entries = re.findall(r'"tokens",0,\[(.*?)\]', "".join(whole))
+        assert said(whole) == expected
+        assert max(len(told.split(",")) for told in entries) >= 3
+        for cut in range(1, len(whole)):
+            rest = await ask(second, COMPLETIONS, body, whole[:cut])
+            assert said([*whole[:cut], *rest]) == expected
